@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_mod
 from pydantic import ValidationError as BadValue
 
 from actors.environment.protocol import ToolSchema
+from actors.environment.user_code import bounded, in_thread
 from actors.environment.user_names import BadName, find
 
 _NOT_TAKEN = (
@@ -68,16 +69,27 @@ class FunctionTool:
         fields = type(read).model_fields.items()
         return {str(field.alias): getattr(read, own) for own, field in fields}
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
         """Call it, in a thread where it is no coroutine.
 
-        Raises: BadArguments; whatever it raises.
+        The limit counts from when it has begun: a wait for a thread is none of the tool's.
+        Raises: BadArguments; CallTimedOut; CallFailed for whatever it raises.
         """
         read = self.read(arguments)
         if inspect.iscoroutinefunction(self.function):
-            return as_text(await self.function(**read))
-        found = await asyncio.to_thread(self.function, **read)
-        return as_text(await found if inspect.isawaitable(found) else found)
+            return as_text(await bounded(lambda: self.function(**read), limit_s=limit_s))
+        begun = asyncio.Event()
+        working = asyncio.ensure_future(
+            in_thread(functools.partial(self.function, **read), on_start=begun.set)
+        )
+        try:
+            await begun.wait()
+            found = await bounded(lambda: working, limit_s=limit_s)
+        finally:
+            working.cancel()
+        if inspect.isawaitable(found):
+            found = await bounded(lambda: found, limit_s=limit_s)
+        return as_text(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -33,6 +33,7 @@ import httpx
 from actors.environment.protocol import RewardError
 from actors.environment.reward_functions import Score
 from actors.environment.user_code import describe
+from actors.environment.variables import expanded
 
 KEPT_REPLIES = 20_000
 MAX_DELAY_S = 30.0
@@ -126,8 +127,9 @@ class JudgeOptions:
     """Requests at once, of one environment actor."""
     cache: str | None = None
     """An SQLite file; None: replies are kept in memory, the newest KEPT_REPLIES."""
-    api_key: str = "$OPENAI_API_KEY"
-    """$NAME: of the environment of the run's processes; sent as a bearer token, unless empty."""
+    api_key: str | None = None
+    """$NAME: of the environment of the run's processes; sent as a bearer token. None:
+    $OPENAI_API_KEY, where it is set; empty: none is sent."""
     input_price: float = 0.0
     """Of a million tokens."""
     output_price: float = 0.0
@@ -150,14 +152,22 @@ def judge_options(name: str, given: Any) -> JudgeOptions:
     if missing := [key for key in ("url", "model", "prompt") if not given.get(key)]:
         raise BadJudge(f"judges.{name}: {', '.join(missing)} missing; give it")
     scale = given.get("scale")
-    settings = JudgeOptions(**{**given, "scale": None if scale is None else tuple(scale)})
+    if isinstance(scale, list):
+        given = {**given, "scale": tuple(scale)}
+    settings = JudgeOptions(**given)
     for problem in _problems(settings):
         raise BadJudge(f"judges.{name}.{problem}; correct it")
     return settings
 
 
 def _problems(settings: JudgeOptions) -> list[str]:
-    found = []
+    found = [
+        f"{name}: got {value!r}, expected a text"
+        for name in ("url", "model", "prompt", "parse", "system", "cache", "api_key")
+        if not isinstance(value := getattr(settings, name), str | None)
+    ]
+    if found:
+        return found
     if not str(settings.url).startswith(("http://", "https://")):
         found.append(f"url: got {settings.url!r}, expected http:// or https://")
     template = Template(str(settings.prompt))
@@ -173,22 +183,39 @@ def _problems(settings: JudgeOptions) -> list[str]:
     directory = Path(settings.cache or ".").expanduser().absolute().parent
     if settings.cache is not None and not os.access(directory, os.W_OK):
         found.append(f"cache: {directory} cannot be written, expected a directory that can")
-    if settings.scale is not None and not (
-        len(settings.scale) == 2 and settings.scale[0] < settings.scale[1]
-    ):
-        found.append(f"scale: got {list(settings.scale)}, expected [low, high], low below high")
+    given_scale = list(settings.scale) if isinstance(settings.scale, tuple) else settings.scale
+    if given_scale is not None and not _is_scale(settings.scale):
+        found.append(f"scale: got {given_scale!r}, expected [low, high], low below high")
+    try:
+        expanded(settings.api_key or "", what="api_key")
+    except ValueError as error:
+        found.append(str(error))
     return [*found, *_bad_numbers(settings)]
 
 
+def _is_scale(scale: object) -> bool:
+    return (
+        isinstance(scale, tuple)
+        and len(scale) == 2
+        and all(isinstance(each, int | float) and math.isfinite(each) for each in scale)
+        and scale[0] < scale[1]
+    )
+
+
 def _bad_numbers(settings: JudgeOptions) -> Iterator[str]:
-    for name, low in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
+    for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
         value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            yield f"{name}: got {value!r}, expected a whole number from {low}"
-    for name in ("temperature", "input_price", "output_price", "timeout_s"):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            yield f"{name}: got {value!r}, expected a whole number from {least}"
+    for name, low in (
+        ("temperature", 0.0),
+        ("input_price", 0.0),
+        ("output_price", 0.0),
+        ("timeout_s", 0.01),
+    ):
         value = getattr(settings, name)
-        if not isinstance(value, int | float) or not 0 <= value < math.inf:
-            yield f"{name}: got {value!r}, expected a number from 0"
+        if not isinstance(value, int | float) or not low <= value < math.inf:
+            yield f"{name}: got {value!r}, expected a number from {low:g}"
 
 
 class Judge:
@@ -214,13 +241,21 @@ class Judge:
             return self._read(reply, (0, 0))
         if (known := await self._replies.find(key)) is not None:
             return self._read(known, (0, 0))
-        asking = asyncio.ensure_future(self._ask(question, line))
+        asking = asyncio.ensure_future(self._ask_and_keep(key, question, line))
         line.under_way[key] = asking
         asking.add_done_callback(partial(line.forget, key))
         reply, num_in, num_out = await asyncio.shield(asking)
-        judgement = self._read(reply, (num_in, num_out))
-        await self._replies.keep(key, reply)
-        return judgement
+        return self._read(reply, (num_in, num_out))
+
+    async def _ask_and_keep(
+        self, key: str, question: Mapping[str, Any], line: _Line
+    ) -> tuple[str, int, int]:
+        """Keep a reply that has a score, also where nobody waits for it any more."""
+        found = await self._ask(question, line)
+        with suppress(RewardError):
+            self._read(found[0], (0, 0))
+            await self._replies.keep(key, found[0])
+        return found
 
     async def close(self) -> None:
         """End the connections of this event loop."""
@@ -289,9 +324,10 @@ class Judge:
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
         """Raises: _Passing; RewardError for what a repetition would not change."""
         settings = self.settings
-        key = os.path.expandvars(settings.api_key)
-        # A variable that is not set stays as it is written.
-        headers = {} if not key or key.startswith("$") else {"Authorization": f"Bearer {key}"}
+        key = os.environ.get("OPENAI_API_KEY", "")
+        if settings.api_key is not None:
+            key = expanded(settings.api_key, what="judge: api_key")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             # The client's own limit begins anew with each byte.
             async with asyncio.timeout(settings.timeout_s):
@@ -314,7 +350,10 @@ class Judge:
             body = answer.json()
             reply = body["choices"][0]["message"]["content"]
             usage = body.get("usage") or {}
-            tokens = int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
+            tokens = (
+                int(usage.get("prompt_tokens") or 0),
+                int(usage.get("completion_tokens") or 0),
+            )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise _Passing("an answer that is no chat completion") from error
         if not isinstance(reply, str):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +20,8 @@ from weakref import WeakKeyDictionary
 
 from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
-from actors.environment.user_code import describe
+from actors.environment.user_code import CallTimedOut, describe
+from actors.environment.variables import expanded
 
 OPEN_LIMIT_S = 30.0
 _KEYS = ("command", "env", "cwd", "url", "headers", "tools")
@@ -91,10 +91,10 @@ def server_options(name: str, given: Any) -> ServerOptions:
     return ServerOptions(
         name=name,
         command=tuple(command),
-        env=_expanded(given.get("env", {})),
+        env=_expanded(given.get("env", {}), what=f"mcp.{name}.env"),
         cwd=given.get("cwd"),
         url=url,
-        headers=_expanded(given.get("headers", {})),
+        headers=_expanded(given.get("headers", {}), what=f"mcp.{name}.headers"),
         tools=tuple(given.get("tools", ())),
     )
 
@@ -103,8 +103,15 @@ def _are_texts(values: Any) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)
 
 
-def _expanded(values: Mapping[str, str]) -> dict[str, str]:
-    return {name: os.path.expandvars(value) for name, value in values.items()}
+def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
+    try:
+        return {name: expanded(value, what=what) for name, value in values.items()}
+    except ValueError as error:
+        raise BadServer(str(error)) from error
+
+
+# The client, and the tools that it has listed.
+_Opened = asyncio.Future[tuple[Any, tuple["McpTool", ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +121,13 @@ class McpTool:
     schema: ToolSchema
     server: McpServer
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Raises: ToolFailed; ServerLost."""
-        return await self.server.call(self.schema.name, arguments)
+    async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
+        """Raises: ToolFailed; ServerLost; CallTimedOut."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.server.call(self.schema.name, arguments)
+        except TimeoutError as error:
+            raise CallTimedOut(f"no answer within {limit_s:g} s") from error
 
 
 class McpServer:
@@ -125,7 +136,7 @@ class McpServer:
     def __init__(self, settings: ServerOptions) -> None:
         self._settings = settings
         self._keeper: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[tuple[Any, tuple[McpTool, ...]]] | None = None
+        self._opened: _Opened | None = None
 
     async def tools(self) -> tuple[McpTool, ...]:
         """Open it where it is not. Raises: ServerLost; BadServer for tools that it has not."""
@@ -134,46 +145,69 @@ class McpServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises: ToolFailed; ServerLost."""
+        import anyio
+        import httpx2
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
 
-        client, _ = await self._open()
+        opened, (client, _) = self._opened_now(), await self._open()
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if error.error.code != CONNECTION_CLOSED:
+            if not self._is_loss(error.error.code):
                 raise ToolFailed(error.error.message) from error
-            self._let_go()
-            raise ServerLost(f"{self._settings.where} has ended") from error
-        except Exception as error:
-            # The transport's own: of a pipe, of httpx.
-            self._let_go()
+            self._let_go(opened)
+            raise ServerLost(f"{self._settings.where}: {error.error.message}") from error
+        except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            self._let_go(opened)
             raise ServerLost(f"{self._settings.where}: {describe(error)}") from error
+        except httpx2.HTTPError as error:
+            self._let_go(opened)
+            raise ServerLost(f"{self._settings.where}: {describe(error)}") from error
+        except Exception as error:
+            # Of this answer: one that is not as the tool's own schema has it.
+            raise ToolFailed(describe(error)) from error
         text = _text_of(result)
         if result.is_error:
             raise ToolFailed(text)
         return text
 
-    async def _open(self) -> tuple[Any, tuple[McpTool, ...]]:
+    def _is_loss(self, code: int) -> bool:
+        """Whether an error of the protocol says that the server, or its session, is gone.
+
+        Over HTTP these two stand for a status of a server that was restarted, or is overloaded.
+        """
+        from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
+
+        over_http = {INTERNAL_ERROR, INVALID_REQUEST} if self._settings.url else set()
+        return code in {CONNECTION_CLOSED, *over_http}
+
+    def _opened_now(self) -> _Opened:
+        """What is open, or about to be."""
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))
+        return self._opened
+
+    async def _open(self) -> tuple[Any, tuple[McpTool, ...]]:
+        opened = self._opened_now()
         try:
             async with asyncio.timeout(OPEN_LIMIT_S):
-                return await asyncio.shield(self._opened)
+                return await asyncio.shield(opened)
         except TimeoutError as error:
-            self._let_go()
+            self._let_go(opened)
             raise ServerLost(
                 f"{self._settings.where} did not answer within {OPEN_LIMIT_S:.0f} s"
             ) from error
 
-    def _let_go(self) -> None:
-        """Have the next caller open it anew."""
+    def _let_go(self, opened: _Opened) -> None:
+        """Have the next caller open it anew, unless somebody has already."""
+        if self._opened is not opened:
+            return
         if self._keeper is not None:
             self._keeper.cancel()
         self._keeper = self._opened = None
 
-    async def _keep(self, opened: asyncio.Future[tuple[Any, tuple[McpTool, ...]]]) -> None:
+    async def _keep(self, opened: _Opened) -> None:
         """Hold the client open until the task is cancelled; it has to end where it began."""
         from mcp import Client
 

@@ -15,16 +15,16 @@ Called by `actors.environment.builtin.single_turn` and `tools`.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
 from actors.environment.protocol import RewardError
+from actors.environment.user_code import in_thread
 from actors.environment.user_names import BadName, find
 from actors.limits import MAX_REWARD
 
@@ -114,7 +114,7 @@ class RewardFunction:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**wanted)
         # It may take long, and other episodes share the event loop.
-        found = await asyncio.to_thread(self.function, **wanted)
+        found = await in_thread(partial(self.function, **wanted))
         return await found if inspect.isawaitable(found) else found
 
     def _read(self, found: object) -> Score:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ UNWIND_S = 1.0
 MAX_LOCATIONS = 100
 
 _Result = TypeVar("_Result")
+# Made as they are needed, and idle ones are taken first; as many as an actor has slots by default.
+_threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="user-code")
 # The event loop keeps only weak references to its tasks.
 _abandoned: set[asyncio.Task[Any]] = set()
 
@@ -48,6 +51,28 @@ def describe(error: BaseException) -> str:
     with suppress(Exception, SystemExit):
         text = " ".join(str(error).split())[:200].encode(errors="replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+async def in_thread(
+    call: Callable[[], _Result], *, on_start: Callable[[], None] | None = None
+) -> _Result:
+    """Make a call that may block, in a thread of its own.
+
+    Python's own threads for that are a few, which others would wait for as long as one call hangs.
+    on_start: called in the event loop once the thread has begun.
+    """
+    loop = asyncio.get_running_loop()
+
+    def work() -> _Result:
+        if on_start is not None:
+            loop.call_soon_threadsafe(on_start)
+        try:
+            return call()
+        except (SystemExit, KeyboardInterrupt) as error:
+            # As `_contained`.
+            raise _CallExited(describe(error)) from error
+
+    return await loop.run_in_executor(_threads, work)
 
 
 def num_abandoned() -> int:

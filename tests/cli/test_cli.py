@@ -55,6 +55,7 @@ def test_a_wrong_configuration_is_refused_before_the_heavy_imports(
     assert not place.exists()
 
 
+@pytest.mark.chaos
 def test_a_prompt_that_is_too_long_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,
@@ -120,6 +121,7 @@ def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) 
             assert answer.heavy == [], rest
 
 
+@pytest.mark.chaos
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = str(small_config(tmp_path))
     expected = {

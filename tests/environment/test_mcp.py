@@ -136,6 +136,10 @@ async def test_what_is_no_server_is_told_at_the_first_task() -> None:
         ({"command": ["no-such-program-here"]}, "no-such-program-here is not there"),
         ({"url": "ftp://x"}, "expected http:// or https://"),
         ({"url": "http://x", "headers": {"a": 3}}, "headers: expected texts by their names"),
+        (
+            {"url": "http://x", "headers": {"a": "Bearer $NOT_SET_ANYWHERE"}},
+            "NOT_SET_ANYWHERE is not",
+        ),
         ({"adress": "x"}, "the keys adress, expected some of command"),
         ("http://x", "'http://x', expected some of"),
     ],

@@ -307,6 +307,19 @@ async def test_what_goes_wrong_is_told_to_the_policy_and_ends_nothing(
     assert not result.terminated and result.reward == 0
 
 
+async def test_blocking_calls_do_not_wait_for_each_other_and_a_wait_is_none_of_the_tools() -> None:
+    environments = [made("blocking", call_limit_s=1.0) for _ in range(40)]
+    for environment in environments:
+        await environment.reset(task())
+    begun = time.monotonic()
+    found = await asyncio.gather(
+        *(each.step(call("blocking", seconds=0.2)) for each in environments)
+    )
+    assert {each.messages[0].content for each in found} == {"done"}
+    # Behind each other in Python's own few threads they would take seconds.
+    assert time.monotonic() - begun < 40 * 0.2 / 2
+
+
 async def test_malformed_turns_in_a_row_end_the_episode_and_a_good_one_begins_the_count_anew() -> (
     None
 ):

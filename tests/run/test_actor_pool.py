@@ -100,6 +100,7 @@ async def test_a_dead_gateway_is_released_before_its_successor_starts_under_anot
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.chaos
 async def test_actors_that_end_at_once_again_and_again_end_the_term() -> None:
     story = Story(are_healthy=False)
     with pytest.raises(ActorLost, match=r"gateways died 5 times in a row .* it stopped by itself"):

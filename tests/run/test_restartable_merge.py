@@ -46,6 +46,7 @@ async def test_a_call_whose_actor_dies_is_made_again_and_what_was_made_outlives_
     merge.kill()
 
 
+@pytest.mark.chaos
 async def test_an_actor_that_dies_under_every_attempt_ends_the_term(tmp_path: Path) -> None:
     deaths, told = tmp_path / "deaths", list[str]()
     deaths.write_text("\n".join("x" * MAX_ATTEMPTS))

@@ -20,7 +20,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import describe
+from actors.environment.user_code import describe, root_cause
 from actors.types import Task
 
 SINGLE_TURN = "single_turn"
@@ -107,7 +107,9 @@ class SingleTurnEnvironment:
                 raise
             except (Exception, SystemExit) as error:
                 # The user's own code: any type can come, and the score is missing, not the answer.
-                raise RewardError(f"{function.name} raised {describe(error)}") from error
+                raise RewardError(
+                    f"{function.name} raised {describe(root_cause(error))}"
+                ) from error
             if score is not None:
                 scores[function] = score
         if not scores:

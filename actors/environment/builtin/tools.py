@@ -8,16 +8,16 @@ row.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
-from actors.environment.mcp_servers import McpTool, ServerLost, server_of, server_options
+from actors.environment.mcp_servers import McpTool, ToolFailed, server_of, server_options
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -29,7 +29,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import EXTRAS
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded
+from actors.environment.user_code import CallFailed, CallTimedOut, in_thread
 from actors.types import Task
 
 TOOLS = "tools"
@@ -93,8 +93,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
         for function in self._functions:
             function.check(task.data, extras=EXTRAS)
         self._columns = task.data
-        self._malformed_in_a_row, self._messages = 0, []
-        self._instances = [await asyncio.to_thread(each.make) for each in self._toolset.classes]
+        self._malformed_in_a_row, self._messages, self._instances = 0, [], []
+        for each in self._toolset.classes:
+            self._instances.append(await in_thread(each.make))
         bound = [
             tool
             for each, instance in zip(self._toolset.classes, self._instances, strict=True)
@@ -151,16 +152,16 @@ class ToolsEnvironment(SingleTurnEnvironment):
             return Message(role=Role.TOOL, content=ERROR.format(message=call.message)), True
         tool, is_malformed = self._tools[call.name], False
         try:
-            found = await bounded(lambda: tool.call(call.arguments), limit_s=self._call_limit_s)
+            found = await tool.call(call.arguments, limit_s=self._call_limit_s)
             content = found[: self._max_answer_chars]
         except CallTimedOut:
             content = ERROR.format(message=f"no answer within {self._call_limit_s:g} s.")
+        except BadArguments as error:
+            is_malformed, content = True, ERROR.format(message=error)
         except CallFailed as error:
-            cause = error.__cause__
-            if isinstance(cause, ServerLost):
-                raise cause from error
-            is_malformed = isinstance(cause, BadArguments)
-            content = ERROR.format(message=_text_of(cause)[:MAX_ERROR_CHARS])
+            content = ERROR.format(message=_text_of(error.__cause__)[:MAX_ERROR_CHARS])
+        except ToolFailed as error:
+            content = ERROR.format(message=str(error)[:MAX_ERROR_CHARS])
         content = content.encode(errors="replace").decode()
         message = Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
         return message, is_malformed
@@ -189,7 +190,7 @@ async def _call_if_there(instance: Any, name: str, **arguments: Any) -> Any:
         arguments = {key: value for key, value in arguments.items() if key in parameters}
     if inspect.iscoroutinefunction(method):
         return await method(**arguments)
-    return await asyncio.to_thread(method, **arguments)
+    return await in_thread(partial(method, **arguments))
 
 
 def _told(action: Action) -> dict[str, Any]:
