@@ -36,12 +36,12 @@ from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.settings import QueueStateSettings
 from benchmarks.environment import describe_environment
 from service.config.file import load_config
+from service.config.parts import rank_settings
 from service.config.tree import Config
 from service.inference.deployment import make_engine_directory, session_directory
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir
 from service.run.start import engine_settings
-from service.run.term import rank_settings
 
 START_LIMIT_S = 300.0
 RANK = "rank"

@@ -2,7 +2,7 @@
 
 A trajectory's samples are those that were packed for the trainer, with every sampled token's
 log-probability and version; beside them stand the advantages that its trained tokens were given.
-Made by the merge actor of a step's result; read by `rayloom inspect`.
+Made by the merge actor of a step's result; read by `rayloom inspect` and `rayloom explain`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from actors.batch import Float32s
 from actors.merge.advantages import Baseline, Scale
+from actors.merge.member import Member
 from actors.merge.step import StepResult
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Trajectory
@@ -90,4 +91,23 @@ def journal_step(
             )
             for member in result.members
         ),
+    )
+
+
+# Why a group gives no training signal. Such members are in no row, but count in the loss weights.
+_NO_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
+
+
+def members_of(step: JournalStep) -> tuple[Member, ...]:
+    """The members that the step's rows were made of, with all that `weigh_updates` reads."""
+    return tuple(
+        Member(
+            trajectory=entry.trajectory,
+            reason=entry.reason,
+            baseline_return=entry.baseline_return,
+            shaped_return=entry.trajectory.episode_return,
+            advantages=tuple(values.astype(np.float64) for values in entry.advantages),
+            no_signal=entry.reason if entry.reason in _NO_SIGNAL else None,
+        )
+        for entry in step.entries
     )

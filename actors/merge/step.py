@@ -67,11 +67,9 @@ def build_step(
     if settings.algorithm.normalise_advantages:
         credited = _normalise(credited)
     members = tuple(member for group in credited for member in group)
-    trained = [member for member in members if member.is_trained]
-    shards = _pack(
-        trained,
+    shards = pack_updates(
+        weigh_updates(members, settings, trainer_version=trainer_version),
         settings,
-        without_signal=_size_of([m for m in members if m.no_signal and not m.is_trained]),
         step=step,
         trainer_version=trainer_version,
         republished=tuple(republished),
@@ -79,7 +77,7 @@ def build_step(
     value_shards: tuple[ValueShard, ...] = ()
     if settings.algorithm.has_critic:
         value_shards = pack_values(
-            [weighted for member in trained for weighted in _weighted_samples(member)],
+            [w for member in members if member.is_trained for w in _weighted_samples(member)],
             step=step,
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
@@ -164,45 +162,66 @@ def _size_of(members: Sequence[Member]) -> UpdateSize:
     )
 
 
-def _pack(
-    trained: Sequence[Member],
-    settings: StepSettings,
-    *,
-    without_signal: UpdateSize,
-    step: int,
-    trainer_version: int,
-    republished: tuple[int, ...],
-) -> tuple[RankShard, ...]:
-    """Split into updates, weigh and pack. Each update counts a share of the tokens without signal,
-    in proportion to the tokens that it trains."""
+def weigh_updates(
+    members: Sequence[Member], settings: StepSettings, *, trainer_version: int
+) -> list[list[list[WeightedSample]]]:
+    """Split the trained members into the step's updates, and give their tokens their weights.
+
+    Each update counts a share of the tokens without signal, in proportion to the tokens that it
+    trains.
+
+    Args: members: of the step, in its order.
+    Returns: of each update, by trajectory, its samples that hold a trained token.
+    """
+    trained = [member for member in members if member.is_trained]
     whole = _size_of(trained)
-    minibatches: list[list[Minibatch]] = []
+    without_signal = _size_of([m for m in members if m.no_signal and not m.is_trained])
+    updates = []
     for part in split_trajectories(
         [member.trajectory.group_id for member in trained],
         num_minibatches=settings.algorithm.minibatches,
         seed=settings.seed,
         step=trainer_version,
     ):
-        members = [trained[index] for index in part]
+        own = [trained[index] for index in part]
         weights = trajectory_weights(
-            [member.trajectory.num_trained for member in members],
-            [member.trajectory.group_id for member in members],
+            [member.trajectory.num_trained for member in own],
+            [member.trajectory.group_id for member in own],
             aggregation=settings.algorithm.loss.aggregation,
-            without_signal=share_of(without_signal, part=_size_of(members), whole=whole),
+            without_signal=share_of(without_signal, part=_size_of(own), whole=whole),
             constant_tokens=settings.constant_tokens,
         )
-        packed = pack_minibatch(
+        updates.append(
             [
-                weighted
-                for member, weight in zip(members, weights.tolist(), strict=True)
-                for weighted in _weighted_samples(member, loss_weight=weight)
-            ],
+                list(_weighted_samples(member, loss_weight=weight))
+                for member, weight in zip(own, weights.tolist(), strict=True)
+            ]
+        )
+    return updates
+
+
+def pack_updates(
+    updates: Sequence[Sequence[Sequence[WeightedSample]]],
+    settings: StepSettings,
+    *,
+    step: int,
+    trainer_version: int,
+    republished: tuple[int, ...] = (),
+) -> tuple[RankShard, ...]:
+    """Pack the rows of a step's updates for every rank.
+
+    Args: updates: as `weigh_updates`.
+    """
+    minibatches: list[list[Minibatch]] = [
+        pack_minibatch(
+            [weighted for samples in trajectories for weighted in samples],
             num_ranks=settings.trainer.num_ranks,
             budget=settings.trainer.tokens_per_micro_batch,
             attention_tokens=settings.attention_tokens,
             share_prefixes=settings.trainer.share_prefixes,
         )
-        minibatches.append(packed)
+        for trajectories in updates
+    ]
     return tuple(
         RankShard(
             step=step,

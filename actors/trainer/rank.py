@@ -26,6 +26,7 @@ from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
+from actors.trainer.attribution import SplitGradient, split_gradient
 from actors.trainer.checkpoint import Progress
 from actors.trainer.critic import Critic
 from actors.trainer.loss.micro_batch import micro_batch_loss
@@ -159,6 +160,28 @@ class TrainerRank:
         except StepAbandoned:
             self._policy.free_weights()
             raise
+
+    def split_step(
+        self, shard: RankShard, group_ids: Sequence[Sequence[str]]
+    ) -> tuple[SplitGradient, ...]:
+        """Tell what each trajectory brings to the gradient of each of the step's updates.
+
+        For one rank alone. An update is applied where another one follows, so that each gradient
+        is of the weights that it was of in the step; the step is not counted.
+
+        Args: shard: a trajectory a row. group_ids: of each minibatch, the groups of its rows.
+        Returns: by update: `epochs` times the minibatches. Raises: as `train_step`.
+        """
+        assert self.settings.trainer.num_ranks == 1
+        self._agree_on(shard)
+        scored = self._score(shard.minibatches)
+        updates = list(zip(scored, group_ids, strict=True)) * self.settings.algorithm.epochs
+        found = []
+        for number, (part, groups) in enumerate(updates):
+            found.append(self._split(part, groups))
+            if number + 1 < len(updates):
+                self._update(part, is_first=False)
+        return tuple(found)
 
     def abandon(self) -> None:
         """Give up the step in hand, unless an update of it is done, and take no other.
@@ -327,6 +350,20 @@ class TrainerRank:
         is_applied = not update.is_skipped and not update.is_empty
         self._policy.finish_update(grad_norm=grad_norm, is_applied=is_applied)
         return update
+
+    def _split(self, scored: ScoredMinibatch, group_ids: Sequence[str]) -> SplitGradient:
+        rows = scored.minibatch.micro_batches
+
+        def gradient(index: int) -> list[Tensor]:
+            alone = ScoredMinibatch(
+                minibatch=Minibatch(micro_batches=(rows[index],)),
+                old=(scored.old[index],),
+                reference=(scored.reference[index],),
+            )
+            self._accumulate(alone, is_first=False)
+            return self._policy.take_gradients()
+
+        return split_gradient(group_ids, gradient)
 
     def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool) -> Tensor:
         """Forward and backward over the micro-batches; return their statistics."""

@@ -152,7 +152,7 @@ class TrainedModel(ShardedModel[Model]):
         Args: statistics: [S] float64, on this rank's device.
         Returns: [ranks, S] on the CPU, and the norm before clipping; the same on every rank.
         """
-        square = _squared_norm(self._local_gradients(), device=self.device)
+        square = squared_norm(self._local_gradients(), device=self.device)
         rows = gather_rows(torch.cat([statistics, square[None]])).cpu()
         return rows[:, :-1], math.sqrt(float(rows[:, -1].sum()))
 
@@ -171,6 +171,12 @@ class TrainedModel(ShardedModel[Model]):
             self._optimizer.step()
             self.num_updates += 1
         self._optimizer.zero_grad(set_to_none=True)
+
+    def take_gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients, those that are not empty; the model drops them."""
+        found = self._local_gradients()
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it: sharded weights and moments."""
@@ -265,7 +271,7 @@ def _multipliers(device: torch.device) -> Tensor:
     return (2 * values + 1).to(device)
 
 
-def _squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
+def squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
     """The sum of squares over this rank's shards, a float64 scalar."""
     if not shards:
         return torch.zeros((), dtype=torch.float64, device=device)

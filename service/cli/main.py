@@ -22,6 +22,7 @@ from service.cli.outlet import escape_unencodable, say
 from service.config.file import ConfigError, describe_config, load_config, parse_config
 from service.config.quick_start import quick_tree, tasks_of
 from service.config.tree import Config, TinyModelSettings
+from service.explain.order import Order
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.errors import StoreError
 from service.store.place import StoreOptions
@@ -465,6 +466,32 @@ def inspect(
         limit=limit,
     )
     raise typer.Exit(run_inspect(request))
+
+
+@app.command()
+def explain(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
+    step: Annotated[int, typer.Option(min=1, help="the training step")],
+    top: Annotated[
+        int | None, typer.Option(min=1, help="trajectories shown: 10; with --json all")
+    ] = None,
+    by: Annotated[
+        Order,
+        typer.Option(help="largest gradient of its own doing, as it is, or share of it all"),
+    ] = Order.OWN,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="train from the checkpoint up to the step first")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False,
+) -> None:
+    """Name the trajectories and groups that made a step's update.
+
+    Each one's gradient is computed again, of the journal and the newest checkpoint before the step.
+    """
+    from service.cli.explain import ExplainRequest, run_explain
+
+    request = ExplainRequest(run=run, step=step, top=top, by=by, replays=replay, is_json=as_json)
+    raise typer.Exit(run_explain(request))
 
 
 @model_app.command("tiny")

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -24,13 +23,12 @@ from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
 from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
-from actors.merge.settings import StepSettings
 from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
-from actors.trainer.settings import RankSettings
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION, UPLOADED, Task, TrajectorySummary
+from service.config.parts import rank_settings, step_settings
 from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
@@ -402,14 +400,7 @@ class Term:
         actor: ActorHandle = merge_class.options(
             num_cpus=0, scheduling_strategy=on_this_node()
         ).remote(
-            StepSettings(
-                algorithm=config.algorithm,
-                trainer=config.trainer,
-                max_context_tokens=config.model.max_context_tokens,
-                seed=config.run.seed,
-                policies=config.policies,
-                shape=self._trainer.shape,
-            ),
+            step_settings(config, shape=self._trainer.shape),
             self._journal_settings(),
         )
         return actor
@@ -504,16 +495,3 @@ class Term:
             has_clients=has_clients,
             checkpoint=parent.directory if parent else "",
         )
-
-
-def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
-    """The settings of a run's trainer ranks."""
-    return RankSettings(
-        trainer=config.trainer,
-        algorithm=config.algorithm,
-        model=model,
-        checkpoint_dir=checkpoint_dir,
-        weight_backend=config.inference.weight_backend,
-        temperature=config.rollouts.temperature,
-        seed=config.run.seed,
-    )

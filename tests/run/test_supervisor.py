@@ -22,11 +22,11 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
+from service.config.parts import rank_settings
 from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
 from service.run.start import engine_settings, start_endpoint
 from service.run.supervisor import Supervisor, WhenHeld
-from service.run.term import rank_settings
 from service.store.run_store import RENEW_EVERY_S, Lease, LeaseLost, RunStore, StoreError, own_name
 
 

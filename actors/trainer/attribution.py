@@ -1,0 +1,95 @@
+"""What each trajectory brings to an update's gradient: norms, and dot products with the whole.
+
+An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own:
+G = sum_i g_i. Two passes, one backward of each trajectory in each: the first gives every |g_i| and
+adds up G, the second gives every g_i . G. So two gradients are kept beside the model, the whole's
+and the group's in hand, however many trajectories there are. Rejected: keeping every g_i (a model's
+size each), and random projections of them, which need one pass less and give every dot product an
+error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from actors.trainer.sharded_model import squared_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPart:
+    """A part g of a gradient G."""
+
+    norm: float
+    """|g|."""
+    dot: float
+    """g . G."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitGradient:
+    """An update's gradient G, before clipping, and its parts."""
+
+    norm: float
+    """|G|."""
+    rows: tuple[GradientPart, ...]
+    """[N]; their dots add up to |G|^2."""
+    groups: Mapping[str, GradientPart]
+    """By id."""
+
+
+def split_gradient(
+    group_ids: Sequence[str], gradient: Callable[[int], list[Tensor]]
+) -> SplitGradient:
+    """Measure each row's gradient, each group's, and the whole's.
+
+    Args: group_ids: [N], the group of each row; those of a group stand together. gradient: of a
+    row, all of one layout; asked twice for each, and its tensors may be changed.
+    """
+    norms: list[float] = []
+    group_norms: dict[str, float] = {}
+    whole: list[Tensor] = []
+    for group_id, indices in groupby(range(len(group_ids)), key=group_ids.__getitem__):
+        assert group_id not in group_norms, "the rows of a group stand together"
+        of_group: list[Tensor] = []
+        for index in indices:
+            own = gradient(index)
+            norms.append(_norm(own))
+            of_group = _add(of_group, own)
+        group_norms[group_id] = _norm(of_group)
+        whole = _add(whole, of_group)
+    dots = [_dot(gradient(index), whole) for index in range(len(group_ids))]
+    of_groups = dict.fromkeys(group_norms, 0.0)
+    for group_id, dot in zip(group_ids, dots, strict=True):
+        of_groups[group_id] += dot
+    return SplitGradient(
+        norm=_norm(whole),
+        rows=tuple(GradientPart(norm=norm, dot=dot) for norm, dot in zip(norms, dots, strict=True)),
+        groups={
+            group_id: GradientPart(norm=norm, dot=of_groups[group_id])
+            for group_id, norm in group_norms.items()
+        },
+    )
+
+
+def _add(total: list[Tensor], more: list[Tensor]) -> list[Tensor]:
+    if not total:
+        return more
+    assert len(total) == len(more), "gradients of one model have one layout"
+    torch._foreach_add_(total, more)
+    return total
+
+
+def _norm(gradient: list[Tensor]) -> float:
+    return math.sqrt(float(squared_norm(gradient, device=torch.device("cpu"))))
+
+
+def _dot(left: list[Tensor], right: list[Tensor]) -> float:
+    pairs = zip(left, right, strict=True)
+    dots = [torch.dot(a.flatten(), b.flatten()) for a, b in pairs]
+    return float(torch.stack(dots).double().sum()) if dots else 0.0

@@ -1,0 +1,35 @@
+"""What the trainer's ranks and the merge actor are told, made of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.expert_records import ModelShape
+from actors.merge.settings import StepSettings
+from actors.trainer.settings import RankSettings
+from service.config.tree import Config
+
+
+def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSettings:
+    """shape: of the trained model; None: what was played is not checked against it."""
+    return StepSettings(
+        algorithm=config.algorithm,
+        trainer=config.trainer,
+        max_context_tokens=config.model.max_context_tokens,
+        seed=config.run.seed,
+        policies=config.policies,
+        shape=shape,
+    )
+
+
+def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
+    """The settings of a run's trainer ranks."""
+    return RankSettings(
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        model=model,
+        checkpoint_dir=checkpoint_dir,
+        weight_backend=config.inference.weight_backend,
+        temperature=config.rollouts.temperature,
+        seed=config.run.seed,
+    )

@@ -1,0 +1,284 @@
+"""A step's gradient, split by trajectory: recomputed from the journal and a checkpoint; no Ray.
+
+The journal has what was trained (samples, advantages), the merge side's own functions give the rows
+their loss weights, and one rank of the trainer computes them with the trainer's own loss, in this
+process. Only reads. Called by `rayloom explain`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from actors.batch import Minibatch, RankShard
+from actors.journal.record import JournalStep, TrajectoryEntry, members_of
+from actors.merge.advantages import Baseline
+from actors.merge.packing import WeightedSample, pack_row
+from actors.merge.step import pack_updates, weigh_updates
+from actors.network import LOOPBACK
+from actors.trainer.attribution import GradientPart, SplitGradient
+from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.process_group import open_store
+from actors.trainer.rank import TrainerRank
+from actors.trainer.settings import Device, RankSettings
+from service.config.file import ConfigError
+from service.config.parts import rank_settings, step_settings
+from service.config.tree import Config
+from service.explain.leverage import own_shares
+from service.explain.source import StepSource
+
+_STORE_TIMEOUT_S = 60.0
+# No group is admitted here: whatever the step trained is looked at.
+_ANY_LAG = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a part g of an update's gradient G is; over several updates, the means."""
+
+    norm: float
+    """|g|."""
+    share: float
+    """g . G / |G|^2; those of all trajectories add up to 1. NaN where G is 0 or not finite."""
+    cosine: float
+    """g . G / (|g| |G|); NaN likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """A trained trajectory, and what it brought to the update."""
+
+    entry: TrajectoryEntry
+    share: Share
+    own_norm: float
+    """|g| times what stays of its advantage whichever other member of its group is left out; |g|
+    where advantages are no function of the group's returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContribution:
+    """A group, and what its trained trajectories brought together."""
+
+    group_id: str
+    task_id: str
+    num_trajectories: int
+    share: Share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A step's update, split by who made it."""
+
+    source: StepSource
+    replayed_steps: int
+    """Trained again from the journal, to come from the checkpoint's weights to the step's own."""
+    device: str
+    grad_norm: float
+    """Recomputed, before clipping; the mean over the step's finite updates, as it is recorded."""
+    num_updates: int
+    trajectories: tuple[Contribution, ...]
+    groups: tuple[GroupContribution, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the weights are those that the step began with."""
+        return self.source.num_behind == self.replayed_steps
+
+
+def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
+    """Recompute a step's gradient by trajectory.
+
+    replays: train the steps between the checkpoint and the step again first.
+    Raises: ConfigError.
+    """
+    settings = _one_rank(source.config, source.model)
+    before = source.steps_between() if replays else ()
+    with _rank(settings, source) as rank:
+        for step in before:
+            _train_again(rank, step, source.config)
+        step = source.step
+        updates = weigh_updates(
+            members_of(step), step_settings(source.config), trainer_version=step.trainer_version
+        )
+        entries = {entry.trajectory.trajectory_id: entry for entry in step.entries}
+        named = [[entries[_name(samples)] for samples in update] for update in updates]
+        rank.renumber(step.trainer_version, ())
+        found = rank.split_step(
+            _shard(step, updates, share_prefixes=settings.trainer.share_prefixes),
+            [[entry.trajectory.group_id for entry in update] for update in named],
+        )
+        device = str(rank.device)
+    # Each of the updates once in every epoch.
+    named = named * settings.algorithm.epochs
+    return Explanation(
+        source=source,
+        replayed_steps=source.num_behind if replays else 0,
+        device=device,
+        grad_norm=_grad_norm(found),
+        num_updates=len(found),
+        trajectories=_trajectories(found, named, own=_own_shares(step)),
+        groups=_groups(found, named),
+    )
+
+
+def _one_rank(config: Config, model: str) -> RankSettings:
+    """The run's trainer as one rank here, without what only makes advantages: they are recorded."""
+    has_gpu = config.trainer.device is Device.CUDA and torch.cuda.is_available()
+    trainer = replace(
+        config.trainer,
+        num_ranks=1,
+        device=Device.CUDA if has_gpu else Device.CPU,
+    )
+    algorithm = replace(
+        config.algorithm,
+        baseline=Baseline.NONE,
+        reward=replace(config.algorithm.reward, kl=None),
+        max_lag=_ANY_LAG,
+    )
+    # Nothing is saved, so the directory of checkpoints stays as it is.
+    settings = rank_settings(config, model=model, checkpoint_dir=Path(os.devnull))
+    return replace(settings, trainer=trainer, algorithm=algorithm)
+
+
+@contextmanager
+def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
+    """A rank with the weights before the step. Raises: ConfigError."""
+    store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
+    try:
+        rank = TrainerRank(settings, rank=0, store=store)
+    except (OSError, NotImplementedError) as error:
+        # A rank joins its group before it looks for its model.
+        dist.destroy_process_group()
+        raise ConfigError(f"explain: the model {settings.model} cannot be used: {error}") from error
+    try:
+        if source.checkpoint is not None:
+            rank.load(source.checkpoint)
+        yield rank
+    except CheckpointError as error:
+        raise ConfigError(f"explain: {error}") from error
+    finally:
+        rank.close()
+
+
+def _train_again(rank: TrainerRank, step: JournalStep, config: Config) -> None:
+    settings = step_settings(replace(config, trainer=rank.settings.trainer))
+    updates = weigh_updates(members_of(step), settings, trainer_version=step.trainer_version)
+    (shard,) = pack_updates(updates, settings, step=step.step, trainer_version=step.trainer_version)
+    rank.renumber(step.trainer_version, ())
+    rank.train_step(shard)
+
+
+def _shard(
+    step: JournalStep, updates: Sequence[Sequence[list[WeightedSample]]], *, share_prefixes: bool
+) -> RankShard:
+    """The step's updates, a trajectory a row."""
+    return RankShard(
+        step=step.step,
+        trainer_version=step.trainer_version,
+        minibatches=tuple(
+            Minibatch(
+                micro_batches=tuple(
+                    pack_row(samples, share_prefixes=share_prefixes) for samples in update
+                )
+            )
+            for update in updates
+        ),
+    )
+
+
+def _name(samples: Sequence[WeightedSample]) -> str:
+    return samples[0].sample.trajectory_id
+
+
+def _grad_norm(updates: Sequence[SplitGradient]) -> float:
+    """As a step records it: the mean over the updates that are finite; infinite without any."""
+    finite = [update.norm for update in updates if math.isfinite(update.norm)]
+    return _mean(finite) if finite else math.inf
+
+
+def _trajectories(
+    updates: Sequence[SplitGradient],
+    named: Sequence[Sequence[TrajectoryEntry]],
+    *,
+    own: Mapping[str, float],
+) -> tuple[Contribution, ...]:
+    """own: by trajectory, as `own_shares`; 1 where it says nothing."""
+    found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
+    for update, entries in zip(updates, named, strict=True):
+        for entry, part in zip(entries, update.rows, strict=True):
+            parts = found.setdefault(entry.trajectory.trajectory_id, (entry, []))[1]
+            parts.append((part, update.norm))
+    contributions = []
+    for name, (entry, parts) in found.items():
+        share = _share(parts, num_updates=len(updates))
+        own_norm = share.norm * own.get(name, 1.0)
+        contributions.append(Contribution(entry=entry, share=share, own_norm=own_norm))
+    return tuple(contributions)
+
+
+def _own_shares(step: JournalStep) -> dict[str, float]:
+    if step.group_rule is None:
+        return {}
+    returns: dict[str, dict[str, float]] = {}
+    for entry in step.entries:
+        if entry.baseline_return is not None:
+            trajectory = entry.trajectory
+            of_group = returns.setdefault(trajectory.group_id, {})
+            of_group[trajectory.trajectory_id] = entry.baseline_return
+    return {
+        name: float(share)
+        for of_group in returns.values()
+        for name, share in zip(
+            of_group, own_shares(list(of_group.values()), step.group_rule), strict=True
+        )
+    }
+
+
+def _groups(
+    updates: Sequence[SplitGradient], named: Sequence[Sequence[TrajectoryEntry]]
+) -> tuple[GroupContribution, ...]:
+    members: dict[str, dict[str, TrajectoryEntry]] = {}
+    for entry in (entry for entries in named for entry in entries):
+        trajectory = entry.trajectory
+        members.setdefault(trajectory.group_id, {})[trajectory.trajectory_id] = entry
+    return tuple(
+        GroupContribution(
+            group_id=group_id,
+            task_id=next(iter(entries.values())).trajectory.task_id,
+            num_trajectories=len(entries),
+            share=_share(
+                [
+                    (update.groups[group_id], update.norm)
+                    for update in updates
+                    if group_id in update.groups
+                ],
+                num_updates=len(updates),
+            ),
+        )
+        for group_id, entries in members.items()
+    )
+
+
+def _share(parts: Sequence[tuple[GradientPart, float]], *, num_updates: int) -> Share:
+    """parts: in each update that has the part, with that update's |G|."""
+    return Share(
+        norm=_mean(part.norm for part, _ in parts),
+        share=math.fsum(_ratio(part.dot, whole**2) for part, whole in parts) / num_updates,
+        cosine=_mean(_ratio(part.dot, part.norm * whole) for part, whole in parts),
+    )
+
+
+def _ratio(value: float, whole: float) -> float:
+    return value / whole if whole and math.isfinite(whole) else math.nan
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)

@@ -1,0 +1,275 @@
+"""`rayloom explain` on runs that the real merge and trainer made, in process.
+
+The parts are held to the trainer's own recorded gradient norm, and each to the obvious loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from worlds.explained_run import (
+    Groups,
+    PlayedRun,
+    config_of,
+    played_run,
+    poisoned,
+    rewarded,
+    sampled_groups,
+)
+from worlds.journal_builders import step_of, written
+from worlds.trainer_world import obvious_logprobs
+from worlds.trajectory_builders import linear_turns, make_trajectory
+
+from actors.journal.files import list_files
+from actors.merge.advantages import Baseline
+from service.cli.explain import ExplainRequest, run_explain
+from service.config.file import ConfigError, dump_config
+from service.explain.order import Order
+from service.explain.recompute import Explanation, Share, explain_step
+from service.explain.show import describe, document, ranked
+from service.explain.source import find_source
+
+# float32: two orders of adding the same numbers.
+SAME = 1e-5
+
+
+def small_groups(model: Path, *, seed: int = 1, version: int = 0) -> Groups:
+    """Four groups of four: one of equal returns, one with a trajectory of several samples."""
+    groups = sampled_groups(model, num_groups=4, group_size=4, seed=seed, version=version)
+    groups[0] = tuple(rewarded(each, 1.0) for each in groups[0])
+    turns = [*linear_turns(2, seed=seed, version=version), *linear_turns(1, reward=1.0, seed=9)]
+    branched = make_trajectory(
+        [replace(turn, version_spans=turns[0].version_spans) for turn in turns],
+        rollout_id=groups[1][3].rollout_id,
+    )
+    groups[1] = (*(rewarded(each, 0.0) for each in groups[1][:3]), branched)
+    assert len(branched.samples) == 2
+    return groups
+
+
+@pytest.fixture(scope="module")
+def run(tiny_models: dict[bool, str], tmp_path_factory: pytest.TempPathFactory) -> PlayedRun:
+    """Four steps with a checkpoint of the first; its ranks are gone, its directory is there."""
+    directory = tmp_path_factory.mktemp("explained") / "run"
+    with played_run(directory, config_of(tiny_models[True])) as run:
+        for number in range(4):
+            groups = small_groups(run.model, seed=number, version=number)
+            run.step(groups, saves=number == 0)
+    return run
+
+
+@pytest.fixture(scope="module")
+def first(run: PlayedRun) -> Explanation:
+    return explained(run, 1)
+
+
+@pytest.fixture(scope="module")
+def second(run: PlayedRun) -> Explanation:
+    return explained(run, 2)
+
+
+def explained(run: PlayedRun, step: int, **options: bool) -> Explanation:
+    return explain_step(find_source(run.run_dir.path, step), **options)
+
+
+def check_adds_up(found: Explanation, *, grad_norm: float, rel: float = SAME) -> None:
+    assert found.grad_norm == pytest.approx(grad_norm, rel=rel)
+    assert found.source.recorded_grad_norm == grad_norm
+    assert sum(each.share.share for each in found.trajectories) == pytest.approx(1, abs=rel)
+    assert sum(each.share.share for each in found.groups) == pytest.approx(1, abs=rel)
+    for group in found.groups:
+        own = [
+            each.share
+            for each in found.trajectories
+            if each.entry.trajectory.group_id == group.group_id
+        ]
+        assert sum(each.share for each in own) == pytest.approx(group.share.share, abs=1e-6)
+        assert group.share.norm <= sum(each.norm for each in own) * (1 + SAME)
+
+
+def test_the_parts_of_a_step_add_up_to_the_gradient_that_the_trainer_recorded(
+    run: PlayedRun, first: Explanation, second: Explanation
+) -> None:
+    for found in (first, second):
+        step = found.source.step.step
+        assert found.is_exact and found.replayed_steps == 0
+        check_adds_up(found, grad_norm=run.stats[step - 1].statistics["grad_norm"])
+        # The group of equal returns is not in the rows, but counts in the weights.
+        assert len(found.trajectories) < 16 and len(found.groups) < 4
+
+
+def test_each_part_is_the_gradient_of_its_own_loss(run: PlayedRun, first: Explanation) -> None:
+    """Against transformers, one trajectory at a time, with the loss written out."""
+    found = first
+    causal_lm = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    members = [entry.trajectory for entry in found.source.step.entries]
+    weight = 1 / sum(member.num_trained for member in members)
+    gradients = []
+    for each in found.trajectories:
+        causal_lm.zero_grad()
+        rows = zip(each.entry.trajectory.samples, each.entry.advantages, strict=True)
+        for sample, advantages in rows:
+            mask = torch.tensor(sample.mask[1:] == 1)
+            current = obvious_logprobs(causal_lm, sample.token_ids)[mask]
+            ratio = torch.exp(current - torch.tensor(sample.logprobs[1:])[mask])
+            advantage = torch.tensor(advantages)
+            clipped = ratio.clamp(0.8, 1.28) * advantage
+            (-weight * torch.minimum(ratio * advantage, clipped).sum()).backward()
+        parameters = [each for each in causal_lm.parameters() if each.grad is not None]
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+    whole = torch.stack(gradients).sum(0)
+    for each, gradient in zip(found.trajectories, gradients, strict=True):
+        assert each.share.norm == pytest.approx(gradient.norm().item(), rel=1e-3)
+        share = torch.dot(gradient, whole) / whole.square().sum()
+        assert each.share.share == pytest.approx(share.item(), abs=1e-4)
+
+
+def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_to_it(
+    run: PlayedRun,
+) -> None:
+    near = explained(run, 4)
+    assert not near.is_exact and near.source.weights_step == 1
+    shown = describe(near, by=Order.OWN, top=3)
+    assert "of step 1: 2 steps before those that step 4 began with; --replay" in shown
+    exact = explained(run, 4, replays=True)
+    assert exact.is_exact and exact.replayed_steps == 2
+    check_adds_up(exact, grad_norm=run.grad_norm, rel=1e-3)
+    assert abs(near.grad_norm - run.grad_norm) > abs(exact.grad_norm - run.grad_norm)
+    assert "and 2 steps trained again from the journal" in describe(exact, by=Order.OWN, top=3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"minibatches": 2, "epochs": 2, "loss": {"denominator": "old"}},
+        {
+            "scale": "none",
+            "loss": {
+                "aggregation": "prompt_mean",
+                "ratio": "sequence",
+                "entropy_coefficient": 0.01,
+                "kl": {"coefficient": 0.1},
+            },
+        },
+    ],
+    ids=["four updates", "reference, entropy, sequences"],
+)
+def test_other_losses_and_several_updates_add_up_too(
+    tiny_models: dict[bool, str], tmp_path: Path, algorithm: dict[str, Any]
+) -> None:
+    with played_run(tmp_path / "run", config_of(tiny_models[True], algorithm=algorithm)) as run:
+        run.step(small_groups(run.model), saves=True)
+        run.step(small_groups(run.model, seed=3, version=1))
+    found = explained(run, 2)
+    assert found.num_updates == run.stats[1].num_updates
+    check_adds_up(found, grad_norm=run.grad_norm, rel=1e-4)
+
+
+def test_a_critics_advantages_are_taken_as_they_are_recorded(run: PlayedRun) -> None:
+    source = find_source(run.run_dir.path, 2)
+    critic = replace(source.config.algorithm, baseline=Baseline.CRITIC)
+    found = explain_step(replace(source, config=replace(source.config, algorithm=critic)))
+    assert found.grad_norm == pytest.approx(run.stats[1].statistics["grad_norm"], rel=SAME)
+    shown = describe(found, by=Order.NORM, top=1)
+    assert "the critic's own update is not in these numbers" in shown
+
+
+def test_three_poisoned_of_a_hundred_come_first(
+    tiny_models: dict[bool, str], tmp_path: Path
+) -> None:
+    config = config_of(tiny_models[True], algorithm={"scale": "none"})
+    with played_run(tmp_path / "run", config) as run:
+        groups = sampled_groups(run.model, num_groups=10, group_size=10, seed=4)
+        groups, names = poisoned(groups, run.model, count=3)
+        run.step(groups)
+    found = explained(run, 1)
+    first = ranked(found.trajectories, Order.OWN)[:3]
+    assert {each.entry.trajectory.trajectory_id for each in first} == names
+
+
+def test_what_is_not_finite_is_named_first_and_null_to_programs(second: Explanation) -> None:
+    last = second.trajectories[-1]
+    broken = Share(norm=math.inf, share=math.nan, cosine=math.nan)
+    culprit = replace(last, share=broken, own_norm=math.inf)
+    found = replace(second, grad_norm=math.nan, trajectories=(*second.trajectories[:-1], culprit))
+    for by in Order:
+        assert ranked(found.trajectories, by)[0] is culprit
+    assert "THEY DIFFER" in describe(found, by=Order.OWN, top=3)
+    told = json.loads(json.dumps(document(found, by=Order.OWN, top=1), allow_nan=False))
+    (first,) = told["trajectories"]
+    assert told["grad_norm"] is None and first["norm"] is None and first["share"] is None
+
+
+def test_the_command_prints_a_table_or_a_document(
+    run: PlayedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_explain(ExplainRequest(run=run.run_dir.path, step=2, top=4)) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 120
+    norm = f"{run.stats[1].statistics['grad_norm']:.6g}"
+    assert f"{norm} recorded: they agree" in shown[2]
+    (first,) = (i for i, line in enumerate(shown) if line.startswith("trajectory"))
+    assert [line.split()[-1] for line in shown[first + 1 : first + 5]] == ["completed"] * 4
+    name = shown[first + 1].split()[0]
+    assert shown[-1] == f"look at one: rayloom inspect {name} --run {run.run_dir.path}"
+
+
+def test_a_document_has_every_trajectory_in_the_order_asked_for(second: Explanation) -> None:
+    told = json.loads(json.dumps(document(second, by=Order.SHARE, top=None)))
+    shares = [each["share"] for each in told["trajectories"]]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert told["is_exact"] and told["checkpoint"] == "step-000001-t1"
+    assert told["grad_norm"] == pytest.approx(told["recorded_grad_norm"])
+
+
+def refused(run: Path, step: int, *, replays: bool = False) -> str:
+    with pytest.raises(ConfigError) as caught:
+        explain_step(find_source(run, step), replays=replays)
+    return str(caught.value)
+
+
+def test_what_cannot_be_explained_is_refused_in_a_sentence(run: PlayedRun, tmp_path: Path) -> None:
+    place = run.run_dir.path
+    assert "--step 9 is not in the journal" in refused(place, 9)
+    assert "which has steps 1 to 4" in refused(place, 9)
+    alone = written(tmp_path / "alone", step_of([]))
+    assert "a journal alone" in refused(alone, 1)
+    file = list_files(run.run_dir.journal)[0].path
+    assert "a journal alone" in refused(file, 1)
+
+
+@pytest.fixture
+def without_step_2(run: PlayedRun) -> Iterator[Path]:
+    """The run, of whose journal a step between the checkpoint and the last one is gone."""
+    (file,) = (each.path for each in list_files(run.run_dir.journal) if each.step == 2)
+    aside = file.with_suffix(".gone")
+    file.rename(aside)
+    yield run.run_dir.path
+    aside.rename(file)
+
+
+def test_it_trains_up_to_a_step_only_where_the_journal_has_all_between(
+    without_step_2: Path,
+) -> None:
+    assert "--replay needs the journal of steps 2 to 3, got 1 of 2" in refused(
+        without_step_2, 4, replays=True
+    )
+
+
+def test_a_model_that_is_gone_is_refused(run: PlayedRun) -> None:
+    config = run.config
+    gone = replace(config, model=replace(config.model, path=str(run.run_dir.path / "gone")))
+    run.run_dir.config_file.write_text(dump_config(gone))
+    try:
+        assert "explain: the model" in refused(run.run_dir.path, 2)
+    finally:
+        run.run_dir.config_file.write_text(dump_config(config))
