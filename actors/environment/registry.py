@@ -18,6 +18,7 @@ from actors.environment.builtin.code_search.environment import CodeSearchEnviron
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
+from actors.environment.builtin.sql.environment import SqlEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
 from actors.environment.task_data import BadDataSchema, data_schema_of
@@ -32,6 +33,7 @@ _factories: dict[str, EnvironmentFactory] = {
     "calculator": CalculatorEnvironment,
     "code_search": CodeSearchEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
+    "sql": SqlEnvironment,
     SINGLE_TURN: SingleTurnEnvironment,
     TOOLS: ToolsEnvironment,
 }

@@ -151,7 +151,7 @@ class Repositories:
     def _unpack(self, path: Path, name: str) -> tuple[str, int]:
         """Returns: the directory, and how many bytes it holds."""
         directory = tempfile.mkdtemp(dir=scratch())
-        program = start_program("unpack", arguments(str(path), directory, self._limits))
+        program = start_program("code_search.unpack", arguments(str(path), directory, self._limits))
         with self._lock:
             self._programs.add(program)
         try:

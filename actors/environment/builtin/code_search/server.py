@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from actors.environment.builtin.code_search.sandbox import Confinement, NotConfined, confine
@@ -34,6 +34,11 @@ _TOOLS = {"list_files": list_files, "grep": grep, "read_file": read_file}
 
 
 def main() -> None:
+    serve(_answer)
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests with what is left to a confined process, until the input ends."""
     # What a pattern warns of would go to nobody.
     warnings.simplefilter("ignore")
     try:
@@ -43,7 +48,7 @@ def main() -> None:
         return
     _say({"walls": walls})
     for line in _lines():
-        _say({**_answer(json.loads(line)), "cpu_s": time.process_time()})
+        _say({**answer(json.loads(line)), "cpu_s": time.process_time()})
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Invariant: no call takes longer than its limit, and nothing here blocks an event loop: each server
 belongs to one thread, which waits for it. A server that does not answer in time, or ends, is killed
 with its process group, and the next call starts another. A server dies with the thread or the
-process that started it, however that ends. Called by `tools`.
+process that started it, however that ends. Called by `tools`, and by the environment `sql`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[4]
-_PACKAGE = __name__.rpartition(".")[0]
+_PACKAGE = "actors.environment.builtin"
 _START_LIMIT_S = 20.0
 _MAX_ANSWER_BYTES = 2**22
 
@@ -38,7 +38,10 @@ class NoAnswer(Exception):
 def start_program(
     name: str, arguments: Sequence[str] = (), *, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a program of this package: no environment, no site packages, a group of its own."""
+    """Start a program: no environment, no site packages, a group of its own.
+
+    name: its module below the built-in environments, such as code_search.server.
+    """
     code = (
         f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
         f"from {_PACKAGE}.{name} import main; main(*sys.argv[1:])"
@@ -88,13 +91,16 @@ def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, 
 class _Server:
     """One process; used by one thread."""
 
-    def __init__(self) -> None:
-        self.process = start_program("server", stdin=subprocess.PIPE)
+    def __init__(self, program: str) -> None:
+        self._name = program.partition(".")[0]
+        self.process = start_program(program, stdin=subprocess.PIPE)
         try:
             self.walls = self._read(limit_s=_START_LIMIT_S)["walls"]
         except NoAnswer as error:
             kill(self.process)
-            raise ServerFailed(f"code_search: the tools' process does not start: {error}") from None
+            raise ServerFailed(
+                f"{self._name}: the tools' process does not start: {error}"
+            ) from None
         except ServerFailed:
             kill(self.process)
             raise
@@ -103,7 +109,7 @@ class _Server:
         assert self.process.stdin is not None
         data = json.dumps(request).encode() + b"\n"
         try:
-            # A request is far below what a pipe holds, so that this does not wait.
+            # Between two calls a server reads, so that this does not wait for long.
             while data:
                 data = data[os.write(self.process.stdin.fileno(), data) :]
         except OSError:
@@ -113,14 +119,16 @@ class _Server:
     def _read(self, *, limit_s: float) -> dict[str, Any]:
         answer = read_line(self.process, limit_s=limit_s)
         if "failure" in answer:
-            raise ServerFailed(f"code_search: the tools' process: {answer['failure']}")
+            raise ServerFailed(f"{self._name}: the tools' process: {answer['failure']}")
         return answer
 
 
 class ServerThreads:
     """What each thread of a pool asks its own server; from any thread it can all be ended."""
 
-    def __init__(self, *, retires_after_cpu_s: float) -> None:
+    def __init__(self, program: str, *, retires_after_cpu_s: float) -> None:
+        """program: as `start_program`; each of its answers has `cpu_s`."""
+        self._program = program
         self._retires_after_cpu_s = retires_after_cpu_s
         self._own = threading.local()
         self._lock = threading.Lock()
@@ -163,7 +171,7 @@ class ServerThreads:
             self._drop(own)
             own = None
         if own is None:
-            own = self._own.server = _Server()
+            own = self._own.server = _Server(self._program)
         with self._lock:
             self._idle.discard(own)
             if not self._is_closed:

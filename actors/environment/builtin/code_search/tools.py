@@ -185,7 +185,7 @@ class _Pool:
     def __init__(self, repositories: Repositories) -> None:
         self.num_users = 0
         self.pid = os.getpid()
-        self._servers = ServerThreads(retires_after_cpu_s=RETIRES_AFTER_CPU_S)
+        self._servers = ServerThreads("code_search.server", retires_after_cpu_s=RETIRES_AFTER_CPU_S)
         self._threads = ThreadPoolExecutor(
             min(4, os.cpu_count() or 1), thread_name_prefix="code-search"
         )

@@ -1,0 +1,311 @@
+"""Questions about an SQLite database, answered by a query; scored by what the query finds.
+
+A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (a file below
+the option `root`); and the truth, as `query` or as `rows`. Without data the question is made from
+the seed (`generated`). A turn is calls of the tool `run_sql`, each answered with rows or an error,
+or the answer: the query in the last fenced block of the visible text, else all of it. It ends the
+task. With `max_queries` 0 there is no tool, and the first turn is the answer.
+
+Reward: 1 where the answer finds what is true (`grading` states what is equal), plus
+`executable_bonus` where it is a query that runs, right or wrong. Components: `correct` and
+`executable`, 0 or 1 each, and `num_queries` of the tool; `malformed`, minus `malformed_penalty`, at
+a turn with a call that cannot be read, which ends the task after `max_malformed` in a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.environment.builtin.sql.execution import (
+    BadDatabase,
+    Database,
+    Execution,
+    QueryFailed,
+    Result,
+    Table,
+)
+from actors.environment.builtin.sql.generated import LEVELS, make_question
+from actors.environment.builtin.sql.grading import (
+    is_correct,
+    is_empty,
+    orders_rows,
+    query_of,
+    shown_result,
+)
+from actors.environment.builtin.sql.server import MAX_QUERY_BYTES
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    ToolCall,
+    ToolSchema,
+)
+from actors.environment.tool_calls import visible_text
+from actors.types import Task
+
+PROMPT = "{schema}\n{question}\n{instruction}"
+ANSWER_AT_ONCE = "Answer with one SQLite query."
+ANSWER_AFTER_LOOKING = "Look with run_sql, then answer with one SQLite query."
+ERROR = "error: {message}"
+NO_QUERIES_LEFT = "no queries are left; answer"
+RUN_SQL = ToolSchema(
+    name="run_sql",
+    description="Run a SELECT on the database.",
+    parameters={
+        "type": "object",
+        "properties": {"query": {"type": "string"}},
+        "required": ["query"],
+    },
+)
+MAX_CALLS_PER_TURN = 4
+MAX_SCRIPT_CHARS = 1_000_000
+MAX_TRUE_ROWS = 1_000
+_CELL = {"type": ["null", "number", "string"]}
+
+
+class SqlEnvironment:
+    """root: the directory that the tasks' databases lie in, relative to the working directory.
+
+    database_path: of a task's database below it. level: of generated questions. sample_rows: of
+    each table in the prompt. max_rows, max_chars: of one answer of the tool. limit_s: of a query.
+    """
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "question": {"type": "string", "minLength": 1, "maxLength": 20_000},
+            "schema": {
+                "type": "string",
+                "maxLength": MAX_SCRIPT_CHARS,
+                "description": "SQL that makes the database: CREATE TABLE, INSERT",
+            },
+            "database": {
+                "type": "string",
+                "minLength": 1,
+                "description": "in place of schema: an SQLite file, as database_path has it",
+            },
+            "query": {"type": "string", "minLength": 1, "description": "that is right"},
+            "rows": {
+                "type": "array",
+                "items": {"type": "array", "items": _CELL},
+                "maxItems": MAX_TRUE_ROWS,
+                "description": "in place of query: what it finds",
+            },
+            "is_ordered": {
+                "type": "boolean",
+                "description": "rows in another order are wrong; left out: where query orders them",
+            },
+        },
+        "additionalProperties": False,
+        # A task without data is a seed.
+        "if": {"minProperties": 1},
+        "then": {
+            "required": ["question"],
+            "allOf": [
+                {"if": {"required": ["database"]}, "else": {"required": ["schema"]}},
+                {"if": {"required": ["rows"]}, "else": {"required": ["query"]}},
+            ],
+        },
+    }
+
+    def __init__(
+        self,
+        *,
+        root: str = ".",
+        database_path: str = "{database}",
+        level: int = 1,
+        max_queries: int = 5,
+        sample_rows: int = 0,
+        max_rows: int = 20,
+        max_chars: int = 2_000,
+        limit_s: float = 2.0,
+        executable_bonus: float = 0.0,
+        max_malformed: int = 3,
+        malformed_penalty: float = 0.1,
+    ) -> None:
+        if not 1 <= level <= LEVELS:
+            raise ValueError(f"sql: got level={level}; expected 1 to {LEVELS}")
+        if "{database}" not in database_path:
+            raise ValueError(
+                f"sql: got database_path={database_path!r}; expected a path that holds "
+                "{database}, such as {database}/{database}.sqlite"
+            )
+        if min(max_queries, sample_rows, max_malformed) < 0 or min(max_rows, max_chars) < 1:
+            raise ValueError(
+                f"sql: got max_queries={max_queries}, sample_rows={sample_rows}, "
+                f"max_malformed={max_malformed}, max_rows={max_rows}, max_chars={max_chars}; "
+                "expected the first three from 0 and the others from 1"
+            )
+        if not 0 < limit_s <= 30:
+            raise ValueError(f"sql: got limit_s={limit_s}; expected seconds above 0, at most 30")
+        if not (0 <= executable_bonus < 1 and 0 <= malformed_penalty < 10):
+            raise ValueError(
+                f"sql: got executable_bonus={executable_bonus}, "
+                f"malformed_penalty={malformed_penalty}; expected 0 to below 1, and 0 to below 10"
+            )
+        self._root = root
+        self._database_path = database_path
+        self._level = level
+        self._max_queries = max_queries
+        self._sample_rows = sample_rows
+        self._max_rows = max_rows
+        self._max_chars = max_chars
+        self._limit_s = limit_s
+        self._executable_bonus = executable_bonus
+        self._max_malformed = max_malformed
+        self._malformed_penalty = malformed_penalty
+        self._execution: Execution | None = None
+        self._database = Database(script="")
+        self._truth: Sequence[Sequence[Any]] = ()
+        self._is_ordered = False
+        self._num_queries = 0
+        self._malformed_in_a_row = 0
+
+    async def reset(self, task: Task) -> Observation:
+        data = dict(task.data) or self._generated(task.seed)
+        self._num_queries = self._malformed_in_a_row = 0
+        self._database = self._database_of(data)
+        if self._execution is None:
+            self._execution = Execution.shared()
+        try:
+            tables = await self._execution.tables(
+                self._database, sample_rows=self._sample_rows, limit_s=self._limit_s
+            )
+            self._truth = data["rows"] if "rows" in data else await self._found(data["query"])
+        except (BadDatabase, QueryFailed) as error:
+            raise ValueError(f"sql: task {task.task_id}: {error}; correct its data") from error
+        self._is_ordered = data.get("is_ordered", orders_rows(data.get("query", "")))
+        prompt = PROMPT.format(
+            schema="\n".join(map(_told_table, tables)),
+            question=data["question"],
+            instruction=ANSWER_AFTER_LOOKING if self._max_queries else ANSWER_AT_ONCE,
+        )
+        return Observation(
+            messages=(Message(role=Role.USER, content=prompt),),
+            tools=(RUN_SQL,) if self._max_queries else (),
+            best_return=self._executable_bonus + (not is_empty(self._truth)),
+        )
+
+    async def step(self, action: Action) -> StepResult:
+        if action.calls:
+            return await self._answer_calls(action.calls)
+        return await self._graded(query_of(visible_text(action.text)))
+
+    async def close(self) -> None:
+        if self._execution is not None:
+            execution, self._execution = self._execution, None
+            await asyncio.to_thread(execution.close)
+
+    def _generated(self, seed: int) -> dict[str, Any]:
+        made = make_question(seed, level=self._level)
+        return {"question": made.text, "schema": made.script, "query": made.query}
+
+    def _database_of(self, data: Mapping[str, Any]) -> Database:
+        """Raises: ValueError for a file that is not below the root."""
+        if "database" not in data:
+            return Database(script=data["schema"])
+        root = Path(self._root).expanduser().resolve()
+        path = (root / self._database_path.replace("{database}", data["database"])).resolve()
+        if not path.is_relative_to(root) or not path.is_file():
+            raise ValueError(
+                f"sql: data.database: got {data['database']!r}, expected the name of a file below "
+                f"{root}, as database_path={self._database_path!r} says; no such file is there"
+            )
+        return Database(path=str(path))
+
+    async def _found(self, query: str) -> Sequence[Sequence[Any]]:
+        """What the true query finds. Raises: QueryFailed, BadDatabase."""
+        result = await self._run(query, max_rows=MAX_TRUE_ROWS)
+        if result.is_cut:
+            raise QueryFailed(
+                f"data.query finds more than {MAX_TRUE_ROWS} rows or a MiB, expected fewer"
+            )
+        return result.rows
+
+    async def _run(self, query: str, *, max_rows: int) -> Result:
+        assert self._execution is not None
+        if len(query.encode(errors="replace")) > MAX_QUERY_BYTES:
+            raise QueryFailed("the query is too long")
+        return await self._execution.query(
+            self._database, query, max_rows=max_rows, limit_s=self._limit_s
+        )
+
+    async def _graded(self, query: str) -> StepResult:
+        correct, executable, answer = 0.0, 0.0, "no result"
+        try:
+            found = await self._run(query, max_rows=MAX_TRUE_ROWS)
+        except QueryFailed:
+            # The answer's own fault; that the database works was seen at the reset.
+            pass
+        else:
+            executable = 1.0
+            answer = shown_result(found.rows, is_ordered=self._is_ordered)
+            is_right = is_correct(found.rows, self._truth, is_ordered=self._is_ordered)
+            correct = float(is_right and not found.is_cut)
+        return StepResult(
+            reward=correct + self._executable_bonus * executable,
+            reward_components={
+                "correct": correct,
+                "executable": executable,
+                "num_queries": float(self._num_queries),
+            },
+            terminated=True,
+            answer=answer,
+        )
+
+    async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
+        taken = calls[:MAX_CALLS_PER_TURN]
+        messages = tuple([await self._answer(call) for call in taken])
+        if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
+            self._malformed_in_a_row = 0
+            return StepResult(messages=messages)
+        self._malformed_in_a_row += 1
+        is_over = self._malformed_in_a_row > self._max_malformed
+        return StepResult(
+            messages=() if is_over else messages,
+            reward=-self._malformed_penalty,
+            reward_components={"malformed": -self._malformed_penalty},
+            terminated=is_over,
+            is_malformed=True,
+            ended_by_malformed=is_over,
+        )
+
+    async def _answer(self, call: ToolCall | MalformedCall) -> Message:
+        if isinstance(call, MalformedCall):
+            return Message(role=Role.TOOL, content=ERROR.format(message=call.message))
+        try:
+            if self._num_queries >= self._max_queries:
+                raise QueryFailed(NO_QUERIES_LEFT)
+            self._num_queries += 1
+            result = await self._run(call.arguments["query"], max_rows=self._max_rows)
+            content = _told_result(result)
+        except QueryFailed as error:
+            content = ERROR.format(message=error)
+        content = content[: self._max_chars].encode(errors="replace").decode()
+        return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+
+
+def _told_table(table: Table) -> str:
+    lines = [f"{table.sql};", *(f"-- {_told_row(row)}" for row in table.rows)]
+    return "\n".join(lines)
+
+
+def _told_result(result: Result) -> str:
+    lines = [" | ".join(result.columns), *map(_told_row, result.rows)]
+    if result.is_cut:
+        lines.append("(more rows)")
+    return "\n".join(lines)
+
+
+def _told_row(row: Sequence[Any]) -> str:
+    return " | ".join(
+        "NULL" if cell is None else cell if isinstance(cell, str) else json.dumps(cell)
+        for cell in row
+    )

@@ -1,0 +1,125 @@
+"""Small databases with a question each, from a seed: pure.
+
+Level 1 asks for one number of a whole table, level 2 also for rows under a condition or in an
+order, level 3 also about two tables that are joined. No truth is empty, and none is a tie.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+LEVELS = 3
+_NAMES = ("ash", "bay", "elm", "fig", "ivy", "oak", "pine", "rose", "sage", "yew")
+_KINDS = ("red", "green", "blue")
+_AGGREGATES = {"highest": "max", "lowest": "min", "total": "sum"}
+_MOST = 99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question about a database."""
+
+    script: str
+    """That makes the database."""
+    text: str
+    query: str
+    """That answers it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shop:
+    """Rows of items: name, kind, price. Names and prices are unique."""
+
+    rows: Sequence[tuple[str, str, int]]
+    cities: Sequence[str]
+    """Of each item, for the second table."""
+
+    def script(self, *, with_stores: bool) -> str:
+        items = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price in self.rows)
+        script = (
+            "CREATE TABLE items (name TEXT, kind TEXT, price INTEGER);\n"
+            f"INSERT INTO items VALUES {items};\n"
+        )
+        if with_stores:
+            stores = ", ".join(
+                f"('{city}', '{row[0]}')" for city, row in zip(self.cities, self.rows, strict=True)
+            )
+            script += (
+                "CREATE TABLE stores (city TEXT, item TEXT);\n"
+                f"INSERT INTO stores VALUES {stores};\n"
+            )
+        return script
+
+
+def make_question(seed: int, *, level: int = 1) -> Question:
+    """The question of a seed. level: from 1 to LEVELS; each has those below it too."""
+    dice = random.Random(seed)
+    names = dice.sample(_NAMES, dice.randint(4, 8))
+    prices = dice.sample(range(1, _MOST + 1), len(names))
+    kinds = [*_KINDS, *(dice.choice(_KINDS) for _ in names)][: len(names)]
+    shop = _Shop(
+        rows=list(zip(names, kinds, prices, strict=True)),
+        cities=[dice.choice(("Rome", "Oslo")) for _ in names],
+    )
+    makers = [maker for each in _MAKERS[:level] for maker in each]
+    text, query = dice.choice(makers)(dice, shop)
+    return Question(script=shop.script(with_stores=level > 2), text=text, query=query)
+
+
+_Made = tuple[str, str]
+
+
+def _aggregate(dice: random.Random, _shop: _Shop) -> _Made:
+    word = dice.choice(list(_AGGREGATES))
+    return f"What is the {word} price?", f"SELECT {_AGGREGATES[word]}(price) FROM items"
+
+
+def _count(_dice: random.Random, _shop: _Shop) -> _Made:
+    return "How many items are there?", "SELECT count(*) FROM items"
+
+
+def _of_kind(dice: random.Random, shop: _Shop) -> _Made:
+    kind = dice.choice([row[1] for row in shop.rows])
+    return f"Which items are {kind}?", f"SELECT name FROM items WHERE kind = '{kind}'"
+
+
+def _above(dice: random.Random, shop: _Shop) -> _Made:
+    bound = dice.choice(sorted(row[2] for row in shop.rows)[:-1])
+    return (
+        f"Which items have a price above {bound}?",
+        f"SELECT name FROM items WHERE price > {bound}",
+    )
+
+
+def _in_order(dice: random.Random, _shop: _Shop) -> _Made:
+    word, direction = dice.choice((("lowest", ""), ("highest", " DESC")))
+    return (
+        f"List the names of the items, the {word} price first.",
+        f"SELECT name FROM items ORDER BY price{direction}",
+    )
+
+
+def _by_kind(dice: random.Random, _shop: _Shop) -> _Made:
+    word = dice.choice(list(_AGGREGATES))
+    return (
+        f"Give each kind with its {word} price.",
+        f"SELECT kind, {_AGGREGATES[word]}(price) FROM items GROUP BY kind",
+    )
+
+
+def _in_city(dice: random.Random, shop: _Shop) -> _Made:
+    city, word = dice.choice(shop.cities), dice.choice(list(_AGGREGATES))
+    return (
+        f"What is the {word} price of the items in the stores of {city}?",
+        f"SELECT {_AGGREGATES[word]}(price) FROM items JOIN stores ON item = name "
+        f"WHERE city = '{city}'",
+    )
+
+
+_MAKERS: Sequence[Sequence[Callable[[random.Random, _Shop], _Made]]] = (
+    (_aggregate, _count),
+    (_of_kind, _above, _in_order, _by_kind),
+    (_in_city,),
+)

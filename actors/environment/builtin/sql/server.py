@@ -1,0 +1,137 @@
+"""The program that queries run in: a database and one query come in, rows or an error go out.
+
+Standard library alone, confined before its first request as `code_search.server` is: no network, no
+file written, bounded memory and time. Within that, a query may select and nothing else: SQLite asks
+before each action, the connection is read-only, and no value is longer than MAX_VALUE_BYTES. Each
+request has a database of its own, from a script or a file, so that none leaves a trace.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from typing import Any
+from urllib.parse import quote
+
+from actors.environment.builtin.code_search.server import serve
+
+MAX_VALUE_BYTES = 2**20
+MAX_QUERY_BYTES = 20_000
+_ALLOWED = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_QUERY_BYTES,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
+}
+# Instructions of SQLite's machine between two looks at the clock.
+_BETWEEN_LOOKS = 10_000
+
+
+def main() -> None:
+    serve(answer)
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request for a table of rows, or for the schema.
+
+    request: `script` or `path` of the database; `query`, or none for the schema with `sample_rows`
+    of each table; `max_rows` and `max_bytes` of the answer; `limit_s`.
+    Returns: `columns`, `rows`, `is_cut`; or `tables`; or `error`, with `is_database` where the
+    database itself cannot be used.
+    """
+    end = time.monotonic() + request["limit_s"]
+    try:
+        connection = _opened(request, end=end)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+        return {"error": _told(error), "is_database": True}
+    try:
+        if request.get("query") is None:
+            return {"tables": _tables(connection, request)}
+        return _rows(connection, request["query"], request)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+        return {"error": _told(error), "is_database": False}
+    finally:
+        connection.close()
+
+
+def _opened(request: dict[str, Any], *, end: float) -> sqlite3.Connection:
+    if "path" in request:
+        # Immutable: no locks and no journal, which this process could not write.
+        place = f"file:{quote(request['path'])}?mode=ro&immutable=1"
+        connection = sqlite3.connect(place, uri=True, isolation_level=None)
+    else:
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    connection.set_progress_handler(lambda: time.monotonic() > end, _BETWEEN_LOOKS)
+    try:
+        connection.execute("PRAGMA temp_store = MEMORY")
+        if "script" in request:
+            connection.executescript(request["script"])
+        connection.execute("PRAGMA query_only = 1")
+        # Reads the file's head: what is no database is told from a query at fault.
+        connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except BaseException:
+        connection.close()
+        raise
+    for limit, most in _LIMITS.items():
+        connection.setlimit(limit, most)
+    connection.set_authorizer(_authorize)
+    return connection
+
+
+def _authorize(action: int, _first: Any, second: Any, *_: Any) -> int:
+    is_loading = action == sqlite3.SQLITE_FUNCTION and str(second).lower() == "load_extension"
+    is_allowed = action in _ALLOWED and not is_loading
+    return sqlite3.SQLITE_OK if is_allowed else sqlite3.SQLITE_DENY
+
+
+def _rows(connection: sqlite3.Connection, query: str, request: dict[str, Any]) -> dict[str, Any]:
+    cursor = connection.execute(query)
+    if cursor.description is None:
+        raise ValueError("no query")
+    rows: list[list[Any]] = []
+    num_bytes, is_cut = 0, False
+    for row in cursor:
+        cells = [{"blob": cell.hex()} if isinstance(cell, bytes) else cell for cell in row]
+        num_bytes += len(json.dumps(cells))
+        is_cut = len(rows) >= request["max_rows"] or num_bytes > request["max_bytes"]
+        if is_cut:
+            break
+        rows.append(cells)
+    columns = [str(column[0])[:200] for column in cursor.description[:100]]
+    return {"columns": columns, "rows": rows, "is_cut": is_cut}
+
+
+def _tables(connection: sqlite3.Connection, request: dict[str, Any]) -> list[dict[str, Any]]:
+    listed = connection.execute(
+        "SELECT name, sql FROM sqlite_schema WHERE type IN ('table', 'view') AND sql IS NOT NULL "
+        "AND name NOT LIKE 'sqlite_%' ORDER BY rowid"
+    ).fetchall()
+    tables = []
+    for name, sql in listed:
+        quoted = '"' + name.replace('"', '""') + '"'
+        query = f"SELECT * FROM {quoted} LIMIT {int(request['sample_rows'])}"
+        found = _rows(connection, query, request) if request["sample_rows"] else {"rows": []}
+        tables.append({"name": name, "sql": sql, "rows": found["rows"]})
+    return tables
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, sqlite3.DatabaseError) and "not authorized" in str(error):
+        return "only SELECT is allowed"
+    if isinstance(error, sqlite3.OperationalError) and str(error) == "interrupted":
+        return "the query took too long"
+    return str(error)[:300]
+
+
+if __name__ == "__main__":
+    main()
