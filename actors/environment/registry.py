@@ -17,6 +17,7 @@ from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
+from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.builtin.sql.environment import SqlEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
@@ -33,6 +34,7 @@ _factories: dict[str, EnvironmentFactory] = {
     "calculator": CalculatorEnvironment,
     "code_search": CodeSearchEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
+    "retrieval_qa": RetrievalQaEnvironment,
     "sql": SqlEnvironment,
     SINGLE_TURN: SingleTurnEnvironment,
     TOOLS: ToolsEnvironment,

@@ -9,13 +9,10 @@ import json
 import random
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from actors.environment.builtin.code_search.environment import ERROR, QUESTION
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS
-from actors.trainer.tiny.model import build_tiny_model
-from actors.trainer.tiny.warmup import Conversation, imitate
+from actors.trainer.tiny.warmup import Conversation
+from worlds import forms_warmup
 
 # Short: each file is a token or two to this policy, and on a CPU each token costs.
 MODULES = {
@@ -31,19 +28,7 @@ _TOOLS = (*SEARCH_TOOLS, ANSWER)
 
 def warmed_up(directory: Path, *, seed: int = 0, steps: int = 120) -> Path:
     """Build the model. steps: each of four conversations."""
-    build_tiny_model(directory, seed=seed, warmup_steps=0)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    dice = random.Random(seed)
-    torch.manual_seed(seed)
-    imitate(
-        model,
-        AutoTokenizer.from_pretrained(directory),
-        lambda: [[_conversation(dice) for _ in range(4)]],
-        steps=steps,
-        learning_rate=2e-3,
-    )
-    model.save_pretrained(directory)
-    return directory
+    return forms_warmup.warmed_up(directory, _conversation, seed=seed, steps=steps)
 
 
 def _conversation(dice: random.Random) -> Conversation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import NoReturn
 
@@ -13,3 +14,9 @@ def skip_or_fail(reason: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def need_package(module: str, extra: str) -> None:
+    """Skip the test where an optional package is missing; where CI is set, fail it."""
+    if importlib.util.find_spec(module) is None:
+        skip_or_fail(f"needs {module}: pip install 'rayloom[{extra}]'")

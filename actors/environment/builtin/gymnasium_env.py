@@ -1,0 +1,282 @@
+"""Adapter for gymnasium: environments that can be played in text.
+
+What is shown: an observation of `spaces.Text` as it is; else what the environment renders as
+`ansi`, with brackets for what a terminal would colour; else the values of a Discrete,
+MultiDiscrete, MultiBinary, Tuple or Dict space. Actions: those of a Discrete space by name, or any
+text of a Text space. Other spaces are refused. The optional package is imported at first use only;
+calls, which may block, run in threads.
+
+The reward is the environment's own (component `score`). A reply that is no action is malformed: it
+costs `malformed_penalty` (component `malformed`), moves nothing, and ends the game after
+`max_malformed` in a row. gymnasium's own `truncated` (its time limit) is one here too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from actors.environment.builtin.reasoning_gym_env import extract_answer
+from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.user_code import in_thread
+from actors.types import Task
+
+PROMPT = "{observation}\nActions: {actions}. Answer with one of them."
+TEXT_PROMPT = "{observation}"
+NO_ACTION = "Answer with one of: {actions}."
+NO_TEXT = "The answer is none that the game takes."
+# As gymnasium documents them.
+ACTION_NAMES: Mapping[str, Sequence[str]] = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+}
+MAX_ACTIONS = 100
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def import_gymnasium() -> ModuleType:
+    """Import the optional package. Raises: ImportError with the remedy."""
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ImportError(
+            "environment gymnasium: the package gymnasium is not installed; install it with: "
+            "pip install 'rayloom[gymnasium]'"
+        ) from error
+    return gymnasium
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    """What one call of the game gave."""
+
+    text: str
+    reward: float = 0.0
+    is_terminated: bool = False
+    is_truncated: bool = False
+
+
+class GymnasiumEnvironment:
+    """id, kwargs: as `gymnasium.make` takes them. actions: names of a Discrete space's, in order.
+
+    prompt: of the first message, with {observation} and {actions}; step_prompt: of later ones.
+    best_return: of the game, where it is known.
+    """
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "kwargs": {"type": "object", "description": "of gymnasium.make, beside the option's"},
+            "options": {"type": "object", "description": "of the environment's reset"},
+        },
+        "additionalProperties": False,
+    }
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        prompt: str | None = None,
+        step_prompt: str = "{observation}",
+        best_return: float | None = None,
+        max_malformed: int = 3,
+        malformed_penalty: float = 0.1,
+    ) -> None:
+        if max_malformed < 0 or not 0 <= malformed_penalty < 10:
+            raise ValueError(
+                f"gymnasium: got max_malformed={max_malformed}, "
+                f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to below 10"
+            )
+        for name, template in (("prompt", prompt), ("step_prompt", step_prompt)):
+            if template is not None and "{observation}" not in template:
+                raise ValueError(
+                    f"gymnasium: {name}: got {template!r}, expected a text that holds "
+                    "{observation}"
+                )
+        gym = import_gymnasium()
+        try:
+            spec = gym.spec(id)
+        except (gym.error.Error, ImportError) as error:
+            raise ValueError(
+                f"gymnasium: got id={id!r}, expected a registered environment, such as "
+                f"FrozenLake-v1, or module:Name-v0 ({error})"
+            ) from error
+        self._game = _Game(spec, kwargs or {}, actions)
+        self._prompt = prompt
+        self._step_prompt = step_prompt
+        self._best_return = best_return
+        self._max_malformed = max_malformed
+        self._malformed_penalty = malformed_penalty
+        self._malformed_in_a_row = 0
+
+    async def reset(self, task: Task) -> Observation:
+        self._malformed_in_a_row = 0
+        move = await in_thread(partial(self._game.begin, task.seed, task.data))
+        names = ", ".join(self._game.names)
+        prompt = self._prompt or (PROMPT if names else TEXT_PROMPT)
+        content = prompt.replace("{actions}", names).replace("{observation}", move.text)
+        return Observation(
+            messages=(Message(role=Role.USER, content=content),), best_return=self._best_return
+        )
+
+    async def step(self, action: Action) -> StepResult:
+        answer = extract_answer(action.text)
+        move = await in_thread(partial(self._game.play, answer))
+        if move is None:
+            return self._malformed()
+        self._malformed_in_a_row = 0
+        is_over = move.is_terminated or move.is_truncated
+        content = self._step_prompt.replace("{observation}", move.text)
+        return StepResult(
+            messages=() if is_over else (Message(role=Role.USER, content=content),),
+            reward=move.reward,
+            reward_components={"score": move.reward},
+            terminated=move.is_terminated,
+            truncated=move.is_truncated and not move.is_terminated,
+        )
+
+    async def close(self) -> None:
+        await in_thread(self._game.close)
+
+    def _malformed(self) -> StepResult:
+        self._malformed_in_a_row += 1
+        is_over = self._malformed_in_a_row > self._max_malformed
+        names = ", ".join(self._game.names)
+        told = NO_ACTION.format(actions=names) if names else NO_TEXT
+        return StepResult(
+            messages=() if is_over else (Message(role=Role.USER, content=told),),
+            reward=-self._malformed_penalty,
+            reward_components={"malformed": -self._malformed_penalty},
+            terminated=is_over,
+            is_malformed=True,
+            ended_by_malformed=is_over,
+        )
+
+
+class _Game:
+    """One environment of gymnasium; its methods block."""
+
+    def __init__(self, spec: Any, kwargs: Mapping[str, Any], names: Sequence[str] | None) -> None:
+        self._spec = spec
+        self._kwargs = dict(kwargs)
+        self._given_names = names
+        self._env: Any = None
+        self._renders = False
+        self.names: Sequence[str] = ()
+        """Of the actions; none where they are texts."""
+
+    def begin(self, seed: int, data: Mapping[str, Any]) -> _Move:
+        """Raises: ValueError where its spaces are none for text, or the names do not fit."""
+        gym = import_gymnasium()
+        self.close()
+        kwargs = {**self._kwargs, **data.get("kwargs", {})}
+        self._env = gym.make(self._spec, disable_env_checker=True, **kwargs)
+        spaces = gym.spaces
+        if "ansi" in (self._env.metadata.get("render_modes") or ()):
+            is_text = isinstance(self._env.observation_space, spaces.Text)
+            if not is_text and "render_mode" not in kwargs:
+                self._env.close()
+                kwargs["render_mode"] = "ansi"
+                self._env = gym.make(self._spec, disable_env_checker=True, **kwargs)
+        self._renders = self._env.render_mode == "ansi"
+        self.names = self._names(spaces)
+        if not self._renders:
+            self._check_observations(spaces, self._env.observation_space)
+        # Most generators take seeds below 2^32.
+        observation, _ = self._env.reset(seed=seed % 2**31, options=data.get("options"))
+        return _Move(text=self._shown(observation))
+
+    def play(self, answer: str) -> _Move | None:
+        """None: the answer is no action."""
+        action = self._action(answer)
+        if action is None:
+            return None
+        observation, reward, is_terminated, is_truncated, _ = self._env.step(action)
+        return _Move(
+            text=self._shown(observation),
+            reward=float(reward),
+            is_terminated=bool(is_terminated),
+            is_truncated=bool(is_truncated),
+        )
+
+    def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+    def _names(self, spaces: Any) -> Sequence[str]:
+        space = self._env.action_space
+        if isinstance(space, spaces.Text):
+            return ()
+        if not isinstance(space, spaces.Discrete) or space.n > MAX_ACTIONS:
+            raise ValueError(
+                f"gymnasium: {self._spec.id}: got actions of {space}, expected a Discrete space of "
+                f"at most {MAX_ACTIONS}, or a Text space"
+            )
+        first = int(space.start)
+        numbers = [str(number) for number in range(first, first + int(space.n))]
+        names = self._given_names or ACTION_NAMES.get(self._spec.name, numbers)
+        folded = {_folded(name) for name in names}
+        if len(names) != space.n or len(folded) != space.n or "" in folded:
+            raise ValueError(
+                f"gymnasium: {self._spec.id}: got {len(names)} names of actions, {len(folded)} of "
+                f"them different, expected {space.n}; correct tasks.options.actions"
+            )
+        return names
+
+    def _check_observations(self, spaces: Any, space: Any) -> None:
+        parts = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else ()
+        for part in parts.values() if isinstance(space, spaces.Dict) else parts:
+            self._check_observations(spaces, part)
+        shown = (
+            spaces.Text, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary,
+            spaces.Tuple, spaces.Dict,
+        )  # fmt: skip
+        if not isinstance(space, shown):
+            raise ValueError(
+                f"gymnasium: {self._spec.id}: got observations of {space} and no rendering as "
+                "ansi, expected one of both to be text, or numbers that count"
+            )
+
+    def _action(self, answer: str) -> Any:
+        space = self._env.action_space
+        if not self.names:
+            return answer if space.contains(answer) else None
+        places = {_folded(name): number for number, name in enumerate(self.names)}
+        place = places.get(_folded(answer))
+        return None if place is None else int(space.start) + place
+
+    def _shown(self, observation: Any) -> str:
+        text = self._env.render() if self._renders else _told(observation)
+        text = text if isinstance(text, str) else str(text)
+        bracketed = _ESCAPE.sub("", _COLOURED.sub(r"[\1]", text))
+        return bracketed.strip("\n").encode(errors="replace").decode()
+
+
+def _folded(name: str) -> str:
+    """Upper and lower case, and a full stop behind it, make no other action."""
+    return name.strip().rstrip(".!").strip().casefold()
+
+
+def _told(observation: Any) -> str:
+    """Numbers of numpy as Python writes them."""
+    if isinstance(observation, str):
+        return observation
+    return str(_plain(observation))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,209 @@
+"""Documents, and their search by BM25 with the optional package bm25s.
+
+One index serves all episodes of a process: it is made at the first use, and again where the file
+has changed. `index_of` and `search` block; called by `environment`, in threads.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.environment.tasks import BadTaskFile, json_rows
+
+_SUFFIXES = (".jsonl", ".parquet")
+_KEPT_INDEXES = 4
+_building = threading.Lock()
+
+
+class BadCorpus(ValueError):
+    """The documents cannot be used; the text says what, got, expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusSettings:
+    """Where the documents are."""
+
+    path: str | None = None
+    """JSONL or Parquet; None: made here."""
+    num_generated: int = 200
+    id_column: str = "id"
+    text_column: str = "text"
+    title_column: str = "title"
+    """A column that need not be there."""
+    stopwords: str | None = "en"
+    """A language of bm25s, whose stop words no query finds; None: all words count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """What a search finds."""
+
+    id: str
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A generated document, and what can be asked about it."""
+
+    document: Document
+    question: str
+    answer: str
+
+
+def import_bm25s() -> ModuleType:
+    """Import the optional package. Raises: ImportError with the remedy."""
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ImportError(
+            "environment retrieval_qa: the package bm25s is not installed; install it with: "
+            "pip install 'rayloom[retrieval]'"
+        ) from error
+    return bm25s
+
+
+class Index:
+    """Documents by id and by BM25 (Lucene's variant, k1 1.5, b 0.75). Searches may run at once."""
+
+    def __init__(self, documents: Iterable[Document], *, stopwords: str | None) -> None:
+        self._bm25s = import_bm25s()
+        self.by_id = {document.id: document for document in documents}
+        self._documents = list(self.by_id.values())
+        self._stopwords = stopwords
+        # Only numpy: what else is installed shall not decide what a search finds.
+        self._ranking = self._bm25s.BM25(backend="numpy")
+        texts = [f"{document.title} {document.text}" for document in self._documents]
+        words = self._words(texts)
+        if not any(words):
+            raise BadCorpus("corpus: got documents without a word, expected some with words")
+        self._ranking.index(words, show_progress=False)
+
+    def search(self, query: str, *, most: int) -> list[Document]:
+        """The documents that share a word with the query, best first; of equal ones the first."""
+        (words,) = self._words([query])
+        words = [word for word in words if word in self._ranking.vocab_dict]
+        if not words:
+            return []
+        numbers, scores = self._ranking.retrieve(
+            [words],
+            k=min(most, len(self._documents)),
+            show_progress=False,
+            backend_selection="numpy",
+        )
+        found = sorted(zip(-scores[0], numbers[0], strict=True))
+        return [self._documents[int(number)] for score, number in found if score < 0]
+
+    def _words(self, texts: Sequence[str]) -> list[list[str]]:
+        words: list[list[str]] = self._bm25s.tokenize(
+            list(texts), stopwords=self._stopwords or [], return_ids=False, show_progress=False
+        )
+        return words
+
+
+def index_of(settings: CorpusSettings) -> Index:
+    """Raises: BadCorpus; ImportError without the package."""
+    stamp: tuple[int, ...] = ()
+    if settings.path is not None:
+        try:
+            status = Path(settings.path).expanduser().stat()
+        except OSError as error:
+            raise BadCorpus(
+                f"tasks.options.corpus: {settings.path} cannot be read: {error.strerror}; expected "
+                "a file of documents, on every node that plays"
+            ) from error
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+    # Episodes that begin together wait for one index, and do not make one each.
+    with _building:
+        return _index(settings, stamp, os.getpid())
+
+
+@lru_cache(maxsize=_KEPT_INDEXES)
+def _index(settings: CorpusSettings, _stamp: tuple[int, ...], _pid: int) -> Index:
+    if settings.path is None:
+        documents = [fact.document for fact in generated_facts(settings.num_generated)]
+    else:
+        documents = list(_read(Path(settings.path).expanduser(), settings))
+    return Index(documents, stopwords=settings.stopwords)
+
+
+def _read(path: Path, settings: CorpusSettings) -> Iterable[Document]:
+    seen: set[str] = set()
+    for where, row in _rows(path):
+        document = _document(row, settings, where=where)
+        if document.id in seen:
+            raise BadCorpus(f"{where}: the id {document.id!r} comes twice, expected unique ids")
+        seen.add(document.id)
+        yield document
+    if not seen:
+        raise BadCorpus(f"corpus {path}: got no documents, expected one or more")
+
+
+def _rows(path: Path) -> Iterable[tuple[str, Any]]:
+    try:
+        if path.suffix == ".jsonl":
+            yield from json_rows(path)
+            return
+        if path.suffix == ".parquet":
+            for number, row in enumerate(pq.read_table(path).to_pylist(), start=1):
+                yield f"{path}, row {number}", row
+            return
+    except (OSError, UnicodeDecodeError, BadTaskFile, pa.ArrowException) as error:
+        raise BadCorpus(f"corpus {path}: cannot be read: {error}") from error
+    raise BadCorpus(
+        f"corpus {path}: got suffix {path.suffix!r}, expected one of {', '.join(_SUFFIXES)}"
+    )
+
+
+def _document(row: Any, settings: CorpusSettings, *, where: str) -> Document:
+    given: Mapping[str, Any] = row if isinstance(row, dict) else {}
+    number, text = given.get(settings.id_column), given.get(settings.text_column)
+    if isinstance(number, int) and not isinstance(number, bool):
+        number = str(number)
+    if not (isinstance(number, str) and number and isinstance(text, str)):
+        raise BadCorpus(
+            f"{where}: got {', '.join(map(str, given)) or 'no columns'}, expected a text or whole "
+            f"number {settings.id_column!r} and a text {settings.text_column!r}; name the columns "
+            "by tasks.options.id_column and text_column"
+        )
+    title = given.get(settings.title_column)
+    return Document(id=number, text=text, title=title if isinstance(title, str) else "")
+
+
+_STARTS = ("Ba", "Do", "Fe", "Gi", "Ka", "Lo", "Mi", "Ra", "Su", "To")
+_MIDDLES = ("la", "ne", "ri", "so", "tu")
+_ENDS = ("n", "s", "ra", "lo")
+NUM_NAMES = len(_STARTS) * len(_MIDDLES) * len(_ENDS)
+_ASKED = {
+    "lives in": ("Where does {name} live?", ("Rome", "Oslo", "Lima", "Cairo")),
+    "likes": ("What does {name} like?", ("tea", "milk", "bread", "soup")),
+    "has": ("What does {name} have?", ("a cat", "a dog", "a boat", "a drum")),
+}
+
+
+@lru_cache(maxsize=_KEPT_INDEXES)
+def generated_facts(count: int) -> tuple[Fact, ...]:
+    """The same ones everywhere: one about each of `count` names, at most NUM_NAMES."""
+    dice = random.Random(count)
+    names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]
+    facts = []
+    for number, name in enumerate(dice.sample(names, count)):
+        verb = dice.choice(list(_ASKED))
+        question, answers = _ASKED[verb]
+        answer = dice.choice(answers)
+        document = Document(id=f"d{number}", text=f"{name} {verb} {answer}.")
+        facts.append(Fact(document=document, question=question.format(name=name), answer=answer))
+    return tuple(facts)

@@ -1,0 +1,102 @@
+"""Twenty steps of the tiny model in each environment of docs/worlds.md, and what it learnt."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from worlds.forms_warmup import random_plays, warmed_up
+from worlds.missing_tools import need_package
+from worlds.run_checks import check_audit, check_finished
+from worlds.run_driver import START_S, STEP_S, running, small_config
+
+from actors.environment.builtin.retrieval_qa.corpus import generated_facts
+from actors.environment.registry import resolve
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """How an environment is played, and what the tiny model answers before it has learnt."""
+
+    options: dict[str, Any]
+    answer: Callable[[random.Random, int], str]
+    """By dice and the turn's number."""
+    rollouts: dict[str, Any]
+    needs: tuple[str, str] | None = None
+    """A module, and the extra that has it."""
+
+
+def _any_query(dice: random.Random, _turn: int) -> str:
+    what = dice.choice(["count(*)", "max(price)", "min(price)", "sum(price)", "price("])
+    return f"SELECT {what} FROM items"
+
+
+def _any_search_and_answer(dice: random.Random, turn: int) -> str:
+    fact = dice.choice(generated_facts(FACTS))
+    if turn:
+        return fact.answer
+    query = json.dumps({"name": "search", "arguments": {"query": fact.document.text.split()[0]}})
+    return f"<tool_call>{query}</tool_call>"
+
+
+FACTS = 20
+WORLDS = {
+    "sql": World(
+        options={"max_queries": 0},
+        answer=_any_query,
+        rollouts={"max_turns": 1, "max_tokens_per_turn": 32},
+    ),
+    "retrieval_qa": World(
+        options={"num_generated": FACTS, "k": 1, "has_read": False},
+        answer=_any_search_and_answer,
+        rollouts={"max_turns": 3, "max_tokens_per_turn": 40},
+        needs=("bm25s", "retrieval"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_tiny_model_plays_twenty_steps(
+    tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    world = WORLDS[name]
+    if world.needs is not None:
+        need_package(*world.needs)
+    model = warmed_up(
+        tmp_path / "model",
+        random_plays(
+            resolve(name, world.options), world.answer, max_turns=world.rollouts["max_turns"]
+        ),
+    )
+    config = small_config(
+        tmp_path,
+        str(model),
+        run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
+        model={"max_context_tokens": 512},
+        tasks={"environment": name, "options": world.options, "evaluation_tasks": 0},
+        rollouts={**world.rollouts, "slots_per_actor": 128},
+        algorithm={"groups_per_step": 16, "group_size": 8, "scale": "std"},
+        inference={"max_num_seqs": 128},
+        trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
+    )
+    with running(config, tmp_path / "run") as run:
+        assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
+        check_finished(run, steps=STEPS)
+        check_audit(run)
+        steps = run.history().steps
+    rewards = [step.value("reward_mean") or 0.0 for step in steps]
+    record_property("first_five", mean(rewards[:5]))
+    record_property("last_five", mean(rewards[-5:]))
+    print(name, [round(reward, 3) for reward in rewards])
+    # It plays; how much it learns in so few steps is told, not asked.
+    assert any(rewards)
