@@ -62,6 +62,15 @@ WORLDS = {
         rollouts={"max_turns": 3, "max_tokens_per_turn": 40},
         needs=("bm25s", "retrieval"),
     ),
+    "gymnasium": World(
+        options={
+            "id": "FrozenLake-v1",
+            "kwargs": {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False},
+        },
+        answer=lambda dice, _turn: dice.choice(["left", "down", "right", "up", "uo"]),
+        rollouts={"max_turns": 8, "max_tokens_per_turn": 8},
+        needs=("gymnasium", "gymnasium"),
+    ),
 }
 
 

@@ -234,7 +234,7 @@ class _Game:
         return names
 
     def _check_observations(self, spaces: Any, space: Any) -> None:
-        parts = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else ()
+        parts: Any = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else ()
         for part in parts.values() if isinstance(space, spaces.Dict) else parts:
             self._check_observations(spaces, part)
         shown = (
