@@ -17,12 +17,18 @@ from worlds.run_driver import ROOT
 LOCKS = ROOT / "locks"
 # What is installed in each environment, and the parts of pyproject.toml that it is for.
 IMAGES = {
-    "cpu": (("torch-cpu", "cpu", "source"), ("cpu", "reasoning-gym", "trackers")),
-    "cuda": (("cuda", "source"), ("cuda", "reasoning-gym", "trackers")),
+    "cpu": (
+        ("torch-cpu", "cpu", "source"),
+        ("cpu", "reasoning-gym", "trackers", "retrieval", "gymnasium"),
+    ),
+    "cuda": (("cuda", "source"), ("cuda", "reasoning-gym", "trackers", "retrieval", "gymnasium")),
 }
 ENVIRONMENTS = {
     **IMAGES,
-    "dev": (("torch-cpu", "cpu", "source", "dev"), ("cpu", "reasoning-gym", "trackers", "dev")),
+    "dev": (
+        ("torch-cpu", "cpu", "source", "dev"),
+        ("cpu", "reasoning-gym", "trackers", "retrieval", "gymnasium", "dev"),
+    ),
 }
 PIN = re.compile(r"([a-z0-9.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)")
 ZEBRA = """

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,10 @@ def test_a_query_orders_its_rows_at_its_top_level_alone(query: str, expected: bo
         ("SELECT 1", "SELECT 1"),
         (" SELECT 1;\n", "SELECT 1;"),
         ("First\n```sql\nSELECT 1\n```\nno:\n```\nSELECT 2\n```", "SELECT 2"),
-        ("```SELECT```", ""),
+        ("```SELECT```", "SELECT"),
+        ("```SELECT a FROM t```", "SELECT a FROM t"),
+        ("```sql SELECT 1```", "SELECT 1"),
+        ("```sqlite3\nSELECT 1\n```", "SELECT 1"),
         ("```sql\nSELECT 1", "```sql\nSELECT 1"),
         ("", ""),
     ],
@@ -242,6 +246,17 @@ async def test_true_rows_may_be_given_and_an_empty_truth_is_never_found() -> Non
     assert (await _final(empty, "SELECT a FROM t WHERE a > 9")).reward == 0.0
     environment = SqlEnvironment()
     assert (await environment.reset(empty)).best_return == 0.0
+    await environment.close()
+
+
+async def test_a_tasks_script_reads_no_other_database(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    with closing(sqlite3.connect(other)) as connection, connection:
+        connection.execute("CREATE TABLE s AS SELECT 'a secret' AS v")
+    script = f"ATTACH '{other}' AS x; CREATE TABLE t AS SELECT v FROM x.s;"
+    environment = SqlEnvironment()
+    with pytest.raises(ValueError, match="too many attached databases"):
+        await environment.reset(_task(question="?", schema=script, query="SELECT v FROM t"))
     await environment.close()
 
 

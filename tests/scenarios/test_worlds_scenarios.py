@@ -19,7 +19,7 @@ from worlds.run_driver import START_S, STEP_S, running, small_config
 from actors.environment.builtin.retrieval_qa.corpus import generated_facts
 from actors.environment.registry import resolve
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
 
 STEPS = 20
 

@@ -25,7 +25,8 @@ _MAX_ANSWER_CHARS = 2_000
 _OPAQUE = re.compile(
     r"--[^\n]*|/\*.*?(?:\*/|\Z)|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]", re.DOTALL
 )
-_FENCE = re.compile(r"```[a-zA-Z]*[ \t]*\n?(.*?)```", re.DOTALL)
+# What stands behind the fence is a language where the line ends there, or where it is sql.
+_FENCE = re.compile(r"```(?:sql\b|[\w+-]*[ \t]*\n)?(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) -> bool:

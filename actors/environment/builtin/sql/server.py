@@ -72,6 +72,8 @@ def _opened(request: dict[str, Any], *, end: float) -> sqlite3.Connection:
     connection.set_progress_handler(lambda: time.monotonic() > end, _BETWEEN_LOOKS)
     try:
         connection.execute("PRAGMA temp_store = MEMORY")
+        # The script comes with the task, whose author may not read other files either.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         if "script" in request:
             connection.executescript(request["script"])
         connection.execute("PRAGMA query_only = 1")
