@@ -16,7 +16,7 @@ from worlds.missing_tools import need_package
 
 from actors.environment.builtin.retrieval_qa.corpus import (
     BadCorpus,
-    CorpusSettings,
+    CorpusOptions,
     Document,
     Index,
     generated_facts,
@@ -98,7 +98,7 @@ def test_an_answer_is_scored_against_the_truth_that_fits_best(
 
 
 def test_a_search_finds_what_shares_words_best_first(corpus: str) -> None:
-    index = index_of(CorpusSettings(path=corpus))
+    index = index_of(CorpusOptions(path=corpus))
 
     def found(query: str, most: int = 10) -> list[str]:
         return [document.id for document in index.search(query, most=most)]
@@ -119,7 +119,7 @@ def test_equal_documents_keep_their_order() -> None:
 
 
 def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> None:
-    settings = CorpusSettings(path=corpus)
+    settings = CorpusOptions(path=corpus)
     first = index_of(settings)
     assert index_of(settings) is first
     _written(Path(corpus), [*ROWS, {"id": "e", "text": "Elephants."}])
@@ -129,7 +129,7 @@ def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> 
 def test_a_corpus_may_be_parquet_with_columns_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "corpus.parquet"
     pq.write_table(pa.Table.from_pylist([{"docid": 4, "contents": "Lima lies in Peru."}]), path)
-    settings = CorpusSettings(path=str(path), id_column="docid", text_column="contents")
+    settings = CorpusOptions(path=str(path), id_column="docid", text_column="contents")
     assert [document.id for document in index_of(settings).search("peru", most=3)] == ["4"]
 
 
@@ -149,18 +149,18 @@ def test_a_corpus_that_cannot_be_used_is_refused(
     tmp_path: Path, rows: list[Any], message: str
 ) -> None:
     with pytest.raises(BadCorpus, match=message):
-        index_of(CorpusSettings(path=_written(tmp_path / "corpus.jsonl", rows)))
+        index_of(CorpusOptions(path=_written(tmp_path / "corpus.jsonl", rows)))
 
 
 def test_a_corpus_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCorpus, match=r"tasks\.options\.corpus: .* cannot be read"):
-        index_of(CorpusSettings(path=str(tmp_path / "none.jsonl")))
+        index_of(CorpusOptions(path=str(tmp_path / "none.jsonl")))
     with pytest.raises(BadCorpus, match=r"got suffix '\.txt'"):
-        index_of(CorpusSettings(path=_written(tmp_path / "corpus.txt", ROWS)))
+        index_of(CorpusOptions(path=_written(tmp_path / "corpus.txt", ROWS)))
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{")
     with pytest.raises(BadCorpus, match="not JSON"):
-        index_of(CorpusSettings(path=str(broken)))
+        index_of(CorpusOptions(path=str(broken)))
 
 
 def _call(name: str, **arguments: Any) -> ToolCall:

@@ -32,7 +32,7 @@ class BadCorpus(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusSettings:
+class CorpusOptions:
     """Where the documents are."""
 
     path: str | None = None
@@ -114,7 +114,7 @@ class Index:
         return words
 
 
-def index_of(settings: CorpusSettings) -> Index:
+def index_of(settings: CorpusOptions) -> Index:
     """Raises: BadCorpus; ImportError without the package."""
     stamp: tuple[int, ...] = ()
     if settings.path is not None:
@@ -132,7 +132,7 @@ def index_of(settings: CorpusSettings) -> Index:
 
 
 @lru_cache(maxsize=_KEPT_INDEXES)
-def _index(settings: CorpusSettings, _stamp: tuple[int, ...], _pid: int) -> Index:
+def _index(settings: CorpusOptions, _stamp: tuple[int, ...], _pid: int) -> Index:
     if settings.path is None:
         documents = [fact.document for fact in generated_facts(settings.num_generated)]
     else:
@@ -140,7 +140,7 @@ def _index(settings: CorpusSettings, _stamp: tuple[int, ...], _pid: int) -> Inde
     return Index(documents, stopwords=settings.stopwords)
 
 
-def _read(path: Path, settings: CorpusSettings) -> Iterable[Document]:
+def _read(path: Path, settings: CorpusOptions) -> Iterable[Document]:
     seen: set[str] = set()
     for where, row in _rows(path):
         document = _document(row, settings, where=where)
@@ -168,7 +168,7 @@ def _rows(path: Path) -> Iterable[tuple[str, Any]]:
     )
 
 
-def _document(row: Any, settings: CorpusSettings, *, where: str) -> Document:
+def _document(row: Any, settings: CorpusOptions, *, where: str) -> Document:
     given: Mapping[str, Any] = row if isinstance(row, dict) else {}
     number, text = given.get(settings.id_column), given.get(settings.text_column)
     if isinstance(number, int) and not isinstance(number, bool):

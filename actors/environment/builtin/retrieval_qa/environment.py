@@ -21,7 +21,7 @@ from typing import Any
 from actors.environment.builtin.reasoning_gym_env import extract_answer
 from actors.environment.builtin.retrieval_qa.corpus import (
     NUM_NAMES,
-    CorpusSettings,
+    CorpusOptions,
     Document,
     Index,
     generated_facts,
@@ -138,7 +138,7 @@ class RetrievalQaEnvironment:
                 f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to below 10"
             )
         import_bm25s()
-        self._corpus = CorpusSettings(
+        self._corpus = CorpusOptions(
             path=corpus,
             num_generated=num_generated,
             id_column=id_column,
