@@ -18,6 +18,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 
+from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -96,11 +97,9 @@ class CalculatorEnvironment:
         self._operands = range(low, high + 1)
         self._num_operands = num_operands
         self._operators = operators
-        self._max_malformed = max_malformed
-        self._malformed_penalty = malformed_penalty
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
         self._tool_bonus = tool_bonus
         self._truth = 0.0
-        self._malformed_in_a_row = 0
         self._has_computed_truth = False
 
     async def reset(self, task: Task) -> Observation:
@@ -109,7 +108,7 @@ class CalculatorEnvironment:
         for _ in range(self._num_operands - 1):
             expression += dice.choice(self._operators) + str(dice.choice(self._operands))
         self._truth = evaluate(expression)
-        self._malformed_in_a_row = 0
+        self._malformed.begin_anew()
         self._has_computed_truth = False
         question = Message(role=Role.USER, content=QUESTION.format(expression=expression))
         return Observation(
@@ -121,7 +120,7 @@ class CalculatorEnvironment:
             return self._answer_calls(action.calls)
         answer = visible_text(action.text)
         if not _FINAL_ANSWER.fullmatch(answer):
-            return self._answer_malformed((Message(role=Role.USER, content=NOT_A_NUMBER),))
+            return self._malformed.result((Message(role=Role.USER, content=NOT_A_NUMBER),))
         return self._grade(float(answer))
 
     async def close(self) -> None:
@@ -145,8 +144,8 @@ class CalculatorEnvironment:
                 )
             )
         if num_malformed:
-            return self._answer_malformed(tuple(answers))
-        self._malformed_in_a_row = 0
+            return self._malformed.result(tuple(answers))
+        self._malformed.begin_anew()
         return StepResult(messages=tuple(answers))
 
     def _compute(self, call: ToolCall | MalformedCall) -> str:
@@ -155,18 +154,6 @@ class CalculatorEnvironment:
         value = evaluate(call.arguments["expression"])
         self._has_computed_truth |= self._is_truth(value)
         return format_number(value)
-
-    def _answer_malformed(self, messages: tuple[Message, ...]) -> StepResult:
-        self._malformed_in_a_row += 1
-        is_over = self._malformed_in_a_row > self._max_malformed
-        return StepResult(
-            messages=() if is_over else messages,
-            reward=-self._malformed_penalty,
-            reward_components={"malformed": -self._malformed_penalty},
-            terminated=is_over,
-            is_malformed=True,
-            ended_by_malformed=is_over,
-        )
 
     def _grade(self, answer: float) -> StepResult:
         correct = float(self._is_truth(answer))

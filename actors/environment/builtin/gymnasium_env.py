@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from actors.environment.builtin.reasoning_gym_env import extract_answer
+from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.user_code import in_thread
 from actors.types import Task
@@ -114,12 +115,10 @@ class GymnasiumEnvironment:
         self._prompt = prompt
         self._step_prompt = step_prompt
         self._best_return = best_return
-        self._max_malformed = max_malformed
-        self._malformed_penalty = malformed_penalty
-        self._malformed_in_a_row = 0
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
 
     async def reset(self, task: Task) -> Observation:
-        self._malformed_in_a_row = 0
+        self._malformed.begin_anew()
         move = await in_thread(partial(self._game.begin, task.seed, task.data))
         names = ", ".join(self._game.names)
         prompt = self._prompt or (PROMPT if names else TEXT_PROMPT)
@@ -132,8 +131,10 @@ class GymnasiumEnvironment:
         answer = extract_answer(action.text)
         move = await in_thread(partial(self._game.play, answer))
         if move is None:
-            return self._malformed()
-        self._malformed_in_a_row = 0
+            names = ", ".join(self._game.names)
+            told = NO_ACTION.format(actions=names) if names else NO_TEXT
+            return self._malformed.result((Message(role=Role.USER, content=told),))
+        self._malformed.begin_anew()
         is_over = move.is_terminated or move.is_truncated
         content = self._step_prompt.replace("{observation}", move.text)
         return StepResult(
@@ -146,20 +147,6 @@ class GymnasiumEnvironment:
 
     async def close(self) -> None:
         await in_thread(self._game.close)
-
-    def _malformed(self) -> StepResult:
-        self._malformed_in_a_row += 1
-        is_over = self._malformed_in_a_row > self._max_malformed
-        names = ", ".join(self._game.names)
-        told = NO_ACTION.format(actions=names) if names else NO_TEXT
-        return StepResult(
-            messages=() if is_over else (Message(role=Role.USER, content=told),),
-            reward=-self._malformed_penalty,
-            reward_components={"malformed": -self._malformed_penalty},
-            terminated=is_over,
-            is_malformed=True,
-            ended_by_malformed=is_over,
-        )
 
 
 class _Game:

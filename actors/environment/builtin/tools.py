@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
+from actors.environment.malformed import MalformedTurns
 from actors.environment.mcp_servers import McpTool, ToolFailed, server_of, server_options
 from actors.environment.protocol import (
     Action,
@@ -78,10 +79,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._servers = [server_options(name, given) for name, given in (mcp or {}).items()]
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
-        self._max_malformed = max_malformed
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=None)
         self._instances: list[Any] = []
         self._tools: dict[str, FunctionTool | McpTool] = {}
-        self._malformed_in_a_row = 0
         self._messages: list[dict[str, Any]] = []
 
     @property
@@ -93,7 +93,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         for function in self._functions:
             function.check(task.data, extras=EXTRAS)
         self._columns = task.data
-        self._malformed_in_a_row, self._messages, self._instances = 0, [], []
+        self._malformed.begin_anew()
+        self._messages, self._instances = [], []
         for each in self._toolset.classes:
             self._instances.append(await in_thread(each.make))
         bound = [
@@ -137,14 +138,10 @@ class ToolsEnvironment(SingleTurnEnvironment):
             {"role": "tool", "name": message.name, "content": message.content}
             for message in messages
         ]
-        self._malformed_in_a_row = self._malformed_in_a_row + 1 if num_malformed else 0
-        is_over = self._malformed_in_a_row > self._max_malformed
-        return StepResult(
-            messages=() if is_over else messages,
-            terminated=is_over,
-            is_malformed=num_malformed > 0,
-            ended_by_malformed=is_over,
-        )
+        if num_malformed:
+            return self._malformed.result(messages)
+        self._malformed.begin_anew()
+        return StepResult(messages=messages)
 
     async def _answer(self, call: ToolCall | MalformedCall) -> tuple[Message, bool]:
         """A tool's message, and whether the call was malformed."""

@@ -33,6 +33,7 @@ from actors.environment.builtin.code_search.tools import (
     ToolSettings,
     read_answer,
 )
+from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -119,17 +120,16 @@ class CodeSearchEnvironment:
         )
         self._max_calls = max_calls
         self._max_calls_per_turn = max_calls_per_turn
-        self._max_malformed = max_malformed
-        self._malformed_penalty = malformed_penalty
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
         self._tools: CodeTools | None = None
         self._directory = ""
         self._truth: tuple[str, ...] = ()
         self._num_calls = 0
-        self._malformed_in_a_row = 0
 
     async def reset(self, task: Task) -> Observation:
         question, repository, self._truth = read_task(task)
-        self._num_calls = self._malformed_in_a_row = 0
+        self._num_calls = 0
+        self._malformed.begin_anew()
         if self._tools is None:
             self._tools = CodeTools(self._settings)
         self._directory = await self._tools.open(repository)
@@ -150,16 +150,16 @@ class CodeSearchEnvironment:
     async def step(self, action: Action) -> StepResult:
         calls = action.calls
         if not calls:
-            return self._malformed((Message(role=Role.USER, content=NO_CALL),))
+            return self._malformed.result((Message(role=Role.USER, content=NO_CALL),))
         answers = [
             call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
         ]
         if len(calls) > self._max_calls_per_turn:
             told = TOO_MANY_AT_ONCE.format(most=self._max_calls_per_turn)
-            return self._malformed((_told(ERROR.format(message=told), calls[0]),))
+            return self._malformed.result((_told(ERROR.format(message=told), calls[0]),))
         if answers and len(calls) > 1:
             told = ERROR.format(message=ANSWER_ALONE)
-            return self._malformed(tuple(_told(told, call) for call in calls))
+            return self._malformed.result(tuple(_told(told, call) for call in calls))
         return self._graded(answers[0]) if answers else await self._searched(calls)
 
     async def close(self) -> None:
@@ -169,7 +169,7 @@ class CodeSearchEnvironment:
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)
         if answered is None:
-            return self._malformed((_told(ERROR.format(message=BAD_ANSWER), call),))
+            return self._malformed.result((_told(ERROR.format(message=BAD_ANSWER), call),))
         grade = grade_files(answered, self._truth)
         return StepResult(
             reward=grade.f1,
@@ -186,8 +186,8 @@ class CodeSearchEnvironment:
             is_malformed |= is_bad
             messages.append(_told(content, call))
         if is_malformed:
-            return self._malformed(tuple(messages))
-        self._malformed_in_a_row = 0
+            return self._malformed.result(tuple(messages))
+        self._malformed.begin_anew()
         return StepResult(messages=tuple(messages))
 
     async def _content(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
@@ -201,18 +201,6 @@ class CodeSearchEnvironment:
         answer = await self._tools.call(self._directory, call.name, call.arguments)
         text = ERROR.format(message=answer.text) if answer.is_error else answer.text
         return text, answer.is_malformed
-
-    def _malformed(self, messages: tuple[Message, ...]) -> StepResult:
-        self._malformed_in_a_row += 1
-        is_over = self._malformed_in_a_row > self._max_malformed
-        return StepResult(
-            messages=() if is_over else messages,
-            reward=-self._malformed_penalty,
-            reward_components={"malformed": -self._malformed_penalty},
-            terminated=is_over,
-            is_malformed=True,
-            ended_by_malformed=is_over,
-        )
 
 
 def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:

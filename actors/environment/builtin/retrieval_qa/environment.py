@@ -29,6 +29,7 @@ from actors.environment.builtin.retrieval_qa.corpus import (
     index_of,
 )
 from actors.environment.builtin.retrieval_qa.grading import grade_answer, normalised
+from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -152,13 +153,12 @@ class RetrievalQaEnvironment:
         self._snippet_chars = snippet_chars
         self._max_chars = max_chars
         self._max_calls = max_calls
-        self._max_malformed = max_malformed
-        self._malformed_penalty = malformed_penalty
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
         self._index: Index | None = None
         self._truths: Sequence[str] = ()
         self._support: frozenset[str] = frozenset()
         self._shown: set[str] = set()
-        self._num_calls = self._num_searches = self._malformed_in_a_row = 0
+        self._num_calls = self._num_searches = 0
 
     async def reset(self, task: Task) -> Observation:
         self._index = await in_thread(partial(index_of, self._corpus))
@@ -177,7 +177,8 @@ class RetrievalQaEnvironment:
                 f"({len(unknown)} in all) are not in the corpus, expected ids of its documents"
             )
         self._shown = set()
-        self._num_calls = self._num_searches = self._malformed_in_a_row = 0
+        self._num_calls = self._num_searches = 0
+        self._malformed.begin_anew()
         asked = Message(role=Role.USER, content=PROMPT.format(question=data["question"]))
         return Observation(messages=(asked,), tools=self._tools, best_return=1.0)
 
@@ -224,18 +225,9 @@ class RetrievalQaEnvironment:
         taken = calls[:MAX_CALLS_PER_TURN]
         messages = tuple([await self._answer(call) for call in taken])
         if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
-            self._malformed_in_a_row = 0
+            self._malformed.begin_anew()
             return StepResult(messages=messages)
-        self._malformed_in_a_row += 1
-        is_over = self._malformed_in_a_row > self._max_malformed
-        return StepResult(
-            messages=() if is_over else messages,
-            reward=-self._malformed_penalty,
-            reward_components={"malformed": -self._malformed_penalty},
-            terminated=is_over,
-            is_malformed=True,
-            ended_by_malformed=is_over,
-        )
+        return self._malformed.result(messages)
 
     async def _answer(self, call: ToolCall | MalformedCall) -> Message:
         if isinstance(call, MalformedCall):

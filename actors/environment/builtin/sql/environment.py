@@ -37,6 +37,7 @@ from actors.environment.builtin.sql.grading import (
     shown_result,
 )
 from actors.environment.builtin.sql.server import MAX_QUERY_BYTES
+from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -159,18 +160,17 @@ class SqlEnvironment:
         self._max_chars = max_chars
         self._limit_s = limit_s
         self._executable_bonus = executable_bonus
-        self._max_malformed = max_malformed
-        self._malformed_penalty = malformed_penalty
+        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
         self._execution: Execution | None = None
         self._database = Database(script="")
         self._truth: Sequence[Sequence[Any]] = ()
         self._is_ordered = False
         self._num_queries = 0
-        self._malformed_in_a_row = 0
 
     async def reset(self, task: Task) -> Observation:
         data = dict(task.data) or self._generated(task.seed)
-        self._num_queries = self._malformed_in_a_row = 0
+        self._num_queries = 0
+        self._malformed.begin_anew()
         self._database = self._database_of(data)
         if self._execution is None:
             self._execution = Execution.shared()
@@ -264,18 +264,9 @@ class SqlEnvironment:
         taken = calls[:MAX_CALLS_PER_TURN]
         messages = tuple([await self._answer(call) for call in taken])
         if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
-            self._malformed_in_a_row = 0
+            self._malformed.begin_anew()
             return StepResult(messages=messages)
-        self._malformed_in_a_row += 1
-        is_over = self._malformed_in_a_row > self._max_malformed
-        return StepResult(
-            messages=() if is_over else messages,
-            reward=-self._malformed_penalty,
-            reward_components={"malformed": -self._malformed_penalty},
-            terminated=is_over,
-            is_malformed=True,
-            ended_by_malformed=is_over,
-        )
+        return self._malformed.result(messages)
 
     async def _answer(self, call: ToolCall | MalformedCall) -> Message:
         if isinstance(call, MalformedCall):
