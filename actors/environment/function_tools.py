@@ -8,9 +8,9 @@
         \"\"\"
 
 The schema that the policy is shown comes from the signature, the descriptions from the docstring.
-Arguments are held to the types and converted before the call. Of a class each public method with
-a docstring is a tool; an instance is made for each episode, and its `reset(**columns)`, where there
-is one, is called first: what TRL's trainers take as `environment_factory`. Called by
+Arguments are held to the types and converted before the call. Of a class each public method is a
+tool; an instance is made for each episode, and its `reset(**columns)`, where there is one, is
+called first: what TRL's trainers take as `environment_factory`. Called by
 `actors.environment.builtin.tools`.
 """
 

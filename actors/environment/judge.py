@@ -47,51 +47,6 @@ class BadJudge(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeReward:
-    """A judge in the place of a reward function."""
-
-    name: str
-    weight: float
-    judge: Judge
-
-    def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
-        """Raises: ValueError where the data have not what its prompt needs."""
-        if missing := sorted(self.judge.settings.fields - columns.keys() - extras):
-            raise ValueError(
-                f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; map them in tasks.columns, or correct "
-                "the prompt"
-            )
-
-    async def score(
-        self,
-        completion: str,
-        columns: Mapping[str, Any],
-        *,
-        extras: Mapping[str, Any] | None = None,
-    ) -> Score:
-        """With what it cost, in the parts. Raises: RewardError."""
-        found = await self.judge.judge(completion, **{**columns, **(extras or {})})
-        parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
-        return Score(value=found.score, parts=parts)
-
-
-def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
-    """Of each name its options, as `JudgeOptions` and a weight. Raises: BadJudge."""
-    return tuple(_load(name, json.dumps(options)) for name, options in given.items())
-
-
-@lru_cache(maxsize=64)
-def _load(name: str, options: str) -> JudgeReward:
-    """Once for the process: an environment is made for each episode."""
-    given = json.loads(options)
-    weight = given.pop("weight", 1.0) if isinstance(given, dict) else 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise BadJudge(f"judges.{name}.weight: got {weight!r}, expected a number; correct it")
-    return JudgeReward(name=name, weight=weight, judge=Judge(judge_options(name, given)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """What the judge said of one answer."""
 
@@ -168,9 +123,9 @@ def _problems(settings: JudgeOptions) -> list[str]:
     ]
     if found:
         return found
-    if not str(settings.url).startswith(("http://", "https://")):
+    if not settings.url.startswith(("http://", "https://")):
         found.append(f"url: got {settings.url!r}, expected http:// or https://")
-    template = Template(str(settings.prompt))
+    template = Template(settings.prompt)
     if not template.is_valid():
         found.append("prompt: it has a $ without a name, expected $NAME, or $$ for a dollar")
     elif "completion" not in template.get_identifiers():
@@ -359,6 +314,51 @@ class Judge:
         if not isinstance(reply, str):
             raise _Passing("a reply without text")
         return reply, *tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeReward:
+    """A judge in the place of a reward function."""
+
+    name: str
+    weight: float
+    judge: Judge
+
+    def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
+        """Raises: ValueError where the data have not what its prompt needs."""
+        if missing := sorted(self.judge.settings.fields - columns.keys() - extras):
+            raise ValueError(
+                f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
+                f"{', '.join(sorted(columns)) or 'none'}; map them in tasks.columns, or correct "
+                "the prompt"
+            )
+
+    async def score(
+        self,
+        completion: str,
+        columns: Mapping[str, Any],
+        *,
+        extras: Mapping[str, Any] | None = None,
+    ) -> Score:
+        """With what it cost, in the parts. Raises: RewardError."""
+        found = await self.judge.judge(completion, **{**columns, **(extras or {})})
+        parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
+        return Score(value=found.score, parts=parts)
+
+
+def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
+    """Of each name its options, as `JudgeOptions` and a weight. Raises: BadJudge."""
+    return tuple(_load(name, json.dumps(options)) for name, options in given.items())
+
+
+@lru_cache(maxsize=64)
+def _load(name: str, options: str) -> JudgeReward:
+    """Once for the process: an environment is made for each episode."""
+    given = json.loads(options)
+    weight = given.pop("weight", 1.0) if isinstance(given, dict) else 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise BadJudge(f"judges.{name}.weight: got {weight!r}, expected a number; correct it")
+    return JudgeReward(name=name, weight=weight, judge=Judge(judge_options(name, given)))
 
 
 class _Passing(Exception):

@@ -54,7 +54,7 @@ class ServerOptions:
 
     @property
     def key(self) -> str:
-        """Equal for equal settings."""
+        """Equal for equal options."""
         fields = (self.name, self.command, dict(self.env), self.cwd, self.url, dict(self.headers))
         return json.dumps([*fields, self.tools], sort_keys=True)
 
@@ -133,8 +133,8 @@ class McpTool:
 class McpServer:
     """One server, opened when it is first asked for and again after it was lost."""
 
-    def __init__(self, settings: ServerOptions) -> None:
-        self._settings = settings
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
         self._keeper: asyncio.Task[None] | None = None
         self._opened: _Opened | None = None
 
@@ -156,13 +156,15 @@ class McpServer:
             if not self._is_loss(error.error.code):
                 raise ToolFailed(error.error.message) from error
             self._let_go(opened)
-            raise ServerLost(f"{self._settings.where}: {error.error.message}") from error
-        except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            raise ServerLost(f"{self._options.where}: {error.error.message}") from error
+        except (
+            OSError,
+            anyio.ClosedResourceError,
+            anyio.BrokenResourceError,
+            httpx2.HTTPError,
+        ) as error:
             self._let_go(opened)
-            raise ServerLost(f"{self._settings.where}: {describe(error)}") from error
-        except httpx2.HTTPError as error:
-            self._let_go(opened)
-            raise ServerLost(f"{self._settings.where}: {describe(error)}") from error
+            raise ServerLost(f"{self._options.where}: {describe(error)}") from error
         except Exception as error:
             # Of this answer: one that is not as the tool's own schema has it.
             raise ToolFailed(describe(error)) from error
@@ -178,7 +180,7 @@ class McpServer:
         """
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
-        over_http = {INTERNAL_ERROR, INVALID_REQUEST} if self._settings.url else set()
+        over_http = {INTERNAL_ERROR, INVALID_REQUEST} if self._options.url else set()
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
@@ -196,7 +198,7 @@ class McpServer:
         except TimeoutError as error:
             self._let_go(opened)
             raise ServerLost(
-                f"{self._settings.where} did not answer within {OPEN_LIMIT_S:.0f} s"
+                f"{self._options.where} did not answer within {OPEN_LIMIT_S:.0f} s"
             ) from error
 
     def _let_go(self, opened: _Opened) -> None:
@@ -212,7 +214,7 @@ class McpServer:
         from mcp import Client
 
         try:
-            async with _target(self._settings) as target, Client(target) as client:
+            async with _target(self._options) as target, Client(target) as client:
                 tools = await self._list(client)
                 opened.set_result((client, tools))
                 await asyncio.Event().wait()
@@ -230,7 +232,7 @@ class McpServer:
             first = first.exceptions[0]
         if isinstance(first, BadServer):
             return first
-        return ServerLost(f"{self._settings.where}: {describe(first)}")
+        return ServerLost(f"{self._options.where}: {describe(first)}")
 
     async def _list(self, client: Any) -> tuple[McpTool, ...]:
         found, cursor = [], None
@@ -239,7 +241,7 @@ class McpServer:
             found += page.tools
             if (cursor := page.next_cursor) is None:
                 break
-        wanted, where = self._settings.tools, self._settings.where
+        wanted, where = self._options.tools, self._options.where
         if missing := sorted(set(wanted) - {tool.name for tool in found}):
             raise BadServer(
                 f"{where} has no tool {', '.join(missing)}, expected some of "

@@ -101,12 +101,16 @@ def open_sets(
     `open_tasks`. Raises: ConfigError when a set's tasks cannot be had.
     """
     if isinstance(tasks, MixedTasks):
-        return [
-            EvaluationSet(name=name, tasks=held_out, sampling=sampling, is_part=True)
+        parts = [
+            EvaluationSet(
+                name=name,
+                tasks=tasks.held_out_of(name, member.tasks.evaluation_tasks),
+                sampling=member.evaluation.sampling,
+                is_part=True,
+            )
             for name, member in config.members.items()
-            if (held_out := tasks.held_out_of(name, member.tasks.evaluation_tasks))
-            and (sampling := member.evaluation.sampling)
         ]
+        return [each for each in parts if each.tasks]
     own = tasks.held_out(config.tasks.evaluation_tasks)
     found = [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling)] if own else []
     for name, settings in config.evaluation.sets.items():

@@ -56,9 +56,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         judges: Mapping[str, Any] | None = None,
     ) -> None:
         """reward, system, judges: as `single_turn`. tools: as `load_tools`. mcp: by name, as
-        `server_options`. call_limit_s: of each call;
-        a function that is no coroutine goes on in its thread all the same. max_answer_chars: of a
-        tool's answer; the rest is cut off.
+        `server_options`. call_limit_s: of each call; a function that is no coroutine goes on in
+        its thread all the same. max_answer_chars: of a tool's answer; the rest is cut off.
 
         Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
