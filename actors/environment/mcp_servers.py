@@ -1,10 +1,10 @@
 """Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
 
 A server is opened once for each process and event loop, and its tools are called by all episodes
-there. Its client lives in one task, as the client asks. A call whose server is gone raises
-`ServerLost`, and the next episode opens it anew. What a process has started over stdio ends with
-it, also where it is killed. Called by `actors.environment.builtin.tools`; imports the package `mcp`
-only where a server is named.
+there. Its client lives in one task, as the client asks. A call whose server is gone, or answers
+nothing any more, raises `ServerLost`, and the next episode opens it anew. What a process has
+started over stdio ends with it, also where it is killed. Called by
+`actors.environment.builtin.tools`; imports the package `mcp` only where a server is named.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,8 @@ from actors.environment.user_code import CallTimedOut, describe
 from actors.environment.variables import expanded
 
 OPEN_LIMIT_S = 30.0
+CHECK_LIMIT_S = 5.0
+CLOSE_LIMIT_S = 10.0
 _KEYS = ("command", "env", "cwd", "url", "headers", "tools")
 
 
@@ -127,6 +129,7 @@ class McpTool:
             async with asyncio.timeout(limit_s):
                 return await self.server.call(self.schema.name, arguments)
         except TimeoutError as error:
+            await self.server.check()
             raise CallTimedOut(f"no answer within {limit_s:g} s") from error
 
 
@@ -145,33 +148,51 @@ class McpServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Raises: ToolFailed; ServerLost."""
+        result = await self._ask(lambda client: client.call_tool(name, dict(arguments)))
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolFailed(text)
+        return text
+
+    async def check(self) -> None:
+        """Ask something easy after a call without an answer: slow is a tool, or the server hangs.
+
+        Raises: ServerLost.
+        """
+        opened = self._opened_now()
+        try:
+            async with asyncio.timeout(CHECK_LIMIT_S):
+                with suppress(ToolFailed):
+                    await self._ask(lambda client: client.list_tools())
+        except TimeoutError:
+            raise await self._lost(
+                opened,
+                f"answered neither the call nor, within {CHECK_LIMIT_S:g} s, what tools it has",
+            ) from None
+
+    async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
+        """What the server answers to a client's question. Raises: ToolFailed; ServerLost."""
         import anyio
         import httpx2
         from mcp import MCPError
 
         opened, (client, _) = self._opened_now(), await self._open()
         try:
-            result = await client.call_tool(name, dict(arguments))
+            return await question(client)
         except MCPError as error:
             if not self._is_loss(error.error.code):
                 raise ToolFailed(error.error.message) from error
-            self._let_go(opened)
-            raise ServerLost(f"{self._options.where}: {error.error.message}") from error
+            raise await self._lost(opened, f"ended: {error.error.message}") from error
         except (
             OSError,
             anyio.ClosedResourceError,
             anyio.BrokenResourceError,
             httpx2.HTTPError,
         ) as error:
-            self._let_go(opened)
-            raise ServerLost(f"{self._options.where}: {describe(error)}") from error
+            raise await self._lost(opened, f"ended: {describe(error)}") from error
         except Exception as error:
             # Of this answer: one that is not as the tool's own schema has it.
             raise ToolFailed(describe(error)) from error
-        text = _text_of(result)
-        if result.is_error:
-            raise ToolFailed(text)
-        return text
 
     def _is_loss(self, code: int) -> bool:
         """Whether an error of the protocol says that the server, or its session, is gone.
@@ -195,19 +216,22 @@ class McpServer:
         try:
             async with asyncio.timeout(OPEN_LIMIT_S):
                 return await asyncio.shield(opened)
-        except TimeoutError as error:
-            self._let_go(opened)
-            raise ServerLost(
-                f"{self._options.where} did not answer within {OPEN_LIMIT_S:.0f} s"
-            ) from error
+        except TimeoutError:
+            # Without its cause: a refusal before the start tells the first of a chain, and that
+            # is a CancelledError here.
+            raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
-    def _let_go(self, opened: _Opened) -> None:
-        """Have the next caller open it anew, unless somebody has already."""
-        if self._opened is not opened:
-            return
-        if self._keeper is not None:
-            self._keeper.cancel()
-        self._keeper = self._opened = None
+    async def _lost(self, opened: _Opened, what: str) -> ServerLost:
+        """Have the next caller open it anew, unless somebody has already; this one has ended then.
+
+        Its end is waited for: where the event loop ended in the middle of it, it would never end.
+        """
+        keeper = self._keeper
+        if keeper is not None and self._opened is opened:
+            self._keeper = self._opened = None
+            keeper.cancel()
+            await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
+        return ServerLost(f"{self._options.where} {what}")
 
     async def _keep(self, opened: _Opened) -> None:
         """Hold the client open until the task is cancelled; it has to end where it began."""
@@ -232,7 +256,7 @@ class McpServer:
             first = first.exceptions[0]
         if isinstance(first, BadServer):
             return first
-        return ServerLost(f"{self._options.where}: {describe(first)}")
+        return ServerLost(f"{self._options.where} cannot be opened: {describe(first)}")
 
     async def _list(self, client: Any) -> tuple[McpTool, ...]:
         found, cursor = [], None

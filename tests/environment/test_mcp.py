@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from actors.environment import mcp_servers
 from actors.environment.builtin.tools import ToolsEnvironment
 from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
@@ -45,8 +46,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_RUN", "a secret")
 
 
-def made(*tools: str, **servers: Any) -> ToolsEnvironment:
-    return ToolsEnvironment("mcp_of_test:exact", [f"mcp_of_test:{each}" for each in tools], servers)
+def made(*tools: str, call_limit_s: float = 20, **servers: Any) -> ToolsEnvironment:
+    names = [f"mcp_of_test:{each}" for each in tools]
+    return ToolsEnvironment("mcp_of_test:exact", names, servers, call_limit_s=call_limit_s)
 
 
 TASK = Task(task_id="t", environment="tools", seed=0, data={"prompt": "Go.", "answer": "7"})
@@ -111,6 +113,32 @@ async def test_a_server_over_http_is_called_and_a_dead_one_is_told(url: str) -> 
         await environment.step(call("end"))
     with pytest.raises(ServerLost, match=r"mcp server sums \(http"):
         await made(sums={"url": url}).reset(TASK)
+
+
+async def test_a_server_that_hangs_is_lost_and_a_slow_tool_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_servers, "CHECK_LIMIT_S", 1.0)
+    environment = made(sums=STDIO, call_limit_s=0.3)
+    await environment.reset(TASK)
+    pid = int((await said(environment, call("process"))).split(" ")[0])
+    assert await said(environment, call("slow")) == "error: no answer within 0.3 s."
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ServerLost, match="answered neither the call nor, within 1 s"):
+        await environment.step(call("process"))
+    again = made(sums=STDIO)
+    await again.reset(TASK)
+    assert int((await said(again, call("process"))).split(" ")[0]) != pid
+
+
+async def test_a_server_that_never_answers_is_told_with_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_servers, "OPEN_LIMIT_S", 0.5)
+    mute = {"command": [sys.executable, "-c", "import time; time.sleep(60)"]}
+    with pytest.raises(ServerLost, match=r"did not answer within 0.5 s") as caught:
+        await made(mute=mute).reset(TASK)
+    assert caught.value.__cause__ is None
 
 
 async def test_tools_are_chosen_by_name_and_two_of_one_name_are_refused() -> None:

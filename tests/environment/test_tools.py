@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import pytest
+from pydantic import BaseModel
 
 from actors.environment.builtin.tools import ToolsEnvironment
 from actors.environment.function_tools import BadTool, load_tools, read_function
@@ -209,6 +210,34 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
     assert schema.parameters["required"] == ["query"]
     assert schema.parameters["$defs"]["Order"]["enum"] == ["newest", "oldest"]
     assert "'title'" not in str(schema.for_template())
+
+
+class City(BaseModel):
+    name: str
+
+
+def visit(city: City, days: int = 1) -> str:
+    """Plan a visit."""
+    return f"{city.name}, {days}"
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Plan a visit.\n\nArgs:\n    days: How long.",
+        "Plan a visit.\n\nParameters\n----------\ndays : int\n    How long.",
+        "Plan a visit.\n\n:param days: How long.",
+    ],
+    ids=["Google", "NumPy", "Sphinx"],
+)
+async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_such(
+    docstring: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visit, "__doc__", docstring)
+    tool = read_function(visit, where="tool visit")
+    assert tool.schema.description == "Plan a visit."
+    assert tool.schema.parameters["properties"]["days"]["description"] == "How long."
+    assert await tool.call({"city": {"name": "Ur"}, "days": "2"}, limit_s=20) == "Ur, 2"
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,8 @@ def test_tools_are_called_and_trained(
         check_finished(run, steps=3)
         check_audit(run)
         assert run.wait_until_gone(limit_s=STEP_S) == []
-    texts = [
-        turn
-        for step in open_journal(run.place.path).steps()
-        for entry in step.entries
-        for turn in entry.trajectory.turns
+    trajectories = [
+        entry.trajectory for step in open_journal(run.place.path).steps() for entry in step.entries
     ]
-    # Calls were made, and answered.
-    assert len(texts) > 3 * 16 * 8
+    # Calls were made, and answered: both functions give 0.2 for one that worked.
+    assert any(len(each.turns) > 1 and each.episode_return >= 0.2 for each in trajectories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
@@ -27,6 +28,12 @@ def fail() -> str:
 def end() -> str:
     """End the server."""
     os._exit(3)
+
+
+@server.tool()
+async def slow() -> None:
+    """Take its time."""
+    await asyncio.sleep(60)
 
 
 @server.tool()
