@@ -54,6 +54,8 @@ class MicroBatch:
     trajectory_index: Int32s
     """[M] int32, numbers the row's trajectories 0, 1, 2, ...; equal for the tokens of all samples
     of a trajectory."""
+    temperatures: Float32s
+    """[M] float32, > 0, at which each token was sampled."""
     experts: ExpertRecords | None = None
     """The recorded routing, each record at the position of the token whose forward pass it is of;
     None: there is none. A position that several samples share has one record, that of the first

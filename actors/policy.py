@@ -34,7 +34,7 @@ class GenerateRequest:
     max_tokens: int
     """Sampled tokens at most, >= 1."""
     temperature: float
-    """0 is greedy; training uses the run's one temperature."""
+    """0 is greedy; training uses rollouts.temperature, or that of the part of a mixture."""
     deadline_s: float
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None

@@ -43,7 +43,6 @@ def backward_of_loss(
         hidden,
         head,
         targets,
-        temperature=1.0,
         chunk_tokens=chunk_tokens,
         has_entropy_gradient=settings.needs_entropy_gradient,
     )

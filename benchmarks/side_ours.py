@@ -73,7 +73,6 @@ def start_rank(
         model=model,
         checkpoint_dir=directory,
         weight_backend=WeightBackend.OBJECT_STORE,
-        temperature=1.0,
         seed=0,
     )
     store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)

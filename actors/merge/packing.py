@@ -55,6 +55,8 @@ class WeightedSample:
     """[M] float, or one number for all of them."""
     loss_weight: float
     """The weight of each trained token, from `aggregation`; 0 in rows that are not trained."""
+    temperature: float = 1.0
+    """At which its tokens were sampled."""
     old_values: Float32s = field(default_factory=_no_floats)
     """[M] float32, as the critic scored the states; [0] without a critic."""
     value_targets: Float32s = field(default_factory=_no_floats)
@@ -145,9 +147,16 @@ def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow
     )
 
 
-def unrouted(sample: Sample, *, loss_weight: float = 0.0) -> WeightedSample:
+def unrouted(
+    sample: Sample, *, loss_weight: float = 0.0, temperature: float = 1.0
+) -> WeightedSample:
     """A sample for a reference or a critic, whose router decides by itself."""
-    return WeightedSample(sample=sample.without_experts(), advantage=0.0, loss_weight=loss_weight)
+    return WeightedSample(
+        sample=sample.without_experts(),
+        advantage=0.0,
+        loss_weight=loss_weight,
+        temperature=temperature,
+    )
 
 
 def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
@@ -170,6 +179,7 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
         for each, count in zip(weighted, counts, strict=True)
     ]
     loss_weights = np.array([each.loss_weight for each in weighted], np.float32)
+    temperatures = np.array([each.temperature for each in weighted], np.float32)
     experts, num_overruled = row_experts(samples, forest)
 
     def of_trained(columns: Iterable[NDArray[_Number]], *, ahead: int = 0) -> NDArray[_Number]:
@@ -188,6 +198,7 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
         sampled_versions=of_trained(sample.versions for sample in samples),
         loss_weights=loss_weights[sample_of_trained],
         trajectory_index=_number_trajectories(samples, sample_of_trained),
+        temperatures=temperatures[sample_of_trained],
         experts=experts,
         num_overruled_records=num_overruled,
     )
@@ -208,6 +219,7 @@ def padding_row() -> MicroBatch:
         sampled_versions=no_ids,
         loss_weights=no_floats,
         trajectory_index=no_ids,
+        temperatures=no_floats,
     )
 
 

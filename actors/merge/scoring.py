@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.batch import Float32s, Minibatch, RankShard, RowScores
 from actors.merge.groups import GroupMembers
-from actors.merge.packing import deal_rows, pack_row, unrouted
+from actors.merge.packing import WeightedSample, deal_rows, pack_row, unrouted
 from actors.merge.settings import StepSettings
 from actors.types import Sample
 
@@ -25,7 +25,7 @@ def plan_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
     """Lay out all samples that a baseline needs scores of. Returns: what each rank scores."""
-    samples, dealt = score_rows(groups, settings)
+    weighted, dealt = score_rows(groups, settings)
     return tuple(
         RankShard(
             step=step,
@@ -34,8 +34,7 @@ def plan_scores(
                 # Values are of every token: each sample has its own, nothing is shared.
                 Minibatch(
                     micro_batches=tuple(
-                        pack_row([unrouted(samples[i]) for i in row], share_prefixes=False)
-                        for row in rows
+                        pack_row([weighted[i] for i in row], share_prefixes=False) for row in rows
                     )
                 ),
             ),
@@ -46,21 +45,21 @@ def plan_scores(
 
 def score_rows(
     groups: Sequence[GroupMembers], settings: StepSettings
-) -> tuple[list[Sample], list[list[list[int]]]]:
+) -> tuple[list[WeightedSample], list[list[list[int]]]]:
     """All samples to be scored, and [ranks][rows][indices of the row]; none in a padding row."""
-    samples = [
-        sample
+    weighted = [
+        unrouted(sample, temperature=settings.temperature_of(member.trajectory))
         for group in groups
         for member in group
         if member.baseline_return is not None
         for sample in member.samples
     ]
     dealt = deal_rows(
-        [sample.num_tokens for sample in samples],
+        [each.sample.num_tokens for each in weighted],
         num_ranks=settings.trainer.num_ranks,
         budget=settings.trainer.tokens_per_micro_batch,
     )
-    return samples, dealt
+    return weighted, dealt
 
 
 def read_scores(
@@ -73,7 +72,8 @@ def read_scores(
     Raises: ValueError, naming a trajectory of the row, when an answer does not fit its row or is
     not finite.
     """
-    samples, dealt = score_rows(groups, settings)
+    weighted, dealt = score_rows(groups, settings)
+    samples = [each.sample for each in weighted]
     scores = [RowScores()] * len(samples)
     for rows, of_rank in zip(dealt, answers, strict=True):
         for row, answer in zip(rows, of_rank, strict=True):

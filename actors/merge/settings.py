@@ -9,6 +9,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.expert_records import ModelShape
 from actors.outcomes import OutcomePolicy
 from actors.trainer.settings import TrainerSettings
+from actors.types import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +24,16 @@ class StepSettings:
     """Seeds the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment, the defaults where it has none."""
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """At which training samples, by environment; 1 where it has none."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model, for `find_misfit`; None: not checked."""
     attention_tokens: int = 8192
     """Sample length at which attention costs as much as all the rest, for the balance of ranks."""
+
+    def temperature_of(self, trajectory: Attempt) -> float:
+        """At which its tokens were sampled."""
+        return self.temperatures.get(trajectory.environment, 1.0)
 
     @property
     def constant_tokens(self) -> int:

@@ -193,7 +193,13 @@ def weigh_updates(
         )
         updates.append(
             [
-                list(_weighted_samples(member, loss_weight=weight))
+                list(
+                    _weighted_samples(
+                        member,
+                        loss_weight=weight,
+                        temperature=settings.temperature_of(member.trajectory),
+                    )
+                )
                 for member, weight in zip(own, weights.tolist(), strict=True)
             ]
         )
@@ -233,12 +239,17 @@ def pack_updates(
     )
 
 
-def _weighted_samples(member: Member, *, loss_weight: float = 0.0) -> Iterator[WeightedSample]:
+def _weighted_samples(
+    member: Member, *, loss_weight: float = 0.0, temperature: float = 1.0
+) -> Iterator[WeightedSample]:
     """A member's samples that hold a trained token, ready to be packed."""
     for index, sample in enumerate(member.samples):
         if sample.num_trained:
             weighted = WeightedSample(
-                sample=sample, advantage=member.advantages[index], loss_weight=loss_weight
+                sample=sample,
+                advantage=member.advantages[index],
+                loss_weight=loss_weight,
+                temperature=temperature,
             )
             if member.value_targets:
                 weighted = replace(

@@ -23,27 +23,28 @@ def token_logprobs(
     output_head: nn.Linear,
     targets: Tensor,
     *,
-    temperature: float,
+    temperatures: Tensor | None = None,
     chunk_tokens: int,
     has_entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Score the targets under softmax(z), z = output_head(hidden) / temperature.
+    """Score the targets under softmax(z), z = output_head(hidden) / temperature of the token.
 
     log p = z_target - lse, H = lse - sum_j p_j z_j; backward, with gradients g of log p and h of H:
     dz_j = g ([j = target] - p_j) - h p_j (log p_j + H), over the temperature.
 
-    Args: hidden: [M, D], of the head's type. targets: [M] int64. temperature: > 0. chunk_tokens: at
-        least 1. has_entropy_gradient: whether H sends gradient back.
+    Args: hidden: [M, D], of the head's type. targets: [M] int64. temperatures: [M] float32,
+        > 0; None: all are 1. chunk_tokens: at least 1. has_entropy_gradient: whether H sends
+        gradient back.
     Returns: log-probabilities [M] and entropies [M], float32, nats.
     Example: logits [[0, 0]], target 0 -> ([-.6931], [.6931])
     """
-    assert chunk_tokens >= 1 and temperature > 0
+    assert chunk_tokens >= 1
     scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(
         hidden,
         output_head.weight,
         output_head.bias,
         targets,
-        temperature,
+        temperatures,
         chunk_tokens,
         has_entropy_gradient,
     )
@@ -58,7 +59,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        temperatures: Tensor | None,
         chunk_tokens: int,
         has_entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -66,10 +67,10 @@ class _TokenLogprobs(torch.autograd.Function):
         normalizers, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _parts(hidden.shape[0], chunk_tokens):
             normalizers[part], logprobs[part], entropies[part] = _score(
-                _logits(hidden[part], weight, bias, temperature), targets[part]
+                _logits(hidden[part], weight, bias, _at(temperatures, part)), targets[part]
             )
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropies)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalizers, entropies)
+        ctx.chunk_tokens = chunk_tokens
         if not has_entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         ctx.has_entropy_gradient = has_entropy_gradient
@@ -77,15 +78,19 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normalizers, entropies = ctx.saved_tensors
-        of_logprobs, of_entropies = (grad / ctx.temperature for grad in grads)
+        hidden, weight, bias, targets, temperatures, normalizers, entropies = ctx.saved_tensors
+        of_logprobs, of_entropies = (
+            grad if temperatures is None else grad / temperatures for grad in grads
+        )
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up here: in bfloat16 the later ones would be rounded away.
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = grad_weight.new_zeros(weight.shape[0]) if bias is not None else None
         for part in _parts(hidden.shape[0], ctx.chunk_tokens):
             slopes = _slopes(
-                _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalizers[part, None]),
+                _logits(hidden[part], weight, bias, _at(temperatures, part)).sub_(
+                    normalizers[part, None]
+                ),
                 targets[part],
                 of_logprobs=of_logprobs[part, None],
                 of_entropies=of_entropies[part, None] if ctx.has_entropy_gradient else None,
@@ -113,13 +118,20 @@ def _parts(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
         yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[C, V] float32, a tensor of its own."""
+def _at(temperatures: Tensor | None, part: slice) -> Tensor | None:
+    """[C, 1]"""
+    return None if temperatures is None else temperatures[part, None]
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None
+) -> Tensor:
+    """[C, V] float32, a tensor of its own. Args: temperatures: [C, 1]."""
     logits = nn.functional.linear(hidden, weight, bias).float()
     if bias is not None:
         # A bias can exclude a token by -inf, and 0 times infinity is not 0 in the entropy.
         logits.clamp_(min=_LEAST_LOGIT)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits if temperatures is None else logits.div_(temperatures)
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

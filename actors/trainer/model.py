@@ -59,6 +59,8 @@ class RowTensors:
     """[M] float32."""
     trajectory_index: Tensor
     """[M] int64."""
+    temperatures: Tensor | None
+    """[M] float32; None: all are 1."""
     experts: ReplayedExperts | None
     """Recorded routing; None when there is none."""
 
@@ -112,12 +114,13 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
         sampled_versions=ints(row.sampled_versions),
         loss_weights=floats(row.loss_weights),
         trajectory_index=ints(row.trajectory_index),
+        temperatures=None if (row.temperatures == 1).all() else floats(row.temperatures),
         experts=None if row.experts is None else replayed_experts(row.experts, device=device),
     )
 
 
 def scoring_row(token_ids: Int32s) -> MicroBatch:
-    """Make a row of one sample, in which every token but the first is scored.
+    """Make a row of one sample, in which every token but the first is scored, at temperature 1.
 
     Args: token_ids: [T] int32, T at least 1. Returns: a row with M = T - 1.
     """
@@ -136,6 +139,7 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
         sampled_versions=np.zeros(num_scored, dtype=np.int32),
         loss_weights=zeros,
         trajectory_index=np.zeros(num_scored, dtype=np.int32),
+        temperatures=np.ones(num_scored, dtype=np.float32),
     )
 
 
@@ -152,9 +156,9 @@ class PolicyModel(nn.Module):
         self.mixture = attach_routing_replay(causal_lm)
 
     def forward(
-        self, row: RowTensors, *, temperature: float, has_entropy_gradient: bool = False
+        self, row: RowTensors, *, has_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Score the targets of one packed row.
+        """Score the targets of one packed row, each at the temperature that it was sampled at.
 
         Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies with
             gradient where it is asked for.
@@ -170,7 +174,7 @@ class PolicyModel(nn.Module):
             hidden.index_select(0, row.loss_positions),
             self.causal_lm.get_output_embeddings(),
             row.targets,
-            temperature=temperature,
+            temperatures=row.temperatures,
             chunk_tokens=self.logprob_chunk,
             has_entropy_gradient=has_entropy_gradient,
         )

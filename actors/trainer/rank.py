@@ -228,7 +228,7 @@ class TrainerRank:
     def check_logprobs(self) -> Float32s:
         """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
         row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
-        logprobs = score_row(self._policy.model, row, temperature=1.0)
+        logprobs = score_row(self._policy.model, row)
         self._policy.free_weights()
         return logprobs.cpu().numpy()
 
@@ -328,10 +328,7 @@ class TrainerRank:
         # In a step's only update the current policy still is the old one.
         is_only_update = self.settings.algorithm.epochs * len(minibatches) == 1
         if self.settings.algorithm.loss.needs_old and not is_only_update:
-            temperature = self.settings.temperature
-            old = score_minibatches(
-                self._policy, minibatches, temperature=temperature, check=self._abandonment.check
-            )
+            old = score_minibatches(self._policy, minibatches, check=self._abandonment.check)
         if self._reference is not None and self.settings.algorithm.loss.needs_reference:
             reference = self._reference.score(minibatches, check=self._abandonment.check)
         return [
@@ -378,7 +375,6 @@ class TrainerRank:
             self._policy.begin_micro_batch(is_last=number == len(micro_batches) - 1)
             current, entropies = self._policy.model(
                 row,
-                temperature=self.settings.temperature,
                 has_entropy_gradient=self.settings.algorithm.loss.needs_entropy_gradient,
             )
             if old is None and self.settings.algorithm.loss.needs_old:

@@ -22,9 +22,9 @@ Scores = list[list[Tensor]]
 
 
 @torch.no_grad()
-def score_row(policy: PolicyModel, row: RowTensors, *, temperature: float) -> Tensor:
+def score_row(policy: PolicyModel, row: RowTensors) -> Tensor:
     """Score one row's targets without gradient, recorded experts replayed: [M] float32, nats."""
-    logprobs: Tensor = policy(row, temperature=temperature)[0]
+    logprobs: Tensor = policy(row)[0]
     return logprobs
 
 
@@ -32,7 +32,6 @@ def score_minibatches(
     policy: ShardedModel[PolicyModel],
     minibatches: Sequence[Minibatch],
     *,
-    temperature: float,
     check: Callable[[], None],
 ) -> Scores:
     """Score every row of a step, and free the gathered weights behind it.
@@ -43,7 +42,7 @@ def score_minibatches(
     def score(row: MicroBatch) -> Tensor:
         check()
         tensors = row_tensors(row, device=policy.device)
-        return score_row(policy.model, tensors, temperature=temperature)
+        return score_row(policy.model, tensors)
 
     try:
         return [[score(row) for row in minibatch.micro_batches] for minibatch in minibatches]
@@ -65,7 +64,6 @@ class Reference:
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=False,
         ).requires_grad_(False)
-        self._temperature = settings.temperature
         self._policy = ShardedModel(policy, policy.causal_lm, sharding)
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
@@ -73,7 +71,6 @@ class Reference:
         return score_minibatches(
             self._policy,
             [_without_experts(minibatch) for minibatch in minibatches],
-            temperature=self._temperature,
             check=check,
         )
 

@@ -94,8 +94,6 @@ class RankSettings:
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend
     """How published weights travel."""
-    temperature: float
-    """The run's one sampling temperature."""
     seed: int
     logprob_chunk: int = LOGPROB_CHUNK
     """Loss positions whose logits are alive at once."""

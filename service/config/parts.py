@@ -18,6 +18,7 @@ def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSet
         max_context_tokens=config.model.max_context_tokens,
         seed=config.run.seed,
         policies=config.policies,
+        temperatures=config.temperatures,
         shape=shape,
     )
 
@@ -30,6 +31,5 @@ def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSe
         model=model,
         checkpoint_dir=checkpoint_dir,
         weight_backend=config.inference.weight_backend,
-        temperature=config.rollouts.temperature,
         seed=config.run.seed,
     )

@@ -24,7 +24,18 @@ from actors.environment.settings import (
     Sampling,
 )
 from actors.journal.record import GroupRule
-from actors.limits import STRICT, Natural, NotNegative, Port, Positive, Rate, Seconds, Seed, Share
+from actors.limits import (
+    STRICT,
+    Natural,
+    NotNegative,
+    Port,
+    Positive,
+    Rate,
+    Seconds,
+    Seed,
+    Share,
+    Temperature,
+)
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import Dtype, TrainerSettings
@@ -223,6 +234,8 @@ class MemberRollouts:
 
     __pydantic_config__ = STRICT
 
+    temperature: Temperature | None = None
+    """As rollouts.temperature."""
     max_turns: Positive | None = None
     """As rollouts.max_turns."""
     max_tokens_per_turn: Positive | None = None
@@ -420,6 +433,12 @@ class Config:
         once = self.outcome_policy.without_retries()
         members = {name: each.outcome_policy for name, each in self.members.items()}
         return {**members, SESSION: once, UPLOADED: once}
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """At which training samples, by environment; agents outside are given the run's own."""
+        members = {name: each.rollouts.temperature for name, each in self.members.items()}
+        return {**members, **dict.fromkeys((SESSION, UPLOADED), self.rollouts.temperature)}
 
     @property
     def group_rule(self) -> GroupRule | None:

@@ -430,14 +430,24 @@ def mixture(**sections: Any) -> dict[str, Any]:
 
 
 def test_a_part_of_a_mixture_has_its_own_limits_rules_and_sampling() -> None:
-    asked = mixture(rollouts={"max_turns": 3, "outcomes": {"cancelled": {"disposition": "mask"}}})
+    asked = mixture(
+        rollouts={
+            "max_turns": 3,
+            "outcomes": {"cancelled": {"disposition": "mask"}},
+        }
+    )
     asked["mixture"]["hard"] |= {
-        "rollouts": {"max_turns": 5, "outcomes": {"max_turns": {"disposition": "mask"}}},
+        "rollouts": {
+            "max_turns": 5,
+            "temperature": 0.7,
+            "outcomes": {"max_turns": {"disposition": "mask"}},
+        },
         "evaluation": {"samples": 4, "temperature": 1.0},
     }
     config = parse_config(asked, source="test")
     easy, hard = config.members.values()
     assert (easy.rollouts.max_turns, hard.rollouts.max_turns) == (3, 5)
+    assert list(config.temperatures.values()) == [1.0, 0.7, 1.0, 1.0]
     found = {
         name: (policy.disposition(Outcome.MAX_TURNS), policy.disposition(Outcome.CANCELLED))
         for name, policy in config.policies.items()

@@ -87,10 +87,18 @@ def test_only_what_is_in_a_baseline_is_scored() -> None:
     outcomes = {1: Outcome.WALL_TIMEOUT, 2: Outcome.TRUNCATED_TOKENS}
     group = make_group([1.0, 1.0, 0.5], outcomes)
     wanted = step_settings(num_ranks=2)
-    samples, dealt = score_rows(classify_groups([group], wanted), wanted)
-    names = Counter(samples[i].trajectory_id for rows in dealt for row in rows for i in row)
+    weighted, dealt = score_rows(classify_groups([group], wanted), wanted)
+    names = Counter(weighted[i].sample.trajectory_id for rows in dealt for row in rows for i in row)
     # Masked and graded: its return is in the baseline.
     assert names == {"g000000.0-0.a0": 1, "g000000.0-2.a0": 1}
+
+
+def test_a_reference_scores_tokens_at_the_temperature_of_their_environment() -> None:
+    wanted = step_settings(temperatures={"game": 0.7})
+    group = (make_group([1, 0]),)
+    [shard] = plan_scores(classify_groups(group, wanted), wanted, step=0, trainer_version=0)
+    rows = [row for row in shard.minibatches[0].micro_batches if row.num_trained]
+    assert rows and all(row.temperatures == pytest.approx(0.7) for row in rows)
 
 
 def test_a_step_of_a_critic_is_built_with_the_scores_that_come_back() -> None:

@@ -375,6 +375,17 @@ def test_a_group_with_a_negative_return_is_trained_where_the_loss_has_a_term_for
     assert {a for *_, a, _ in trained_tokens(result)} == {0.0}
 
 
+def test_tokens_are_scored_at_the_temperature_of_their_environment() -> None:
+    own, other = make_group(0, [0, 1]), make_group(1, [1, 0])
+    other = tuple(replace(each, environment="other") for each in other)
+    result = build([own, other], temperatures={"game": 0.7}, tokens_per_micro_batch=4096)
+    row = result.shards[0].minibatches[0].micro_batches[0]
+    of_trajectory = dict(zip(row.trajectory_index.tolist(), row.temperatures.tolist(), strict=True))
+    assert sorted(of_trajectory.values()) == pytest.approx([0.7, 0.7, 1.0, 1.0])
+    of_token = [of_trajectory[number] for number in row.trajectory_index.tolist()]
+    assert row.temperatures.tolist() == of_token
+
+
 def random_group(number: int, seed: int) -> tuple[Trajectory, ...]:
     rng = np.random.default_rng([number, seed])
     trajectories = tuple(

@@ -22,7 +22,7 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.trajectory_queue.state import QueueState
 from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
-from service.config.parts import rank_settings
+from service.config.parts import step_settings
 from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Phase
 from service.run.start import engine_settings, start_endpoint
@@ -60,7 +60,8 @@ def supervisor(place: RunDir, tiny_models: dict[bool, str], endpoint: Any) -> It
 
 def test_the_trainer_scores_at_the_temperature_that_is_sampled_at(tmp_path: Path) -> None:
     config = load_config(small_config(tmp_path), ["rollouts.temperature=0.7"])
-    assert rank_settings(config, model="m", checkpoint_dir=tmp_path).temperature == 0.7
+    temperatures = step_settings(config).temperatures
+    assert temperatures == dict.fromkeys(["guessing", "session", "uploaded"], 0.7)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])

@@ -29,7 +29,7 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
         },
         "sums": {
             "tasks": {"environment": "calculator", "evaluation_tasks": 2},
-            "rollouts": {"max_turns": 2, "max_tokens_per_turn": 24},
+            "rollouts": {"max_turns": 2, "max_tokens_per_turn": 24, "temperature": 0.8},
             "evaluation": {"samples": 2, "temperature": 1.0},
         },
         "listed": {
@@ -61,6 +61,8 @@ def test_a_mixture_is_played_by_its_weights_with_limits_and_evaluations_of_its_p
         # Four groups a step: two, one and one, but for what rests.
         played.update({name: each.num_trajectories for name, each in step.environments.items()})
         assert sum(each.num_trajectories for each in step.environments.values()) == 16
+        # The trainer scores each part's tokens at the temperature that they were sampled at.
+        assert step.statistics.get("mismatch_k3_mean", 0.0) < 1e-4
     assert played.keys() == parts.keys() and played["short"] > played["sums"]
     last = {each.name: each for each in history.evaluations if each.step == done + 3}
     assert last.keys() == {"", *parts}

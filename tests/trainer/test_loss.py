@@ -127,7 +127,7 @@ def head_of(logits: list[list[float]], *, bias: list[float] | None = None) -> to
 def test_token_logprobs_and_entropy_by_hand_at_a_temperature():
     head = head_of([[0.0, 2.0 * math.log(3.0)], [200.0, -200.0]])
     logprobs, entropies = token_logprobs(
-        torch.eye(2), head, torch.tensor([1, 0]), temperature=2.0, chunk_tokens=4
+        torch.eye(2), head, torch.tensor([1, 0]), temperatures=torch.full((2,), 2.0), chunk_tokens=4
     )
     assert logprobs.tolist() == pytest.approx([math.log(0.75), 0.0], abs=1e-6)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
@@ -142,7 +142,7 @@ def test_the_entropy_with_gradient_is_the_same_entropy_and_its_gradient_is_exact
             torch.eye(1),
             head,
             torch.tensor([1]),
-            temperature=2.0,
+            temperatures=torch.tensor([2.0]),
             chunk_tokens=4,
             has_entropy_gradient=has_gradient,
         )[1]
@@ -160,7 +160,6 @@ def test_a_token_that_a_bias_excludes_has_no_part_in_the_entropy_and_its_gradien
         torch.eye(1),
         head,
         torch.tensor([0]),
-        temperature=1.0,
         chunk_tokens=4,
         has_entropy_gradient=True,
     )

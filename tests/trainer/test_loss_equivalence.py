@@ -93,7 +93,7 @@ def packed_terms(policy: PolicyModel, rows: Sequence[MicroBatch]) -> list[MicroB
     terms = []
     for row in rows:
         tensors = row_tensors(row, device=CPU)
-        current, entropies = policy(tensors, temperature=1.0, has_entropy_gradient=True)
+        current, entropies = policy(tensors, has_entropy_gradient=True)
         terms.append(terms_of(row, current, entropies))
     return terms
 

@@ -85,7 +85,9 @@ def make_sample(
         logprobs=rng.normal(-4.2, 0.2, len(tokens)).astype(np.float32) * mask,
         versions=np.where(mask, 0, -1).astype(np.int32),
     )
-    return WeightedSample(sample=sample, advantage=float(rng.normal()), loss_weight=0.01)
+    return WeightedSample(
+        sample=sample, advantage=float(rng.normal()), loss_weight=0.01, temperature=0.9
+    )
 
 
 def make_batch() -> list[WeightedSample]:
@@ -132,7 +134,7 @@ def compute(policy: PolicyModel, rows: Sequence[MicroBatch]) -> tuple[float, dic
     total = 0.0
     for row in rows:
         tensors = row_tensors(row, device=torch.device("cpu"))
-        current, _ = policy(tensors, temperature=0.9)
+        current, _ = policy(tensors)
         loss = surrogate(current, row)
         loss.backward()
         total += loss.item()
@@ -227,7 +229,6 @@ def test_sharded_over_one_and_two_ranks_the_tree_trains_as_the_flat_rows_do(
         weight_decay=0.0,
         max_grad_norm=1e9,
         loss=LossSettings(clip_low=0.99, clip_high=1e6),
-        temperature=0.9,
     )
     flat, expected = train_once(one_rank, settings, share_prefixes=False)
     before = AutoModelForCausalLM.from_pretrained(models[kind]).state_dict()

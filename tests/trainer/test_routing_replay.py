@@ -61,7 +61,7 @@ def load(model: str, *, is_frugal: bool = False) -> PolicyModel:
 
 
 def run(policy: PolicyModel, tensors: RowTensors) -> torch.Tensor:
-    logprobs, _ = policy(tensors, temperature=TEMPERATURE)
+    logprobs, _ = policy(tensors)
     return logprobs
 
 

@@ -27,7 +27,7 @@ VOCABULARY = 500
 
 def our_loss(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
     tensors = row_tensors(row, device=torch.device("cpu"))
-    current, entropies = policy(tensors, temperature=1.0)
+    current, entropies = policy(tensors)
     terms = tensors.terms(current, entropies, trainer_version=0)
     return micro_batch_loss(terms, LossSettings()).loss
 

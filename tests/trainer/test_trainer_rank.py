@@ -45,7 +45,7 @@ def compute_reference(
     total = sum(int(sample.mask.sum()) for sample in samples)
     loss = torch.zeros(())
     for sample in samples:
-        current = obvious_logprobs(causal_lm, sample.token_ids, temperature=settings.temperature)
+        current = obvious_logprobs(causal_lm, sample.token_ids, temperature=sample.temperature)
         mask = torch.tensor(sample.mask[1:])
         ratio = torch.exp(current - torch.tensor(sample.logprobs[1:]))
         advantages = torch.tensor(sample.advantages[1:])
@@ -66,8 +66,11 @@ def test_one_and_two_ranks_match_the_obvious_loop(
     tiny_models: dict[bool, str],
     tied: bool,
 ) -> None:
-    settings = changed(settings, model=tiny_models[tied], temperature=0.8)
-    samples = random_samples(1, 11)
+    settings = changed(settings, model=tiny_models[tied])
+    samples = [
+        replace(sample, temperature=(1.0, 0.8, 1.3)[number % 3])
+        for number, sample in enumerate(random_samples(1, 11))
+    ]
     loss, grad_norm = compute_reference(tiny_models[tied], samples, settings=settings)
     alone, both = (
         one_rank.start(settings).step([samples]),

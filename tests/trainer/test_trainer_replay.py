@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from worlds.mixture_world import (
     KINDS,
     NORMALISES,
-    TEMPERATURE,
     as_in_checkpoint,
     compute_padded,
     load_plain,
@@ -49,7 +48,6 @@ def settings_for(model: str, directory: Path) -> RankSettings:
         weight_decay=0.0,
         max_grad_norm=1e9,
         loss=LossSettings(clip_low=0.99, clip_high=1e6),
-        temperature=TEMPERATURE,
     )
 
 

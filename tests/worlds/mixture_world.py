@@ -207,7 +207,10 @@ def weigh(samples: Sequence[Sample]) -> list[WeightedSample]:
     advantages = dict(zip(names, np.random.default_rng(4).normal(size=len(names)), strict=True))
     return [
         WeightedSample(
-            sample=sample, advantage=float(advantages[sample.trajectory_id]), loss_weight=0.01
+            sample=sample,
+            advantage=float(advantages[sample.trajectory_id]),
+            loss_weight=0.01,
+            temperature=TEMPERATURE,
         )
         for sample in samples
     ]

@@ -36,7 +36,6 @@ def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSetting
         model=model,
         checkpoint_dir=checkpoint_dir,
         weight_backend=WeightBackend.OBJECT_STORE,
-        temperature=1.0,
         seed=0,
     )
     return changed(plain, **named)

@@ -42,6 +42,7 @@ class Sample:
     logprobs: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    temperature: float = 1.0
     trajectory: int | None = None
 
 
@@ -121,6 +122,9 @@ def pack(samples: Sequence[Sample], *, loss_weight: float = 1.0) -> MicroBatch:
         sampled_versions=joined([sample.versions[sample.mask] for sample in samples], np.int32),
         loss_weights=joined([np.full(len(part), loss_weight) for part in of_sample], np.float32),
         trajectory_index=joined(of_sample, np.int32),
+        temperatures=joined(
+            [np.full(int(sample.mask.sum()), sample.temperature) for sample in samples], np.float32
+        ),
     )
 
 
@@ -136,6 +140,7 @@ PADDING = MicroBatch(
     sampled_versions=np.zeros(0, np.int32),
     loss_weights=np.zeros(0, np.float32),
     trajectory_index=np.zeros(0, np.int32),
+    temperatures=np.zeros(0, np.float32),
 )
 
 
