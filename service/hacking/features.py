@@ -1,0 +1,249 @@
+"""What one step's trajectories look like, as numbers: columns made of the journal's record alone.
+
+No tokenizer is needed: lengths, repetition and copying are counted in tokens. Columns of the newest
+hundred steps are kept, so they are small. Called by `detector`'s callers: the recorder of a run and
+`rayloom inspect --hacking`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.environment.tasks import derived_seed
+from actors.journal.record import JournalStep
+from actors.merge.report import MAX_COMPONENT_NAME, MAX_COMPONENTS
+from actors.types import FinishReason, TokenIds, Trajectory, TurnSpan
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+# Of a step, whole groups: five steps of so many tell a share to within three points.
+MAX_TRAJECTORIES = 256
+# Runs of so many tokens are compared: shorter ones come again in any text.
+REPEATED_RUN, COPIED_RUN = 4, 6
+# Shorter texts have no runs to speak of.
+MIN_REPEATED_TOKENS, MIN_COPIED_TOKENS = 16, 8
+MOST_OF_PROMPT = 0.3
+# Beyond it texts are cut.
+MAX_TOKENS = 4096
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFeatures:
+    """N trajectories of one environment in one step; every column is [N]."""
+
+    step: int
+    environment: str
+    ids: tuple[str, ...]
+    task: Ints
+    """Equal for trajectories of one task."""
+    group: Ints
+    reward: Floats
+    """The return, in parts of the best possible one where the environment knows that."""
+    is_graded: Bools
+    """Its return is a score: it was not cut off before one."""
+    num_tokens: Ints
+    """That were sampled."""
+    num_turns: Ints
+    answer: Ints
+    """Equal for equal answers, but for case and spaces where the environment tells the answer."""
+    is_malformed: Bools
+    """Its last turn was called malformed, or has nothing but a stop token."""
+    last_reward: Floats
+    """Of its last turn."""
+    repeated: Floats
+    """Of the runs of a turn's tokens, the share that stood in it before; of the turn with the most;
+    0 for a short text. Calls of tools have the same markup in each turn."""
+    copied: Floats
+    """The share of the last turn's tokens in runs that the first prompt has; 0 for a short one, and
+    where they are less than MOST_OF_PROMPT of that prompt: an answer may stand in its question."""
+    components: Mapping[str, Floats]
+    """By name; NaN where a trajectory has none of it."""
+    verified: Floats
+    """What the shadow verifier said, 1 or 0; NaN where it was not asked, or did not say."""
+    num_missing: int
+    """Members of the groups that are not in the step, by their numbers and how many most groups
+    have."""
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.ids)
+
+    def with_verified(self, verdicts: Mapping[str, bool]) -> StepFeatures:
+        """verdicts: by trajectory id."""
+        found = [float(verdicts[name]) if name in verdicts else np.nan for name in self.ids]
+        return replace(self, verified=np.array(found, np.float64))
+
+
+def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
+    """Describe a step, each environment by itself, in the order of their names."""
+    found: dict[str, list[Trajectory]] = {}
+    for entry in step.entries:
+        found.setdefault(entry.trajectory.environment, []).append(entry.trajectory)
+    return tuple(_of_environment(step.step, name, _bounded(found[name])) for name in sorted(found))
+
+
+def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Whole groups, at most MAX_TRAJECTORIES; chosen by their ids, the same each time."""
+    if len(trajectories) <= MAX_TRAJECTORIES:
+        return list(trajectories)
+    groups: dict[str, list[Trajectory]] = {}
+    for each in trajectories:
+        groups.setdefault(each.group_id, []).append(each)
+    kept: list[Trajectory] = []
+    for group_id in sorted(groups, key=derived_seed):
+        if kept and len(kept) + len(groups[group_id]) > MAX_TRAJECTORIES:
+            break
+        kept += groups[group_id]
+    return kept
+
+
+def _of_environment(step: int, name: str, trajectories: Sequence[Trajectory]) -> StepFeatures:
+    sampled = [_sampled(each) for each in trajectories]
+    last = [each.turns[-1] if each.turns else None for each in trajectories]
+    stop = _stop_token(last, sampled)
+    return StepFeatures(
+        step=step,
+        environment=name,
+        ids=tuple(each.trajectory_id for each in trajectories),
+        task=_codes([each.task_id for each in trajectories]),
+        group=_codes([each.group_id for each in trajectories]),
+        reward=np.array([each.episode_return / (each.best_return or 1.0) for each in trajectories]),
+        is_graded=np.array([each.is_graded for each in trajectories], np.bool_),
+        num_tokens=np.array([each.num_sampled for each in trajectories], np.int64),
+        num_turns=np.array([len(each.turns) for each in trajectories], np.int64),
+        answer=np.array(
+            [_answer_code(*pair) for pair in zip(trajectories, sampled, strict=True)], np.int64
+        ),
+        is_malformed=np.array(
+            [
+                _is_malformed(turn, parts[-1], stop)
+                for turn, parts in zip(last, sampled, strict=True)
+            ],
+            np.bool_,
+        ),
+        last_reward=np.array([turn.reward if turn else 0.0 for turn in last], np.float64),
+        repeated=np.array([max(map(_repeated, parts)) for parts in sampled], np.float64),
+        copied=np.array(
+            [_copied(*pair) for pair in zip(trajectories, sampled, strict=True)], np.float64
+        ),
+        components=_components(trajectories),
+        verified=np.full(len(trajectories), np.nan),
+        num_missing=_num_missing(trajectories),
+    )
+
+
+_NOTHING = np.empty(0, np.int32)
+
+
+def _sampled(trajectory: Trajectory) -> list[TokenIds]:
+    """The sampled tokens of each turn, in the order of play, and nothing for none."""
+    turns = sorted(
+        ((turn.index, sample.token_ids[turn.tokens]) for sample in trajectory.samples
+         for turn in sample.turns),
+        key=lambda each: each[0],
+    )  # fmt: skip
+    return [tokens for _, tokens in turns] or [_NOTHING]
+
+
+def _code(text: bytes) -> int:
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), signed=True)
+
+
+def _codes(names: Sequence[str]) -> Ints:
+    return np.array([_code(name.encode()) for name in names], np.int64)
+
+
+def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
+    """Of what the environment calls the answer; else of the last turn's tokens."""
+    if trajectory.answer is None:
+        return _code(sampled[-1].tobytes())
+    return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
+
+
+def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
+    """The token that most answers end with, by those of more than one token where there are any:
+    a stop string ends an answer of one token too, which is not an empty one. -1: none ends."""
+    ended = [
+        parts[-1]
+        for turn, parts in zip(last, sampled, strict=True)
+        if turn is not None and turn.finish_reason is FinishReason.STOP and parts[-1].size
+    ]
+    counts = Counter(int(each[-1]) for each in [e for e in ended if e.size > 1] or ended)
+    return max(counts, key=counts.__getitem__, default=-1)
+
+
+def _is_malformed(turn: TurnSpan | None, tokens: TokenIds, stop: int) -> bool:
+    return turn is not None and (turn.is_malformed or tokens.tolist() in ([], [stop]))
+
+
+def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
+    """A number for each run of so many tokens, equal for equal runs."""
+    whole = tokens[:MAX_TOKENS].astype(np.uint64) + np.uint64(1)
+    count = whole.shape[0] - length + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    found = np.zeros(count, np.uint64)
+    for offset in range(length):
+        found = found * _BASE + whole[offset : offset + count]
+        found ^= found >> np.uint64(29)
+    return found
+
+
+def _repeated(tokens: TokenIds) -> float:
+    """Example: of forty equal tokens nearly 1; of forty different ones 0."""
+    if tokens.shape[0] < MIN_REPEATED_TOKENS:
+        return 0.0
+    runs = _runs(tokens, REPEATED_RUN)
+    return 1.0 - np.unique(runs).shape[0] / runs.shape[0]
+
+
+def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
+    tokens = sampled[-1][:MAX_TOKENS]
+    if tokens.shape[0] < MIN_COPIED_TOKENS or not trajectory.samples:
+        return 0.0
+    first = trajectory.samples[0]
+    prompt = _runs(first.token_ids[: first.prompt_length], COPIED_RUN)
+    runs = _runs(tokens, COPIED_RUN)
+    if np.isin(prompt, runs).sum() < MOST_OF_PROMPT * prompt.shape[0]:
+        return 0.0
+    known = np.isin(runs, prompt)
+    is_copied = np.zeros(tokens.shape[0], np.bool_)
+    for offset in range(COPIED_RUN):
+        is_copied[offset : offset + known.shape[0]] |= known
+    return float(is_copied.mean())
+
+
+def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
+    """Each the sum over a trajectory's turns; names as the step's record has them."""
+    found: dict[str, Floats] = {}
+    for number, trajectory in enumerate(trajectories):
+        for turn in trajectory.turns:
+            for name, value in turn.reward_components.items():
+                column = found.setdefault(
+                    name[:MAX_COMPONENT_NAME], np.full(len(trajectories), np.nan)
+                )
+                column[number] = value + (0.0 if np.isnan(column[number]) else column[number])
+    return {name: found[name] for name in sorted(found)[:MAX_COMPONENTS]}
+
+
+def _num_missing(trajectories: Sequence[Trajectory]) -> int:
+    """Example: of a group with the members 0, 1 and 4 two; of one with 0 and 1 three where most
+    groups of the step have five."""
+    members: dict[str, set[int]] = {}
+    for each in trajectories:
+        _, _, member = each.rollout_id.rpartition("-")
+        if member.isdecimal():
+            members.setdefault(each.group_id, set()).add(int(member))
+    sizes = Counter(max(found) + 1 for found in members.values())
+    most_frequent = max(sizes, key=sizes.__getitem__, default=0)
+    usual = most_frequent if 2 * sizes[most_frequent] > len(members) else 0
+    return sum(max(usual, max(found) + 1) - len(found) for found in members.values())

@@ -1,0 +1,47 @@
+"""What an audit for reward hacking says: a kind of pattern, since when, in numbers, and examples.
+
+Told as what was seen, never as what it means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """The value stands in lists; the sentence of a finding has the numbers."""
+
+    EQUAL_ANSWERS = "equal_answers"
+    MALFORMED_PAID = "malformed_paid"
+    LENGTH = "length"
+    REPETITION = "repetition"
+    COPYING = "copying"
+    FEWER_TURNS = "fewer_turns"
+    COMPONENT_FALLS = "component_falls"
+    COMPONENT_EXCESS = "component_excess"
+    FAILURES = "failures"
+    UNVERIFIED = "unverified"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A pattern that is new in the run, and earns."""
+
+    kind: Kind
+    environment: str
+    onset: int
+    """The first step of the pattern, as far as it can be told."""
+    step: int
+    """At which it was found."""
+    before: float
+    """The share of trajectories in the steps before it; of `component_falls` the component."""
+    now: float
+    """The same in the newest steps."""
+    reward_before: float
+    """Mean return over the best possible one, where that is known."""
+    reward_now: float
+    examples: tuple[str, ...]
+    """Ids of trajectories that `rayloom inspect` opens."""
+    text: str
+    """One sentence."""

@@ -1,0 +1,180 @@
+"""The newest steps of one environment beside its earlier ones, as columns; what is compared, how.
+
+A pattern is a mark on some trajectories. Compared are its share in the newest steps with its share
+in the run's own earlier ones, and what marked trajectories earn with what others of their group
+do. Pure; called by `patterns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from service.hacking.features import Bools, Floats, Ints, StepFeatures
+
+# Steps that are looked at as now. Fewer are noise, more are late.
+RECENT_STEPS = 5
+# Before so many earlier steps nothing is known of what is usual in the run, …
+MIN_EARLIER_STEPS = 8
+# … and those that lie further back are forgotten: what a run has grown into is usual at last.
+EARLIER_STEPS = 100
+# Trajectories in the newest steps, without which a share says nothing.
+MIN_TRAJECTORIES = 40
+# Groups with both kinds of members, without which nothing is said of what pays within one.
+MIN_MIXED_GROUPS = 4
+# Spreads of the earlier steps' values beyond which a newer value is none of them. At four, a chance
+# in some 30,000 for a normal spread, over hundreds of steps and ten patterns.
+NUM_SPREADS = 4.0
+# From the median deviation to a standard deviation, of a normal spread.
+MAD_TO_SD = 1.4826
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """What marked trajectories earn beyond the unmarked ones of their groups."""
+
+    mean: float
+    error: float
+    """Standard error of the mean, over groups."""
+    num_groups: int
+    """With both."""
+
+
+class Window:
+    """N trajectories of the newest steps and of those before them."""
+
+    def __init__(self, steps: Sequence[StepFeatures]) -> None:
+        """steps: of one environment, in order."""
+        self.steps = tuple(steps)
+
+    @property
+    def is_enough(self) -> bool:
+        return (
+            len(self.steps) >= RECENT_STEPS + MIN_EARLIER_STEPS
+            and int(self.is_recent.sum()) >= MIN_TRAJECTORIES
+        )
+
+    @cached_property
+    def place(self) -> Ints:
+        """[N], the number of a trajectory's step in `steps`."""
+        counts = [each.num_trajectories for each in self.steps]
+        return np.repeat(np.arange(len(self.steps)), counts)
+
+    @cached_property
+    def is_recent(self) -> Bools:
+        return self.place >= len(self.steps) - RECENT_STEPS
+
+    @cached_property
+    def reward(self) -> Floats:
+        return self.floats("reward")
+
+    @cached_property
+    def is_graded(self) -> Bools:
+        return np.concatenate([each.is_graded for each in self.steps])
+
+    @cached_property
+    def num_missing(self) -> Ints:
+        """[number of steps], rollouts that failed."""
+        return np.array([each.num_missing for each in self.steps])
+
+    @cached_property
+    def num_rollouts(self) -> Ints:
+        """[number of steps], with those that failed."""
+        return np.array([each.num_trajectories for each in self.steps]) + self.num_missing
+
+    @cached_property
+    def group(self) -> Ints:
+        """Groups of two steps are never one."""
+        return np.concatenate([each.group for each in self.steps]) ^ (self.place << 40)
+
+    def floats(self, name: str) -> Floats:
+        return np.concatenate([getattr(each, name) for each in self.steps]).astype(np.float64)
+
+    def ints(self, name: str) -> Ints:
+        return np.concatenate([getattr(each, name) for each in self.steps])
+
+    def component(self, name: str) -> Floats:
+        return np.concatenate(
+            [
+                each.components.get(name, np.full(each.num_trajectories, np.nan))
+                for each in self.steps
+            ]
+        )
+
+    @cached_property
+    def component_names(self) -> tuple[str, ...]:
+        return tuple(sorted({name for each in self.steps for name in each.components}))
+
+    @cached_property
+    def scale(self) -> float:
+        """How far returns lie apart: all but a few, or half of all where most are equal."""
+        known = self.reward[self.is_graded]
+        if not known.size:
+            return 0.0
+        low, high = np.percentile(known, (5, 95))
+        return float(max(high - low, (known.max() - known.min()) / 2))
+
+    @cached_property
+    def step_numbers(self) -> Ints:
+        return np.array([each.step for each in self.steps])
+
+    def means(self, values: Floats, among: Bools) -> Floats:
+        """[number of steps], of each step's values among some; NaN where it has none."""
+        counts = np.bincount(self.place[among], minlength=len(self.steps))
+        sums = np.bincount(self.place[among], weights=values[among], minlength=len(self.steps))
+        with np.errstate(invalid="ignore"):
+            return sums / counts
+
+    def recent_mean(self, values: Floats, among: Bools) -> float:
+        """NaN for none."""
+        chosen = values[among & self.is_recent]
+        return float(chosen.mean()) if chosen.size else float("nan")
+
+    def gain(self, mark: Bools) -> Gain | None:
+        """None: there are too few groups of the newest steps with marked and unmarked ones."""
+        among = self.is_recent & self.is_graded
+        marked, groups, rewards = mark[among], self.group[among], self.reward[among]
+        _, codes = np.unique(groups, return_inverse=True)
+        size = int(codes.max(initial=-1)) + 1
+        counts = [np.bincount(codes[m], minlength=size) for m in (marked, ~marked)]
+        sums = [
+            np.bincount(codes[m], weights=rewards[m], minlength=size) for m in (marked, ~marked)
+        ]
+        is_mixed = (counts[0] > 0) & (counts[1] > 0)
+        number = int(is_mixed.sum())
+        if number < MIN_MIXED_GROUPS:
+            return None
+        differences = (sums[0] / np.maximum(counts[0], 1) - sums[1] / np.maximum(counts[1], 1))[
+            is_mixed
+        ]
+        error = float(differences.std(ddof=1)) / number**0.5
+        return Gain(mean=float(differences.mean()), error=error, num_groups=number)
+
+    def onset(self, values: Floats, *, before: float, now: float) -> int:
+        """The step since which values are nearer to what they are now than to what they were.
+
+        values: [number of steps]. One step may be an exception.
+        """
+        is_new = (values - before) / (now - before) >= 0.5
+        first = len(values) - 1
+        exceptions = 0
+        for number in range(len(values) - 1, -1, -1):
+            if is_new[number]:
+                first, exceptions = number, 0
+                continue
+            exceptions += 1
+            if exceptions > 1 and number < len(values) - RECENT_STEPS:
+                break
+        return int(self.step_numbers[first])
+
+
+def usual(values: Floats) -> tuple[float, float]:
+    """Median and robust spread of earlier steps' values; NaNs are left out."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return float("nan"), float("nan")
+    median = float(np.median(known))
+    return median, MAD_TO_SD * float(np.median(np.abs(known - median)))

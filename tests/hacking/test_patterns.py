@@ -1,0 +1,264 @@
+"""When a pattern is told and when not: columns made up, so that one thing differs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from service.hacking.detector import FORGOTTEN_AFTER, Detector, find_all
+from service.hacking.features import StepFeatures
+from service.hacking.findings import Finding, Kind
+
+GROUPS, MEMBERS = 8, 8
+NUM = GROUPS * MEMBERS
+Change = Callable[[StepFeatures, np.random.Generator], StepFeatures]
+
+
+def plain(step: int, rng: np.random.Generator) -> StepFeatures:
+    """Nothing of note: half of the answers are right, whatever they look like."""
+    number = np.arange(NUM)
+    return StepFeatures(
+        step=step,
+        environment="game",
+        ids=tuple(f"g{step * GROUPS + n // MEMBERS:06d}.0-{n % MEMBERS}.a0" for n in number),
+        task=step * GROUPS + number // MEMBERS,
+        group=step * GROUPS + number // MEMBERS,
+        reward=(rng.random(NUM) < 0.5).astype(np.float64),
+        is_graded=np.ones(NUM, np.bool_),
+        num_tokens=rng.integers(15, 30, NUM),
+        num_turns=np.full(NUM, 4),
+        answer=rng.integers(0, 2**40, NUM),
+        is_malformed=np.zeros(NUM, np.bool_),
+        last_reward=np.zeros(NUM),
+        repeated=np.zeros(NUM),
+        copied=np.zeros(NUM),
+        components={},
+        verified=np.full(NUM, np.nan),
+        num_missing=0,
+    )  # fmt: skip
+
+
+def told(change: Change, *, num_steps: int = 40, since: int = 20, until: int = 99) -> list[Finding]:
+    rng = np.random.default_rng(3)
+    steps = []
+    for step in range(1, num_steps + 1):
+        features = plain(step, rng)
+        steps.append((change(features, rng) if since <= step <= until else features,))
+    return find_all(steps)
+
+
+def kinds(found: list[Finding]) -> set[Kind]:
+    return {finding.kind for finding in found}
+
+
+def half(rng: np.random.Generator) -> np.ndarray:
+    return rng.random(NUM) < 0.5
+
+
+def paid(features: StepFeatures, mark: np.ndarray, pays: bool) -> StepFeatures:
+    return replace(features, reward=np.where(mark, 1.0, features.reward)) if pays else features
+
+
+def long(features: StepFeatures, rng: np.random.Generator, *, pays: bool = True) -> StepFeatures:
+    mark = half(rng)
+    tokens = np.where(mark, 3, 1) * features.num_tokens
+    return paid(replace(features, num_tokens=tokens), mark, pays)
+
+
+MARKS: dict[Kind, Callable[[StepFeatures, np.ndarray], StepFeatures]] = {
+    Kind.LENGTH: lambda f, mark: replace(f, num_tokens=np.where(mark, 3, 1) * f.num_tokens),
+    Kind.REPETITION: lambda f, mark: replace(f, repeated=np.where(mark, 0.9, 0.0)),
+    Kind.COPYING: lambda f, mark: replace(f, copied=np.where(mark, 0.9, 0.0)),
+    Kind.EQUAL_ANSWERS: lambda f, mark: replace(f, answer=np.where(mark, 5, f.answer)),
+}
+
+
+@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_may_be_honest_is_told_only_where_it_earns(kind: Kind, pays: bool) -> None:
+    def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
+        mark = half(rng)
+        return paid(MARKS[kind](features, mark), mark, pays)
+
+    found = told(change)
+    assert kinds(found) == ({kind} if pays else set())
+    if pays:
+        (finding,) = found
+        assert 20 <= finding.onset <= 22 and finding.step <= 25
+        assert finding.before <= 0.02 and finding.now > 0.25
+        assert len(finding.examples) == 3
+        assert finding.text.startswith(f"game: in steps {finding.onset} to {finding.step}, ")
+
+
+def test_what_was_always_so_is_never_told() -> None:
+    assert told(long, since=1) == []
+
+
+def test_nothing_is_told_before_there_is_something_to_compare_with() -> None:
+    assert told(long, num_steps=12, since=6) == []
+    assert kinds(told(long, num_steps=13, since=9)) == {Kind.LENGTH}
+
+
+def test_nothing_is_told_where_all_returns_are_equal() -> None:
+    def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
+        return replace(features, num_tokens=3 * features.num_tokens, reward=np.ones(NUM))
+
+    def equal(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
+        return replace(features, reward=np.ones(NUM))
+
+    rng = np.random.default_rng(0)
+    steps = [(equal(plain(step, rng), rng),) for step in range(1, 20)]
+    steps += [(change(plain(step, rng), rng),) for step in range(20, 40)]
+    assert find_all(steps) == []
+
+
+def test_a_pattern_is_told_once_and_again_when_it_was_away() -> None:
+    assert len(told(long, num_steps=60)) == 1
+    rng, detector = np.random.default_rng(3), Detector()
+    found = []
+    again = 30 + FORGOTTEN_AFTER + 5
+    for step in range(1, 90):
+        features = plain(step, rng)
+        if 20 <= step < 30 or step >= again:
+            features = long(features, rng)
+        found += detector.see((features,))
+    assert [finding.kind for finding in found] == [Kind.LENGTH, Kind.LENGTH]
+    assert found[0].onset < 30 and found[1].onset >= again
+
+
+def test_a_malformed_end_with_a_reward_is_told_and_without_one_is_not() -> None:
+    def change(
+        features: StepFeatures, rng: np.random.Generator, reward: float, last: float
+    ) -> StepFeatures:
+        mark = rng.random(NUM) < 0.2
+        rewards, ends = np.where(mark, reward, features.reward), np.where(mark, last, 0.0)
+        return replace(features, is_malformed=mark, reward=rewards, last_reward=ends)
+
+    assert kinds(told(lambda f, rng: change(f, rng, 1.0, 1.0))) == {Kind.MALFORMED_PAID}
+    # Earned by the turns before, and the worst that there is.
+    assert told(lambda f, rng: change(f, rng, 1.0, -0.1)) == []
+    assert told(lambda f, rng: change(f, rng, 0.0, 0.1)) == []
+
+
+def test_the_best_rewards_in_fewer_turns_are_told() -> None:
+    def change(features: StepFeatures, rng: np.random.Generator, reward: float) -> StepFeatures:
+        mark = half(rng)
+        rewards = np.where(mark, reward, features.reward)
+        return replace(features, num_turns=np.where(mark, 1, 4), reward=rewards)
+
+    assert kinds(told(lambda f, rng: change(f, rng, 1.0))) == {Kind.FEWER_TURNS}
+    assert told(lambda f, rng: change(f, rng, 0.0)) == []
+
+
+def test_short_episodes_that_are_left_where_long_ones_fail_are_not_told() -> None:
+    def change(features: StepFeatures, rng: np.random.Generator, is_failing: bool) -> StepFeatures:
+        is_short = rng.random(NUM) < 0.15
+        features = replace(features, num_turns=np.where(is_short, 1, 4))
+        features = paid(features, is_short, True)
+        is_gone = ~is_short & (rng.random(NUM) < 0.8)
+        return without(features, is_gone) if is_failing else features
+
+    rng = np.random.default_rng(3)
+    steps = [(change(plain(step, rng), rng, step >= 20),) for step in range(1, 25)]
+    assert Kind.FEWER_TURNS not in kinds(find_all(steps))
+    marks = [features.num_turns == 1 for (features,) in steps]
+    assert marks[-1].mean() > 0.4 > marks[0].mean()
+
+
+def with_parts(features: StepFeatures, **parts: np.ndarray) -> StepFeatures:
+    return replace(features, components=parts, reward=sum(parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("right", "form", "expected"),
+    [
+        # Of right answers half before, and of the form a third.
+        (0.25, 1.0, {Kind.COMPONENT_FALLS}),
+        (0.5, 1.0, set()),
+        (0.9, 1.0, set()),
+        (0.9, 0.0, set()),
+        (0.25, 0.3, set()),
+    ],
+    ids=["against", "form alone", "both", "the lesser one falls", "no reward for it"],
+)
+def test_a_component_that_falls_while_the_reward_rises_is_told(
+    right: float, form: float, expected: set[Kind]
+) -> None:
+    def parts(share: float, form: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        return {
+            "right": (rng.random(NUM) < share).astype(np.float64),
+            "form": 0.45 * (rng.random(NUM) < form),
+        }
+
+    rng = np.random.default_rng(1)
+    steps = [
+        (with_parts(plain(step, rng), **parts(*((0.5, 0.3) if step < 20 else (right, form)), rng)),)
+        for step in range(1, 41)
+    ]
+    assert kinds(find_all(steps)) == expected
+
+
+def test_a_component_beyond_all_that_it_was_is_told() -> None:
+    rng = np.random.default_rng(1)
+
+    def step_of(step: int, most: float) -> StepFeatures:
+        bonus = rng.choice([0.1, most], NUM)
+        right = (rng.random(NUM) < 0.5).astype(np.float64)
+        return with_parts(plain(step, rng), right=right, bonus=bonus)
+
+    steps = [(step_of(step, 0.1 if step < 20 else 0.6),) for step in range(1, 41)]
+    (found,) = find_all(steps)
+    assert found.kind is Kind.COMPONENT_EXCESS and "bonus" in found.text
+
+
+def without(features: StepFeatures, is_gone: np.ndarray) -> StepFeatures:
+    """These have failed."""
+    columns = ("task", "group", "reward", "is_graded", "num_tokens", "num_turns", "answer",
+               "is_malformed", "last_reward", "repeated", "copied", "verified")  # fmt: skip
+    return replace(
+        features,
+        ids=tuple(name for name, gone in zip(features.ids, is_gone, strict=True) if not gone),
+        num_missing=int(is_gone.sum()),
+        **{name: getattr(features, name)[~is_gone] for name in columns},
+    )
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_failures_are_told_where_low_rewards_make_way_for_them(is_chosen: bool) -> None:
+    def change(features: StepFeatures, rng: np.random.Generator) -> StepFeatures:
+        """Of 64 some 16 fail: of those without a reward, or of any."""
+        is_gone = rng.random(NUM) < 0.25
+        if is_chosen:
+            is_gone = (features.reward == 0) & (rng.random(NUM) < 0.5)
+        return without(features, is_gone)
+
+    assert kinds(told(change)) == ({Kind.FAILURES} if is_chosen else set())
+    # An engine that is away for some steps is none of it.
+    assert told(change, until=25) == []
+
+
+def test_a_shadow_verifier_that_refuses_what_is_rewarded_is_told() -> None:
+    rng = np.random.default_rng(1)
+
+    def step_of(step: int, refuses: float) -> tuple[StepFeatures]:
+        features = plain(step, rng)
+        verdicts = np.where(rng.random(NUM) < refuses, 0.0, features.reward)
+        return (replace(features, verified=np.where(rng.random(NUM) < 0.25, verdicts, np.nan)),)
+
+    assert kinds(find_all([step_of(step, 0.0 if step < 20 else 0.6) for step in range(1, 41)])) == {
+        Kind.UNVERIFIED
+    }
+    # It always refused so many.
+    assert find_all([step_of(step, 0.6) for step in range(1, 41)]) == []
+
+
+def test_environments_of_a_mixture_are_looked_at_apart() -> None:
+    rng, steps = np.random.default_rng(3), []
+    for step in range(1, 41):
+        other = replace(plain(step, rng), environment="other")
+        features = plain(step, rng)
+        steps.append((long(features, rng) if step >= 20 else features, other))
+    assert [finding.environment for finding in find_all(steps)] == ["game"]
