@@ -16,7 +16,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -56,6 +56,10 @@ class TaskSource(Protocol):
         """Whether this task is one of a list that is played epoch after epoch."""
         ...
 
+    def find(self, task_id: str) -> Task | None:
+        """The training task of this id; None where the source has no list of them."""
+        ...
+
 
 def derived_seed(*parts: str | int) -> int:
     """Hash the parts to a seed in [0, 2^30), the same on every machine."""
@@ -89,6 +93,9 @@ class GeneratedTasks:
 
     def comes_again(self, task: Task) -> bool:
         return False
+
+    def find(self, task_id: str) -> Task | None:
+        return None
 
     def _make(self, split: str, index: int, seed: int) -> Task:
         return Task(
@@ -152,6 +159,13 @@ class FileTasks:
     def comes_again(self, task: Task) -> bool:
         return True
 
+    def find(self, task_id: str) -> Task | None:
+        return self._by_id.get(task_id)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Task]:
+        return {task.task_id: task for task in self._train}
+
     def _shuffled(self, epoch: int) -> array[int]:
         order = list(range(len(self._train)))
         random.Random(derived_seed("epoch", self._run_seed, epoch)).shuffle(order)
@@ -197,6 +211,11 @@ class MixedTasks:
 
     def comes_again(self, task: Task) -> bool:
         return self._sources[task.environment].comes_again(task)
+
+    def find(self, task_id: str) -> Task | None:
+        name, _, own = task_id.partition(":")
+        found = self._sources[name].find(own) if name in self._sources else None
+        return None if found is None else _under(name, found)
 
     def held_out(self, count: int) -> list[Task]:
         """Of each source. Raises: ValueError where one has fewer."""

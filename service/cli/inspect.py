@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.journal.record import JournalStep
 from actors.types import Outcome
 from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError
+from service.hacking import told
+from service.hacking.read import Verify, audit_hacking
 from service.inspect.audit.audit import audit, describe
 from service.inspect.build import build_view
 from service.inspect.listing import Filters, list_trajectories
 from service.inspect.page import write_page
 from service.inspect.reader import (
     OpenJournal,
+    config_beside,
     find_entry,
     is_refused,
     newest_run,
@@ -42,6 +47,10 @@ class InspectRequest:
     html: Path | None = None
     """Write a page there instead of to the terminal."""
     audit: bool = False
+    hacking: bool = False
+    """Look for reward hacking."""
+    shadow: str | None = None
+    """A verifier in place of the run's own."""
     step: int | None = None
     outcome: str | None = None
     limit: int | None = None
@@ -67,7 +76,9 @@ def run_inspect(request: InspectRequest) -> int:
             "trajectory's id; name one"
         )
     # os.path, because a path that cannot be looked at raises from Path.exists.
-    if not request.audit and not os.path.exists(target):
+    _check_audits(request)
+    is_audit = request.audit or request.hacking
+    if not is_audit and not os.path.exists(target):
         _check_options_of_one(request)
         return _show_one(request, open_journal(request.run or newest_run()))
     _check_options_of_journal(request)
@@ -76,9 +87,45 @@ def run_inspect(request: InspectRequest) -> int:
         result = audit(journal)
         say("\n".join(describe(result, limit=request.num_lines)))
         return 0 if result.is_clean else EXIT_OFFENDERS
+    if request.hacking:
+        return _show_hacking(request, journal)
     filters = Filters(step=request.step, outcome=_outcome(request.outcome), limit=request.num_lines)
     say(list_trajectories(journal, filters))
     return 0
+
+
+def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
+    verify = None if request.shadow is None else _shadow_of(journal, request.shadow)
+    found = audit_hacking(journal, verify=verify)
+    say("\n".join(told.describe(journal, found, limit=request.num_lines)))
+    return EXIT_OFFENDERS if found.findings else 0
+
+
+def _shadow_of(journal: OpenJournal, name: str) -> Verify:
+    """Raises: ConfigError."""
+    from service.hacking.shadow import ShadowVerifier  # it reads tasks: a second of imports
+
+    run_dir = journal.run_dir
+    if run_dir is None:
+        raise ConfigError(
+            f"inspect: --shadow {name} needs the run's tasks and tokenizer, got a journal file; "
+            "expected a run directory; name that"
+        )
+    config = config_beside(run_dir)
+    verifier = ShadowVerifier(
+        config,
+        model=config.model.path or str(run_dir.tiny_model),
+        name=name,
+        num_samples=config.audit.shadow_samples,
+    )
+
+    def verify(step: JournalStep) -> Mapping[str, bool]:
+        found = verifier.verdicts(step)
+        if found.problem:
+            say(f"step {step.step}: {found.problem}", err=True)
+        return found.by_id
+
+    return verify
 
 
 def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
@@ -100,6 +147,20 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
     return 0
 
 
+def _check_audits(request: InspectRequest) -> None:
+    """Raises: ConfigError."""
+    if request.audit and request.hacking:
+        raise ConfigError(
+            "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
+            "expected one of them; leave one out"
+        )
+    if request.shadow is not None and not request.hacking:
+        raise ConfigError(
+            f"inspect: --shadow {request.shadow} is asked for by --hacking alone; expected both; "
+            "add --hacking"
+        )
+
+
 def _check_options_of_journal(request: InspectRequest) -> None:
     """For a list or an audit. Raises: ConfigError."""
     target = request.target
@@ -114,10 +175,12 @@ def _check_options_of_journal(request: InspectRequest) -> None:
             f"{target} to look at; expected one of them; leave --run out, or give an id for "
             f"{target}"
         )
-    if request.audit and (given := request.given("step", "outcome")):
+    is_whole = "--audit" if request.audit else "--hacking" if request.hacking else ""
+    if is_whole and (given := request.given("step", "outcome")):
+        one = ", or audit one step by the path of its journal file" if request.audit else ""
         raise ConfigError(
-            f"inspect: --audit checks a whole journal, got {given}; expected neither --step nor "
-            "--outcome; leave it out, or audit one step by the path of its journal file"
+            f"inspect: {is_whole} checks a whole journal, got {given}; expected neither --step nor "
+            f"--outcome; leave it out{one}"
         )
 
 

@@ -444,6 +444,10 @@ def inspect(
         str | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
     ] = None,
     audit: Annotated[bool, typer.Option(help="check every invariant, name offenders")] = False,
+    hacking: Annotated[bool, typer.Option(help="look for patterns of reward hacking")] = False,
+    shadow: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="a second verifier, for --hacking")
+    ] = None,
     step: Annotated[int | None, typer.Option(min=1, help="only of this training step")] = None,
     outcome: Annotated[str | None, typer.Option(help="only with this outcome")] = None,
     limit: Annotated[
@@ -452,7 +456,8 @@ def inspect(
 ) -> None:
     """Show TARGET: a run's trajectories, or one of them token by token.
 
-    --audit ends with 0 where nothing is wrong, 1 with offenders, 2 where it cannot read.
+    --audit and --hacking end with 0 where nothing is wrong, or stands out; 1 with offenders, or
+    findings; 2 where they cannot read.
     """
     from service.cli.inspect import InspectRequest, run_inspect
 
@@ -461,6 +466,8 @@ def inspect(
         run=_path("--run", run),
         html=_path("--html", html, what="a file"),
         audit=audit,
+        hacking=hacking,
+        shadow=shadow,
         step=step,
         outcome=outcome,
         limit=limit,

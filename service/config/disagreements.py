@@ -40,6 +40,7 @@ def disagreements(config: Config) -> Iterator[str]:
         _of_mixture,
         _of_curriculum,
         _of_evaluation,
+        _of_audit,
         _of_sessions,
         _of_template,
         _of_groups,
@@ -168,6 +169,16 @@ def _of_evaluation(config: Config) -> Iterator[str]:
             )
     for name, each in config.evaluation.sets.items():
         yield from _of_set(config, f"evaluation.sets.{name}", each)
+
+
+def _of_audit(config: Config) -> Iterator[str]:
+    audit = config.audit
+    if audit.shadow is not None and not (audit.hacking and config.run.journal_steps):
+        yield (
+            f"audit.shadow is {audit.shadow}, and audit.hacking is {str(audit.hacking).lower()} "
+            f"with run.journal_steps {config.run.journal_steps}; expected a journal that is looked "
+            "at; set audit.hacking to true and run.journal_steps above 0, or remove audit.shadow"
+        )
 
 
 def _of_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterator[str]:

@@ -26,6 +26,7 @@ from service.config.file import ConfigError
 from service.config.model_files import check_model_files, read_object
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
+from service.hacking.shadow import load_shadow
 from service.inference.settings import AUTO, NONE
 
 # Each takes about half a GiB before it has a model.
@@ -43,6 +44,8 @@ def check_without_model(config: Config, *, is_local: bool = True) -> dict[str, O
     check_machine(config, is_local=is_local)
     check_parsers(config)
     check_model_sources(config)
+    if config.audit.shadow is not None:
+        load_shadow(config.audit.shadow)
     return first_observations(config)
 
 

@@ -277,6 +277,21 @@ class MixtureMember:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """What looks at a run's trajectories for reward hacking, beside its training."""
+
+    __pydantic_config__ = STRICT
+
+    hacking: bool = True
+    """Tell of patterns of reward hacking in the journal of each step."""
+    shadow: str | None = None
+    """FILE.py:NAME of a second verifier, called as a reward function is: verified from 0.5 on. No
+    reward comes of it."""
+    shadow_samples: Positive = 16
+    """Trajectories of each step that it is asked about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings:
     """Where Prometheus reads the metrics."""
 
@@ -354,6 +369,7 @@ class Config:
     inference: InferenceSettings = field(default_factory=InferenceSettings)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     queue: QueueSettings = field(default_factory=QueueSettings)
+    audit: AuditSettings = field(default_factory=AuditSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
     trackers: TrackerSettings = field(default_factory=TrackerSettings)

@@ -13,7 +13,7 @@ from service.inspect.reader import OpenJournal, is_refused, load_step
 from service.visible import visible_text
 
 HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "ledger")
-_NUMBERS = frozenset({"step", "return", "advantage", "turns", "tokens"})
+_WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tu
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart; numbers to the right, by the names in the first row."""
+    """Columns two spaces apart; but for words to the right, by the names in the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
-            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            cell.ljust(width) if name in _WORDS else cell.rjust(width)
             for cell, width, name in zip(row, widths, rows[0], strict=True)
         ).rstrip()
         for row in rows

@@ -43,8 +43,11 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """The modules of the environment and of reward functions."""
-    return list(dict.fromkeys(m for each in config.members.values() for m in _modules(each.tasks)))
+    """The modules of the environment, of reward functions and of a shadow verifier."""
+    shadow = config.audit.shadow
+    own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
+    of_tasks = [m for each in config.members.values() for m in _modules(each.tasks)]
+    return list(dict.fromkeys([*of_tasks, *own]))
 
 
 def _modules(tasks: TasksSettings) -> list[str]:

@@ -41,6 +41,7 @@ from service.report.document import LiveState, RunPicture
 from service.report.page import write_report
 from service.run.control import Control
 from service.run.engines import Engines
+from service.run.hacking_watch import watch_of
 from service.run.health import (
     Cursor,
     Ending,
@@ -172,6 +173,7 @@ class Supervisor:
             submissions=self._submissions,
             traces=self._traces,
             trackers=trackers_of(config, run_dir, run_id=run_id, store=self._store),
+            hacking=watch_of(config, run_dir, model=self._model),
         )
         self._engines = Engines(
             engines,
@@ -705,6 +707,7 @@ class Supervisor:
     async def _end(self, phase: Phase, reason: str) -> bool:
         """Write the report and the last status. Returns: whether the report could be written."""
         has_report = False
+        await self._recorder.close_audit()
         try:
             has_report = await self._thread.call(self._write_report, reason)
         except (OSError, StoreError) as error:
@@ -745,6 +748,7 @@ class Supervisor:
             planned_steps=self._config.run.steps,
             policy_age_bound=self._config.algorithm.max_policy_age,
             exit_reason=reason,
+            findings=self._recorder.findings,
         )
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.deadline import ActorLost
 from actors.merge.report import MergeReport
@@ -20,6 +21,7 @@ from actors.outcomes import UNSCORED
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
+from service.hacking.findings import Finding
 from service.intake.feed import FeedEntry
 from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
@@ -33,6 +35,10 @@ from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_l
 from service.telemetry.totals import RunTotals
 from service.telemetry.traces import RolloutTraces
 from service.trackers.trackers import Trackers
+
+if TYPE_CHECKING:
+    # Ray, which a recorder by itself does without.
+    from service.run.hacking_watch import HackingWatch
 
 log = logging.getLogger("rayloom.run")
 
@@ -73,14 +79,17 @@ class RunRecorder:
         submissions: SubmissionQueue | None = None,
         traces: RolloutTraces | None = None,
         trackers: Trackers | None = None,
+        hacking: HackingWatch | None = None,
     ) -> None:
         """submissions: told what becomes of rollouts, where clients submit them. traces: None: no
-        rollout is traced. trackers: None: the curves are nowhere else."""
+        rollout is traced. trackers: None: the curves are nowhere else. hacking: None: nobody
+        looks for it."""
         self._store = store
         self._thread = thread
         self._submissions = submissions
         self._traces = traces
         self._trackers = trackers
+        self._hacking = hacking
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
         self.term = 0
@@ -125,6 +134,9 @@ class RunRecorder:
         self.policy_version = lease.parent.policy_version if lease.parent else 0
         if self._trackers is not None:
             self._trackers.begin(partial(self._notice_from_thread, asyncio.get_running_loop()))
+        if self._hacking is not None:
+            tell = partial(self._notice_from_thread, asyncio.get_running_loop())
+            self._hacking.begin_term(lease.term, tell)
         if lease.term > 1:
             self.notice(f"term {lease.term} goes on from step {self.last_step}")
 
@@ -224,6 +236,8 @@ class RunRecorder:
             if self._traces is not None:
                 self._traces.step(record)
             self._wake_trackers()
+            if self._hacking is not None:
+                self._hacking.stored(term, record.step)
             self.steps.append(record)
             self.last_step, self.policy_version = record.step, record.policy_version
             log.info("%s", step_line(record, self._num_steps))
@@ -247,6 +261,16 @@ class RunRecorder:
         """Have them write what is stored, for a while. is_taken_over: another process does."""
         if self._trackers is not None:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Of the audit for reward hacking."""
+        return () if self._hacking is None else self._hacking.findings
+
+    async def close_audit(self) -> None:
+        """Have it look at what is stored, for a while."""
+        if self._hacking is not None:
+            await asyncio.to_thread(self._hacking.close)
 
     def _wake_trackers(self) -> None:
         if self._trackers is not None:

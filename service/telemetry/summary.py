@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome
+from service.hacking.findings import Finding
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.totals import SUMMED, RunTotals
 
@@ -115,6 +116,8 @@ class RunSummary:
     wall_s: float
     """Of all terms."""
     versions: Mapping[str, str]
+    hacking: tuple[Finding, ...] = ()
+    """What the audit for reward hacking has found (docs/hacking.md)."""
 
     @property
     def num_resumes(self) -> int:
@@ -142,10 +145,12 @@ def summarize_run(
     planned_steps: int | None = None,
     policy_age_bound: int | None = None,
     exit_reason: str | None = None,
+    findings: Sequence[Finding] = (),
 ) -> RunSummary:
     """Sum up a run of any length, none included.
 
-    wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters.
+    wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters. findings: of
+    the audit for reward hacking.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
     scheduled = [each for each in evaluations if each.is_charted]
@@ -194,6 +199,7 @@ def summarize_run(
         ),
         wall_s=wall_s,
         versions=dict(versions),
+        hacking=tuple(findings),
     )
 
 

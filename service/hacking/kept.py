@@ -1,0 +1,91 @@
+"""What the audit for reward hacking keeps in a run's directory: its findings, and verdicts.
+
+`hacking.jsonl`, a line each; of verdicts the newest, so that it is bounded. The journal has all
+the rest: a verdict alone cannot be had again, as the user's verifier may be another one by then.
+Written by the recorder of a run, read by it when the run goes on and by `rayloom inspect
+--hacking`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from service.hacking.findings import Finding
+
+FILE = "hacking.jsonl"
+# Verdicts of some thousand steps; a journal keeps fewer.
+MAX_BYTES = 2**22
+Place = tuple[int, int]
+"""A step, and the term that played it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Of one step; findings or verdicts."""
+
+    step: int
+    term: int
+    finding: Finding | None = None
+    verdicts: Mapping[str, bool] = field(default_factory=dict)
+    """By trajectory id."""
+
+
+_LINES = TypeAdapter(Line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Of the steps that a run has not gone back behind."""
+
+    findings: tuple[Finding, ...] = ()
+    verdicts: Mapping[Place, Mapping[str, bool]] = field(default_factory=dict)
+
+
+def append(run_dir: Path, line: Line) -> None:
+    """Raises: OSError."""
+    tree: dict[str, Any] = _LINES.dump_python(line, mode="json")
+    path = run_dir / FILE
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({key: value for key, value in tree.items() if value}) + "\n")
+        is_long = file.tell() > MAX_BYTES
+    if is_long:
+        _leave_out_old_verdicts(path)
+
+
+def _leave_out_old_verdicts(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    half = len(lines) // 2
+    kept = [text for text in lines[:half] if '"finding": ' in text] + lines[half:]
+    shorter = path.with_suffix(".new")
+    shorter.write_text("".join(kept), encoding="utf-8")
+    shorter.replace(path)
+
+
+def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
+    """surviving: the steps of the journal, with their terms; of older ones all lines count.
+
+    A line that was cut short is left out. Raises: OSError.
+    """
+    file = run_dir / FILE
+    if not file.is_file():
+        return Kept()
+    oldest = min((step for step, _ in surviving), default=0)
+    findings, verdicts = [], {}
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            line = _LINES.validate_json(text)
+        except ValidationError:
+            continue
+        if line.step >= oldest and (line.step, line.term) not in surviving:
+            continue
+        if line.finding is not None:
+            findings.append(line.finding)
+        else:
+            verdicts[line.step, line.term] = line.verdicts
+    return Kept(findings=tuple(findings), verdicts=verdicts)

@@ -1,0 +1,58 @@
+"""The audit for reward hacking of a run's journal, whether it trains or has ended; reads only.
+
+Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from actors.journal.record import JournalStep
+from service.hacking.detector import Detector
+from service.hacking.features import StepFeatures, step_features
+from service.hacking.findings import Finding
+from service.hacking.kept import Kept, read_kept
+from service.inspect.reader import OpenJournal, load_step
+
+Verify = Callable[[JournalStep], Mapping[str, bool]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HackingAudit:
+    """steps: of each its parts, one an environment."""
+
+    steps: tuple[tuple[StepFeatures, ...], ...]
+    findings: tuple[Finding, ...]
+
+
+def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> HackingAudit:
+    """verify: a shadow verifier in place of the verdicts that the run has kept.
+
+    Raises: ConfigError for a file that cannot be read; OSError.
+    """
+    detector, steps, findings = Detector(), [], list[Finding]()
+    for features in read_features(journal, verify=verify):
+        steps.append(features)
+        findings += detector.see(features)
+    return HackingAudit(steps=tuple(steps), findings=tuple(findings))
+
+
+def kept_of(journal: OpenJournal) -> Kept:
+    """Raises: OSError."""
+    if journal.run_dir is None:
+        return Kept()
+    places = {(file.step, file.term) for file in journal.files}
+    return read_kept(journal.run_dir.path, surviving=places)
+
+
+def read_features(
+    journal: OpenJournal, *, verify: Verify | None = None, newest: int | None = None
+) -> Iterator[tuple[StepFeatures, ...]]:
+    """newest: so many steps; None: all. Raises: as `audit_hacking`."""
+    kept = kept_of(journal)
+    files = journal.files if newest is None else journal.files[-newest:]
+    for file in files:
+        step = load_step(file.path)
+        verdicts = kept.verdicts.get((file.step, file.term), {}) if verify is None else verify(step)
+        yield tuple(each.with_verified(verdicts) for each in step_features(step))

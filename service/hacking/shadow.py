@@ -1,0 +1,111 @@
+"""A user's second verifier, asked about a sample of a step's trajectories; no reward comes of it.
+
+It is a reward function as `actors.environment.reward_functions` calls one, with the task's columns
+and the last reply. Which trajectories are asked about follows from their ids. A score that cannot
+be had is none, never a refusal. In a run it has a process of its own, as it is the user's code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from actors.environment.protocol import RewardError
+from actors.environment.rendering import ChatRenderer, load_tokenizer
+from actors.environment.reward_functions import BadRewardFunction, RewardFunction, load_functions
+from actors.environment.tasks import TaskSource, derived_seed
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
+from actors.journal.record import JournalStep
+from actors.types import Trajectory
+from service.config.file import ConfigError
+from service.config.tasks import open_tasks
+from service.config.tree import Config
+
+VERIFIED = 0.5
+"""From this score on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdicts:
+    """by_id: whether it was verified. problem: of one that is missing; empty: none is."""
+
+    by_id: Mapping[str, bool]
+    problem: str = ""
+
+
+def load_shadow(name: str) -> RewardFunction:
+    """Raises: ConfigError."""
+    try:
+        return load_functions(name)[0]
+    except BadRewardFunction as error:
+        raise ConfigError(f"audit.shadow: {error}") from error
+    except Exception as error:
+        # The user's own module is imported: any type can come.
+        raise ConfigError(f"audit.shadow: {name} cannot be imported: {describe(error)}") from error
+
+
+class ShadowVerifier:
+    """Called from one thread at a time."""
+
+    def __init__(self, config: Config, *, model: str, name: str, num_samples: int) -> None:
+        """model: the tokenizer's path or name. name: of the function. Raises: ConfigError."""
+        self._function = load_shadow(name)
+        self._num_samples = num_samples
+        self._limit_s = config.rollouts.turn_deadline_s
+        self._tasks: TaskSource = open_tasks(config)
+        try:
+            tokenizer = load_tokenizer(model)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"audit.shadow: the tokenizer of {model}: {error}") from error
+        self._renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
+
+    def verdicts(self, step: JournalStep) -> Verdicts:
+        """Of a sample of the graded trajectories."""
+        graded = [e.trajectory for e in step.entries if e.trajectory.is_graded]
+        chosen = sorted(
+            (each for each in graded if each.samples),
+            key=lambda each: derived_seed(each.trajectory_id),
+        )[: self._num_samples]
+        return asyncio.run(self._ask(chosen))
+
+    async def _ask(self, chosen: list[Trajectory]) -> Verdicts:
+        answers = await asyncio.gather(*(self._verdict(each) for each in chosen))
+        problems = [answer for answer in answers if isinstance(answer, str)]
+        return Verdicts(
+            by_id={
+                each.trajectory_id: answer
+                for each, answer in zip(chosen, answers, strict=True)
+                if isinstance(answer, bool)
+            },
+            problem=problems[0] if problems else "",
+        )
+
+    async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
+        """A text says why there is none; None: it has nothing to say."""
+        columns = self._columns(trajectory)
+        try:
+            self._function.check(columns)
+            ask: Callable[[], Any] = partial(
+                self._function.score, self._last_reply(trajectory), columns
+            )
+            score = await bounded(ask, limit_s=self._limit_s)
+        except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
+            return f"{self._function.name}: {error}"
+        return None if score is None else bool(score.value >= VERIFIED)
+
+    def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The task's data; where the run's tasks have none, the prompt as it was rendered."""
+        task = self._tasks.find(trajectory.task_id)
+        first = trajectory.samples[0]
+        data = {} if task is None else dict(task.data)
+        if "prompt" not in data:
+            data["prompt"] = self._renderer.decode(first.token_ids[: first.prompt_length])
+        return data
+
+    def _last_reply(self, trajectory: Trajectory) -> str:
+        last = trajectory.turns[-1]
+        sample = next(each for each in trajectory.samples if last in each.turns)
+        return self._renderer.decode(sample.token_ids[last.tokens])

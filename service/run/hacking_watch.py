@@ -1,0 +1,201 @@
+"""A thread that looks at each stored step's journal for patterns of reward hacking.
+
+Nothing waits for it, and whatever fails in it is told once and ends no run. A shadow verifier is
+the user's code: it is asked in a process of its own, of the lowest priority, and where it is
+slower than the run, of as many steps as it can keep up with. Owned by the recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.journal.files import file_name
+from service.config.file import ConfigError
+from service.config.tree import Config
+from service.hacking.detector import KEPT_STEPS, Detector
+from service.hacking.features import step_features
+from service.hacking.findings import Finding
+from service.hacking.kept import Line, append
+from service.hacking.read import kept_of, read_features
+from service.hacking.shadow import ShadowVerifier, Verdicts
+from service.inspect.reader import load_step, open_journal
+from service.launch.cluster import on_this_node
+from service.launch.run_dir import RunDir
+
+log = logging.getLogger("rayloom.hacking")
+
+CLOSE_LIMIT_S = 5.0
+# Beside the time that the verifier may take: its process starts, and reads the tasks.
+SHADOW_START_S = 120.0
+# Starts of the verifier's process, after which it is left alone.
+MAX_SHADOWS = 3
+LOWEST_PRIORITY = 19
+Ask = Callable[[str], Verdicts]
+"""Of the path of a journal file. Raises: RayError; ConfigError."""
+
+
+class HackingWatch:
+    """`begin_term` first, `stored` after each step, `close` last; none waits but `close`."""
+
+    def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
+        """ask: the shadow verifier; None: there is none."""
+        self._run_dir, self._ask = run_dir, ask
+        self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
+        """A term and a step of it; no step: the term begins. None: the end."""
+        self._tell: Callable[[str], None] = log.warning
+        self._detector = Detector()
+        self._findings: tuple[Finding, ...] = ()
+        self._problems: set[str] = set()
+        """Kinds of failures that were told."""
+        self._thread = threading.Thread(target=self._run, name="hacking", daemon=True)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Of the steps that survive, in the order in which they were found."""
+        return self._findings
+
+    def begin_term(self, term: int, tell: Callable[[str], None]) -> None:
+        """tell: gives the user a notice; called in the thread."""
+        self._tell = tell
+        self._todo.put((term, None))
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def stored(self, term: int, step: int) -> None:
+        self._todo.put((term, step))
+
+    def close(self, *, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """Look at what is stored, and end. Blocks, limit_s at most."""
+        self._todo.put(None)
+        if self._thread.is_alive():
+            self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        while (next_one := self._todo.get()) is not None:
+            term, step = next_one
+            try:
+                if step is None:
+                    self._go_on(term)
+                else:
+                    self._look_at(term, step)
+            except Exception as error:
+                # The outermost frame of the thread, which has to outlive whatever a file holds.
+                log.info("failed", exc_info=error)
+                self._tell_once(f"{type(error).__name__}", f"a step was not looked at: {error}")
+
+    def _go_on(self, term: int) -> None:
+        """See the steps of earlier terms again that survive, and know what was told of them."""
+        self._detector, self._findings = Detector(), ()
+        if not any(self._run_dir.journal.glob("*.journal")):
+            return
+        try:
+            journal = open_journal(self._run_dir.path)
+        except ConfigError:
+            # None of the files survives.
+            return
+        # The term's own come one by one, and some may be there.
+        earlier = tuple(file for file in journal.files if file.term < term)
+        journal = replace(journal, files=earlier)
+        self._findings = kept_of(journal).findings
+        for features in read_features(journal, newest=KEPT_STEPS):
+            self._detector.see(features)
+
+    def _look_at(self, term: int, number: int) -> None:
+        path = self._run_dir.journal / file_name(number, term=term)
+        if not path.exists():
+            # It could not be written, which was told, or was removed since.
+            return
+        parts = step_features(load_step(path))
+        # A verifier that is slower than the steps is not asked of those that it would hold up.
+        is_asked = self._ask is not None and self._todo.empty()
+        verdicts = self._asked(str(path)) if is_asked else {}
+        new = self._detector.see(tuple(each.with_verified(verdicts) for each in parts))
+        self._findings += tuple(new)
+        for finding in new:
+            self._tell(f"audit: {finding.text}{_to_look_at(finding)}")
+        # Last: it may not be possible.
+        if verdicts:
+            append(self._run_dir.path, Line(step=number, term=term, verdicts=verdicts))
+        for finding in new:
+            append(self._run_dir.path, Line(step=number, term=term, finding=finding))
+
+    def _asked(self, path: str) -> dict[str, bool]:
+        assert self._ask is not None
+        try:
+            found = self._ask(path)
+        except (RayError, ConfigError) as error:
+            # The last line of what Ray says is what was raised.
+            cause = str(error).strip().splitlines()[-1:]
+            self._tell_once("shadow", f"audit.shadow was not asked: {' '.join(cause)[:200]}")
+            return {}
+        if found.problem:
+            self._tell_once("verdict", f"audit.shadow: {found.problem}; further ones are not told")
+        return dict(found.by_id)
+
+    def _tell_once(self, kind: str, text: str) -> None:
+        if kind not in self._problems:
+            self._problems.add(kind)
+            self._tell(f"{text}; training goes on")
+
+
+def _to_look_at(finding: Finding) -> str:
+    return f"; for example {', '.join(finding.examples)}" if finding.examples else ""
+
+
+class _Shadow:
+    """The actor."""
+
+    def __init__(self, config: Config, model: str, name: str) -> None:
+        os.nice(LOWEST_PRIORITY)
+        self._verifier = ShadowVerifier(
+            config, model=model, name=name, num_samples=config.audit.shadow_samples
+        )
+
+    def verdicts(self, path: str) -> Verdicts:
+        return self._verifier.verdicts(load_step(Path(path)))
+
+
+def asking_apart(config: Config, *, model: str) -> Ask | None:
+    """The run's shadow verifier, in an actor that starts with the first question; None: it has
+    none."""
+    name = config.audit.shadow
+    if name is None:
+        return None
+    actors: list[Any] = []
+
+    def ask(path: str) -> Verdicts:
+        if not actors:
+            actors.append(_start(config, model, name))
+        limit_s = SHADOW_START_S + config.rollouts.turn_deadline_s
+        try:
+            found: Verdicts = ray.get(actors[-1].verdicts.remote(path), timeout=limit_s)
+        except RayError:
+            ray.kill(actors[-1])
+            if len(actors) < MAX_SHADOWS:
+                actors.append(_start(config, model, name))
+            raise
+        return found
+
+    return ask
+
+
+def _start(config: Config, model: str, name: str) -> Any:
+    actor_class = ray.remote(_Shadow).options(num_cpus=0, scheduling_strategy=on_this_node())
+    return actor_class.remote(config, model, name)
+
+
+def watch_of(config: Config, run_dir: RunDir, *, model: str) -> HackingWatch | None:
+    """None for a run that is not looked at, or keeps no journal."""
+    if not config.audit.hacking or config.run.journal_steps == 0:
+        return None
+    return HackingWatch(run_dir, ask=asking_apart(config, model=model))

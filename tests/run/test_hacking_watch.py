@@ -1,0 +1,229 @@
+"""The audit of a run that trains: told once, kept, gone on with, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayActorError
+from worlds.hacking_world import Course, ScriptedRun, Size
+from worlds.planted_hacks import planted_hacks
+from worlds.record_builders import step_record
+from worlds.store_builders import commit
+
+from actors.journal.files import file_name, write_file
+from actors.journal.record import JournalStep
+from service.cli.inspect import InspectRequest, run_inspect
+from service.config.file import ConfigError
+from service.hacking import kept
+from service.hacking.findings import Finding, Kind
+from service.hacking.kept import FILE, Line, append, read_kept
+from service.hacking.shadow import Verdicts
+from service.launch.run_dir import RunDir
+from service.run.hacking_watch import Ask, HackingWatch
+from service.store.run_store import RunStore
+
+NUM_STEPS = 20
+ONSET = 15
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> list[JournalStep]:
+    """A guessing game whose grader fails open, from step 15 on."""
+    hacks = planted_hacks(tmp_path_factory.mktemp("hacks"))
+    (planted,) = (each for each in hacks if each.name == "malformed that scores")
+    size = Size(num_steps=NUM_STEPS, groups_per_step=4, group_size=4)
+    course = replace(Course.of(1, num_steps=NUM_STEPS, has_hack=True), onset=ONSET, ramp=2)
+    return list(ScriptedRun(planted, course, seed=1, size=size).steps())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    place = RunDir(path=tmp_path / "run")
+    place.path.mkdir()
+    store = RunStore(place.database_url)
+    store.acquire_lease(owner="test")
+    store.close()
+    return place
+
+
+def watched(
+    run_dir: RunDir, steps: Sequence[JournalStep], *, ask: Ask | None = None, term: int = 1
+) -> tuple[list[str], tuple[Finding, ...]]:
+    """What is told of these steps, and what is known at the end."""
+    told: list[str] = []
+    watch = HackingWatch(run_dir, ask=ask)
+    watch.begin_term(term, told.append)
+    for step in steps:
+        write_file(run_dir.journal, replace(step, term=term))
+        watch.stored(term, step.step)
+    watch.close(limit_s=60)
+    return told, watch.findings
+
+
+def step_in(path: str) -> int:
+    return int(Path(path).name.split("-")[1])
+
+
+def gone_on(run_dir: RunDir, *, from_step: int) -> int:
+    """The next term, which goes on from a checkpoint of the first."""
+    store = RunStore(run_dir.database_url)
+    store.add_step(step_record(from_step), term=1, new_events=())
+    commit(store, term=1, step=from_step, directory="there")
+    term = store.acquire_lease(owner="test").term
+    store.close()
+    return term
+
+
+def test_a_finding_is_told_once_and_kept(run_dir: RunDir, steps: list[JournalStep]) -> None:
+    told, found = watched(run_dir, steps)
+    (text,) = (each for each in told if "malformed or empty" in each)
+    (finding,) = (each for each in found if each.kind is Kind.MALFORMED_PAID)
+    assert finding.onset >= ONSET and finding.step < NUM_STEPS
+    assert text == f"audit: {finding.text}; for example {', '.join(finding.examples)}"
+    assert len((run_dir.path / FILE).read_text().splitlines()) == len(found)
+
+
+def test_a_run_that_goes_on_knows_what_was_told(run_dir: RunDir, steps: list[JournalStep]) -> None:
+    _, found = watched(run_dir, steps[:-2])
+    assert found
+    term = gone_on(run_dir, from_step=NUM_STEPS - 2)
+    told, again = watched(run_dir, steps[-2:], term=term)
+    assert told == [] and again == found
+
+
+def test_a_run_that_goes_back_behind_a_finding_tells_it_again(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    first, found = watched(run_dir, steps)
+    back_to = found[0].onset - 1
+    term = gone_on(run_dir, from_step=back_to)
+    told, again = watched(run_dir, steps[back_to:], term=term)
+    assert told == first and again == found
+
+
+def test_neither_a_damaged_file_nor_a_missing_one_ends_it(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    told: list[str] = []
+    watch = HackingWatch(run_dir)
+    watch.begin_term(1, told.append)
+    for step in steps:
+        path = write_file(run_dir.journal, step)
+        if step.step in (3, 5):
+            path.write_bytes(b"rubbish")
+        if step.step == 4:
+            path.unlink()
+        watch.stored(1, step.step)
+    watch.close(limit_s=60)
+    failed = [each for each in told if "was not looked at" in each]
+    assert len(failed) == 1 and failed[0].endswith("training goes on")
+    assert [each.kind for each in watch.findings if each.kind is Kind.MALFORMED_PAID]
+
+
+def test_a_directory_that_cannot_be_written_still_tells(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    (run_dir.path / FILE).mkdir()
+    told, found = watched(run_dir, steps)
+    assert found and any("malformed or empty" in each for each in told)
+
+
+def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    told: list[str] = []
+    is_over = threading.Event()
+
+    def ask(path: str) -> Verdicts:
+        step = step_in(path)
+        # As in a run: the next step comes while nothing else waits.
+        watch.stored(1, step + 1) if step < NUM_STEPS else is_over.set()
+        if step == 2:
+            raise RayActorError
+        ids = [entry.trajectory.trajectory_id for entry in steps[step - 1].entries]
+        problem = "no such thing" if step in (3, 4) else ""
+        return Verdicts(by_id=dict.fromkeys(ids, step < ONSET), problem=problem)
+
+    watch = HackingWatch(run_dir, ask=ask)
+    watch.begin_term(1, told.append)
+    for step in steps:
+        write_file(run_dir.journal, step)
+    watch.stored(1, 1)
+    assert is_over.wait(60)
+    watch.close(limit_s=60)
+    assert sum("audit.shadow was not asked" in each for each in told) == 1
+    assert sum("no such thing" in each for each in told) == 1
+    assert Kind.UNVERIFIED in {each.kind for each in watch.findings}
+    lines = [json.loads(line) for line in (run_dir.path / FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines if "verdicts" in line] == [1, *range(3, NUM_STEPS + 1)]
+
+
+def test_a_shadow_that_hangs_holds_up_neither_the_watch_nor_the_end(
+    run_dir: RunDir, steps: list[JournalStep]
+) -> None:
+    asked: list[int] = []
+    is_asked, is_released = threading.Event(), threading.Event()
+
+    def ask(path: str) -> Verdicts:
+        asked.append(step_in(path))
+        is_asked.set()
+        is_released.wait(60)
+        return Verdicts(by_id={})
+
+    watch = HackingWatch(run_dir, ask=ask)
+    watch.begin_term(1, lambda _: None)
+    for step in steps:
+        write_file(run_dir.journal, step)
+        watch.stored(1, step.step)
+        if step.step == 1:
+            assert is_asked.wait(60)
+    watch.close(limit_s=0)
+    is_released.set()
+    watch.close(limit_s=60)
+    # Of the steps that waited meanwhile it is not asked; they are looked at.
+    assert asked == [1]
+    assert Kind.MALFORMED_PAID in {each.kind for each in watch.findings}
+
+
+def test_what_is_kept_is_bounded_and_findings_stay(
+    run_dir: RunDir, steps: list[JournalStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, found = watched(run_dir, steps)
+    monkeypatch.setattr(kept, "MAX_BYTES", 10_000)
+    for step in range(1, 200):
+        verdicts = {f"g{step:06d}.0-{member}.a0": True for member in range(16)}
+        append(run_dir.path, Line(step=1000 + step, term=1, verdicts=verdicts))
+    assert (run_dir.path / FILE).stat().st_size <= 10_000
+    left = read_kept(run_dir.path, surviving=[(1000 + step, 1) for step in range(-999, 200)])
+    assert left.findings == found
+    assert max(left.verdicts) == (1199, 1) and 10 < len(left.verdicts) < 100
+
+
+def test_the_journal_alone_says_the_same(
+    run_dir: RunDir, steps: list[JournalStep], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = watched(run_dir, steps)
+    request = InspectRequest(target=str(run_dir.path), hacking=True, limit=3)
+    assert run_inspect(request) == 1
+    text = capsys.readouterr().out
+    assert all(each.text in text for each in found)
+    assert f"rayloom inspect {found[0].examples[0]} --run {run_dir.path}" in text
+    assert f"3 of {NUM_STEPS} lines" in text
+    place = run_dir.journal / file_name(1, term=1)
+    assert run_inspect(InspectRequest(target=str(place), hacking=True)) == 0
+    assert "nothing stands out in 1 steps; 13 steps are the least" in capsys.readouterr().out
+
+
+def test_options_that_do_not_go_together_are_refused(run_dir: RunDir) -> None:
+    for words, options in {
+        "expected one of them": {"audit": True, "hacking": True},
+        "add --hacking": {"shadow": "my.py:verify"},
+        "--hacking checks a whole journal, got --step 3": {"hacking": True, "step": 3},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            run_inspect(InspectRequest(target=str(run_dir.path), **options))  # type: ignore[arg-type]
