@@ -1,0 +1,75 @@
+"""Holes that open in the grader of a real run: the model finds them by itself, the audit too."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds.run_checks import check_finished
+from worlds.run_driver import ROOT, START_S, STEP_S, running
+
+from service.hacking.findings import Finding, Kind
+from service.hacking.kept import read_kept
+from service.inspect.reader import find_entry, open_journal
+
+pytestmark = [pytest.mark.timeout(1200)]
+
+OPENS_AFTER, WITHIN = 14, 20
+STEPS = OPENS_AFTER + WITHIN
+HOLES = {
+    "length": {Kind.LENGTH, Kind.COMPONENT_EXCESS, Kind.COMPONENT_FALLS},
+    "markers": {Kind.REPETITION, Kind.COMPONENT_EXCESS, Kind.COMPONENT_FALLS, Kind.LENGTH},
+    "constant": {Kind.EQUAL_ANSWERS, Kind.COMPONENT_FALLS},
+    "empty": {Kind.MALFORMED_PAID, Kind.EQUAL_ANSWERS},
+    "persuaded": {Kind.UNVERIFIED},
+    "raises": {Kind.FAILURES},
+}
+# One of them with the other runs whose parts fail, the rest with the long proofs.
+MARKS = {"empty": [pytest.mark.chaos]}
+PROOF = [pytest.mark.proof, pytest.mark.training]
+OPTIONS = {
+    "persuaded": ["--set", "audit.shadow=my.py:verified"],
+}
+
+
+@pytest.mark.parametrize(
+    "hole", [pytest.param(hole, marks=MARKS.get(hole, PROOF)) for hole in HOLES]
+)
+def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: str) -> None:
+    place = tmp_path / "mine"
+    place.mkdir()
+    shutil.copy(ROOT / "docs" / "examples" / "numbers" / "after.jsonl", place / "data.jsonl")
+    shutil.copy(ROOT / "tests" / "worlds" / "live_holes.py", place / "my.py")
+    settings = [f"run.steps={STEPS}", "algorithm.group_size=8"]
+    asked = ["--dataset", "data.jsonl", "--reward", f"my.py:{hole}", *OPTIONS.get(hole, [])]
+    asked += [word for setting in settings for word in ("--set", setting)]
+    with running(None, tmp_path / "run", asked, cwd=place) as run:
+        run.wait_for_step(OPENS_AFTER, limit_s=START_S + OPENS_AFTER * STEP_S)
+        (place / "hole_is_open").touch()
+        assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
+        check_finished(run, steps=STEPS)
+    journal = open_journal(run.place.path)
+    found = read_kept(run.place.path, surviving={(f.step, f.term) for f in journal.files}).findings
+    print(*(finding.text for finding in found), sep="\n")
+    assert not [each for each in found if each.step <= OPENS_AFTER], found
+    own = [each for each in found if each.kind in HOLES[hole]]
+    assert own, found
+    assert [each["text"] for each in run.summary()["hacking"]] == [each.text for each in found]
+    log = run.place.log_file.read_text()
+    assert all(log.count(f"audit: {each.text}") == 1 for each in found)
+    check_examples(run.place.path, own)
+    # The journal alone says the same.
+    command = [sys.executable, "-m", "service.cli.main", "inspect", str(run.place.path)]
+    told = subprocess.run([*command, "--hacking"], capture_output=True, text=True, timeout=300)
+    assert told.returncode == 1, told.stderr
+    assert all(each.text in told.stdout for each in found)
+
+
+def check_examples(run_dir: Path, found: list[Finding]) -> None:
+    journal = open_journal(run_dir)
+    for name in (name for each in found for name in each.examples):
+        _, entry = find_entry(journal, name)
+        assert entry.trajectory.trajectory_id == name
