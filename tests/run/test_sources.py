@@ -98,6 +98,25 @@ def test_tasks_that_a_seed_makes_have_no_digest() -> None:
     assert user_modules(own) == ["my_game"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "options", "modules"),
+    [
+        ("tools", {"reward": {"a/one.py:f": 1.0}, "tools": ["two.py:g"]}, ["a.one", "two"]),
+        ("tools", {"reward": "one.py:f", "tools": None}, ["one"]),
+        ("textarena", {"game": "Chess-v0", "opponent": "games.py:move"}, ["games"]),
+        ("textarena", {"game": "Sokoban-v0"}, []),
+        ("gymnasium", {"id": "my_lake:Lake-v0"}, ["my_lake"]),
+    ],
+)
+def test_what_options_name_belongs_to_a_run(
+    environment: str, options: dict[str, Any], modules: list[str]
+) -> None:
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    config = parse_config(tree, source="test")
+    tasks = replace(config.tasks, environment=environment, options=options)
+    assert user_modules(replace(config, tasks=tasks)) == modules
+
+
 def test_what_a_killed_start_was_building_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / "run" / ".model.ev1x1jhj").mkdir(parents=True)
     check_new(RunDir(path=tmp_path / "run"))

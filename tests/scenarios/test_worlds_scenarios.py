@@ -71,6 +71,12 @@ WORLDS = {
         rollouts={"max_turns": 8, "max_tokens_per_turn": 8},
         needs=("gymnasium", "gymnasium"),
     ),
+    "textarena": World(
+        options={"game": "GuessTheNumber-v0", "kwargs": {"max_number": 7, "max_turns": 3}},
+        answer=lambda dice, _turn: dice.choice([f"[{dice.randint(1, 7)}]"] * 5 + ["7"]),
+        rollouts={"max_turns": 6, "max_tokens_per_turn": 8},
+        needs=("textarena", "textarena"),
+    ),
 }
 
 
@@ -84,7 +90,9 @@ def test_the_tiny_model_plays_twenty_steps(
     model = warmed_up(
         tmp_path / "model",
         random_plays(
-            resolve(name, world.options), world.answer, max_turns=world.rollouts["max_turns"]
+            resolve(name, world.options),
+            world.answer,
+            max_turns=world.rollouts["max_turns"],
         ),
     )
     config = small_config(

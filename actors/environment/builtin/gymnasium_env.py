@@ -26,6 +26,7 @@ from actors.environment.protocol import Action, Message, Observation, Role, Step
 from actors.environment.user_code import in_thread
 from actors.types import Task
 
+GYMNASIUM = "gymnasium"
 PROMPT = "{observation}\nActions: {actions}. Answer with one of them."
 TEXT_PROMPT = "{observation}"
 NO_ACTION = "Answer with one of: {actions}."

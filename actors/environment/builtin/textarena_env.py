@@ -1,0 +1,214 @@
+"""Adapter for textarena: its games for one player, and those for two against a scripted opponent.
+
+A reply's visible text goes to the game as it is (most games want a move in square brackets, and say
+so); the policy is shown what the game tells it since its last move, without the echo of its own.
+The reward is the game's own, at its end (component `score`). A move that the game refuses is a
+malformed turn; most games end with the second in a row. Deviation: a game that ended so pays
+nothing above 0; some would pay for how far it came. The optional package is imported at first use
+only; calls, which may block, run in threads.
+
+textarena draws from the shared generators of Python and numpy. So that the task's seed decides, one
+game of a process moves at a time, each with the generators' states of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.task_data import NO_DATA
+from actors.environment.tool_calls import visible_text
+from actors.environment.user_code import in_thread
+from actors.environment.user_names import find
+from actors.types import Task
+
+TEXTARENA = "textarena"
+MAX_OPPONENT_MOVES = 200
+_moving = threading.Lock()
+
+Opponent = Callable[[str], str]
+"""From all that the opponent was shown so far to its move."""
+
+
+def import_textarena() -> ModuleType:
+    """Import the optional package. Raises: ImportError with the remedy."""
+    try:
+        import textarena
+    except ImportError as error:
+        raise ImportError(
+            "environment textarena: the package textarena is not installed, or one that it needs "
+            f"({error}); install it with: pip install 'rayloom[textarena]'"
+        ) from error
+    return textarena
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the policy is shown, and the game's end."""
+
+    text: str
+    is_refused: bool = False
+    """The policy's move."""
+    is_over: bool = False
+    reward: float = 0.0
+
+
+class TextArenaEnvironment:
+    """game, kwargs: as `textarena.make` takes them. best_return: of the game, where it is known.
+
+    opponent: FILE.py:FUNCTION, from a text to a text; None: a game for one. Against an opponent the
+    policy has the first seat for an even seed, else the second.
+    """
+
+    data_schema = NO_DATA
+
+    def __init__(
+        self,
+        *,
+        game: str,
+        kwargs: Mapping[str, Any] | None = None,
+        opponent: str | None = None,
+        best_return: float | None = None,
+    ) -> None:
+        arena = import_textarena()
+        from textarena.envs.registration import ENV_REGISTRY
+
+        if game not in ENV_REGISTRY:
+            raise ValueError(
+                f"textarena: got game={game!r}, expected a name of its registry, such as "
+                "GuessTheNumber-v0"
+            )
+        # What is not wrapped tells the messages one by one.
+        raw = f"{game}-raw"
+        make = partial(arena.make, raw if raw in ENV_REGISTRY else game, **(kwargs or {}))
+        play = None if opponent is None else find(opponent, what="tasks.options.opponent")
+        if play is not None and not callable(play):
+            raise ValueError(
+                f"textarena: opponent: got {opponent!r}, a {type(play).__name__}, expected a "
+                "function from a text to a text"
+            )
+        self._game = _Game(make, play)
+        self._best_return = best_return
+
+    async def reset(self, task: Task) -> Observation:
+        seen = await in_thread(partial(self._game.begin, task.seed))
+        return Observation(
+            messages=(Message(role=Role.USER, content=seen.text),), best_return=self._best_return
+        )
+
+    async def step(self, action: Action) -> StepResult:
+        seen = await in_thread(partial(self._game.play, visible_text(action.text)))
+        told = Message(role=Role.USER, content=seen.text)
+        return StepResult(
+            messages=() if seen.is_over else (told,),
+            reward=seen.reward,
+            reward_components={"score": seen.reward} if seen.is_over else {},
+            terminated=seen.is_over,
+            is_malformed=seen.is_refused,
+            ended_by_malformed=seen.is_refused and seen.is_over,
+        )
+
+    async def close(self) -> None:
+        return None
+
+
+class _Game:
+    """One game; its methods block."""
+
+    def __init__(self, make: Callable[[], Any], opponent: Opponent | None) -> None:
+        self._make = make
+        self._opponent = opponent
+        self._dice: tuple[Any, Any] = (None, None)
+        self._env: Any = None
+        self._seat = 0
+        self._shown_to_opponent = ""
+
+    def begin(self, seed: int) -> _Seen:
+        # Generators of numpy, and some games, take seeds below 2^32.
+        seed %= 2**31
+        self._dice = random.Random(seed).getstate(), np.random.RandomState(seed).get_state()
+        self._seat = seed % 2 if self._opponent is not None else 0
+        self._shown_to_opponent = ""
+        with self._own_dice():
+            self._env = self._make()
+            self._env.reset(num_players=1 if self._opponent is None else 2, seed=seed)
+            return self._until_own_turn(is_over=False, is_refused=False)
+
+    def play(self, move: str) -> _Seen:
+        with self._own_dice():
+            num_before = self._num_refused()
+            is_over, _ = self._env.step(move)
+            is_refused = self._num_refused() > num_before
+            return self._until_own_turn(is_over=is_over, is_refused=is_refused)
+
+    def _until_own_turn(self, *, is_over: bool, is_refused: bool) -> _Seen:
+        for _ in range(MAX_OPPONENT_MOVES):
+            if is_over:
+                return self._ended()
+            seat, observed = self._env.get_observation()
+            text = _told(observed, seat)
+            if seat == self._seat:
+                return _Seen(text=text, is_refused=is_refused)
+            if self._opponent is None:
+                break
+            self._shown_to_opponent += text + "\n"
+            is_over, _ = self._env.step(str(self._opponent(self._shown_to_opponent)))
+        raise ValueError(
+            f"textarena: {self._env.env_id}: seat {self._seat} is not asked again; expected a game "
+            f"for {'one player' if self._opponent is None else 'two'}, who take turns"
+        )
+
+    def _num_refused(self) -> int:
+        """In a row, of the seat whose turn it is; a game with a state of its own may not count."""
+        return getattr(self._env.state, "error_count", 0)
+
+    def _ended(self) -> _Seen:
+        """Raises: ValueError for a game that ended without a reward."""
+        rewards, told = self._env.close()
+        if not rewards or self._seat not in rewards:
+            raise ValueError(
+                f"textarena: {self._env.env_id}: ended without a reward for seat {self._seat}"
+            )
+        is_refused = bool((told or {}).get(self._seat, {}).get("invalid_move", False))
+        reward = float(rewards[self._seat])
+        if is_refused:
+            reward = min(reward, 0.0)
+        return _Seen(text="", is_refused=is_refused, is_over=True, reward=reward)
+
+    @contextmanager
+    def _own_dice(self) -> Iterator[None]:
+        with _moving:
+            others = random.getstate(), np.random.get_state()
+            self._set_dice(self._dice)
+            try:
+                yield
+            finally:
+                self._dice = random.getstate(), np.random.get_state()
+                self._set_dice(others)
+
+    @staticmethod
+    def _set_dice(dice: tuple[Any, Any]) -> None:
+        random.setstate(dice[0])
+        np.random.set_state(dice[1])
+
+
+def _told(observation: Any, seat: int) -> str:
+    """The messages that came since; a wrapped game tells a text."""
+    if isinstance(observation, str):
+        return observation
+    texts = []
+    for sender, text, kind in observation:
+        if sender == seat and kind.name == "PLAYER_ACTION":
+            continue
+        is_move = kind.name == "PLAYER_ACTION"
+        texts.append(f"Player {sender}: {text}" if is_move else str(text).strip("\n"))
+    return "\n".join(texts).encode(errors="replace").decode()
