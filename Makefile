@@ -104,7 +104,7 @@ lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRAD
 	$(RESOLVE) pyproject.toml locks/cuda.in --extra cuda --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
 		$(call WITHOUT,locks/source.in) -o locks/cuda.txt
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
-		--extra textarena --extra dev \
+		--extra textarena --extra skyrl-gym --extra dev \
 		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
 		$(call WITHOUT,locks/source.in locks/source-dev.in locks/cpu.txt) -o locks/dev.txt
 

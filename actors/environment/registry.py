@@ -20,6 +20,7 @@ from actors.environment.builtin.gymnasium_env import GYMNASIUM, GymnasiumEnviron
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
+from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM, SkyRLGymEnvironment
 from actors.environment.builtin.sql.environment import SqlEnvironment
 from actors.environment.builtin.textarena_env import TEXTARENA, TextArenaEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
@@ -40,6 +41,7 @@ _factories: dict[str, EnvironmentFactory] = {
     "sql": SqlEnvironment,
     GYMNASIUM: GymnasiumEnvironment,
     SINGLE_TURN: SingleTurnEnvironment,
+    SKYRL_GYM: SkyRLGymEnvironment,
     TEXTARENA: TextArenaEnvironment,
     TOOLS: ToolsEnvironment,
 }

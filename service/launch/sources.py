@@ -13,6 +13,7 @@ from pathlib import Path
 
 from actors.environment.builtin.gymnasium_env import GYMNASIUM
 from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM
 from actors.environment.builtin.textarena_env import TEXTARENA
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.reward_functions import names_of
@@ -26,6 +27,7 @@ from service.config.tree import Config, TasksSettings
 NAMING = {
     GYMNASIUM: ("id",),
     SINGLE_TURN: ("reward",),
+    SKYRL_GYM: ("id",),
     TEXTARENA: ("opponent",),
     TOOLS: ("reward", "tools"),
 }

@@ -25,7 +25,7 @@ ENVIRONMENTS = {
     **IMAGES,
     "dev": (
         ("torch-cpu", "cpu", "source", "source-dev", "dev"),
-        ("cpu", *EXTRAS, "textarena", "dev"),
+        ("cpu", *EXTRAS, "textarena", "skyrl-gym", "dev"),
     ),
 }
 PIN = re.compile(r"([a-z0-9.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)")

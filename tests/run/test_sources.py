@@ -105,6 +105,8 @@ def test_tasks_that_a_seed_makes_have_no_digest() -> None:
         ("tools", {"reward": "one.py:f", "tools": None}, ["one"]),
         ("textarena", {"game": "Chess-v0", "opponent": "games.py:move"}, ["games"]),
         ("textarena", {"game": "Sokoban-v0"}, []),
+        ("skyrl_gym", {"id": "envs/sums.py:Sums"}, ["envs.sums"]),
+        ("skyrl_gym", {"id": "gsm8k"}, []),
         ("gymnasium", {"id": "my_lake:Lake-v0"}, ["my_lake"]),
     ],
 )

@@ -18,6 +18,8 @@ from worlds.run_driver import START_S, STEP_S, running, small_config
 
 from actors.environment.builtin.retrieval_qa.corpus import generated_facts
 from actors.environment.registry import resolve
+from actors.environment.tasks import write_tasks
+from actors.types import Task
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
 
@@ -32,6 +34,8 @@ class World:
     answer: Callable[[random.Random, int], str]
     """By dice and the turn's number."""
     rollouts: dict[str, Any]
+    data: Callable[[int], dict[str, Any]] | None = None
+    """Of a task, by its seed; None: the seed is all."""
     needs: tuple[str, str] | None = None
     """A module, and the extra that has it."""
 
@@ -47,6 +51,12 @@ def _any_search_and_answer(dice: random.Random, turn: int) -> str:
         return fact.answer
     query = json.dumps({"name": "search", "arguments": {"query": fact.document.text.split()[0]}})
     return f"<tool_call>{query}</tool_call>"
+
+
+def _small_sum(seed: int) -> dict[str, Any]:
+    first, second = seed % 3 + 1, seed // 3 % 3 + 1
+    truth = {"ground_truth": str(first + second)}
+    return {"prompt": f"What is {first}+{second}?", "reward_spec": truth}
 
 
 FACTS = 20
@@ -77,6 +87,13 @@ WORLDS = {
         rollouts={"max_turns": 6, "max_tokens_per_turn": 8},
         needs=("textarena", "textarena"),
     ),
+    "skyrl_gym": World(
+        options={"id": "gsm8k"},
+        answer=lambda dice, _turn: dice.choice(["#### ", "#### ", "## "]) + str(dice.randint(2, 6)),
+        rollouts={"max_turns": 1, "max_tokens_per_turn": 16},
+        data=_small_sum,
+        needs=("skyrl_gym", "skyrl-gym"),
+    ),
 }
 
 
@@ -87,11 +104,20 @@ def test_the_tiny_model_plays_twenty_steps(
     world = WORLDS[name]
     if world.needs is not None:
         need_package(*world.needs)
+    tasks: dict[str, Any] = {"environment": name, "evaluation_tasks": 0}
+    if world.data is not None:
+        tasks["file"] = str(tmp_path / "tasks.jsonl")
+        listed = [
+            Task(task_id=str(seed), environment=name, seed=seed, data=world.data(seed))
+            for seed in range(90)
+        ]
+        write_tasks(tasks["file"], listed)
     model = warmed_up(
         tmp_path / "model",
         random_plays(
             resolve(name, world.options),
             world.answer,
+            data=world.data,
             max_turns=world.rollouts["max_turns"],
         ),
     )
@@ -100,7 +126,7 @@ def test_the_tiny_model_plays_twenty_steps(
         str(model),
         run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
         model={"max_context_tokens": 512},
-        tasks={"environment": name, "options": world.options, "evaluation_tasks": 0},
+        tasks={**tasks, "options": world.options},
         rollouts={**world.rollouts, "slots_per_actor": 128},
         algorithm={"groups_per_step": 16, "group_size": 8, "scale": "std"},
         inference={"max_num_seqs": 128},

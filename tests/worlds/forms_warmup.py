@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,19 +47,26 @@ def random_plays(
     make: Callable[[], Environment],
     answer: Callable[[random.Random, int], str],
     *,
+    data: Callable[[int], dict[str, Any]] | None = None,
     count: int = 48,
     max_turns: int = 4,
 ) -> Callable[[random.Random], Conversation]:
     """Episodes of an environment that are played blindly, to be dealt one by one.
 
     answer: a turn's text by dice and the turn's number from 0; of what it was asked it knows
-    nothing.
+    nothing. data: of a task, by its seed.
     """
     dice = random.Random(0)
 
     async def play_all() -> list[Conversation]:
         return [
-            await _play(make(), partial(answer, dice), seed, max_turns) for seed in range(count)
+            await _play(
+                make(),
+                partial(answer, dice),
+                Task(task_id="t", environment="e", seed=seed, data=data(seed) if data else {}),
+                max_turns,
+            )
+            for seed in range(count)
         ]
 
     played = asyncio.run(play_all())
@@ -66,9 +74,9 @@ def random_plays(
 
 
 async def _play(
-    environment: Environment, answer: Callable[[int], str], seed: int, max_turns: int
+    environment: Environment, answer: Callable[[int], str], task: Task, max_turns: int
 ) -> Conversation:
-    start = await environment.reset(Task(task_id="t", environment="e", seed=seed, data={}))
+    start = await environment.reset(task)
     messages = [(message.role.value, message.content) for message in start.messages]
     for turn in range(max_turns):
         text = answer(turn)

@@ -1,0 +1,137 @@
+"""Adapter for skyrl-gym: environments of its `BaseTextEnv`, its own and a user's.
+
+A task's data hold `prompt`, a text or the messages of a chat; everything else is the environment's
+`extras`, such as `reward_spec`. A turn's whole text goes to `step`. The reward is the environment's
+own (component `score`), and at the end its numeric metrics are components too.
+
+Deviation: where an environment hands back a shortened action (`postprocessed_action`), the history
+keeps what was sampled: those are the tokens that are trained. The optional package is imported at
+first use only; its calls, which may block, run in threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from numbers import Real
+from types import ModuleType
+from typing import Any
+
+from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.user_code import in_thread
+from actors.environment.user_names import find
+from actors.types import Task
+
+SKYRL_GYM = "skyrl_gym"
+_ROLES = (Role.USER, Role.TOOL)
+_SCHEMA_MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"type": "string"}, "content": {"type": "string"}},
+    "required": ["role", "content"],
+}
+
+
+def import_skyrl_gym() -> ModuleType:
+    """Import the optional package. Raises: ImportError with the remedy."""
+    try:
+        import skyrl_gym
+    except ImportError as error:
+        raise ImportError(
+            "environment skyrl_gym: the package skyrl-gym is not installed, or one that it needs "
+            f"({error}); install it with: pip install 'rayloom[skyrl-gym]'"
+        ) from error
+    return skyrl_gym
+
+
+class SkyRLGymEnvironment:
+    """id: a registered name, such as gsm8k, or an environment of one's own, as FILE.py:CLASS.
+
+    env_config: what the environment gets under that name.
+    """
+
+    data_schema: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {
+            "prompt": {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": _SCHEMA_MESSAGE, "minItems": 1},
+                ]
+            }
+        },
+        "required": ["prompt"],
+    }
+
+    def __init__(self, *, id: str, env_config: Mapping[str, Any] | None = None) -> None:
+        gym = import_skyrl_gym()
+        spec: Any = gym.registry.get(id)
+        if ":" in id:
+            from skyrl_gym.envs.registration import EnvSpec
+
+            spec = EnvSpec(id=id, entry_point=find(id, what="tasks.options.id"))
+        if spec is None:
+            raise ValueError(
+                f"skyrl_gym: got id={id!r}, expected one of {', '.join(sorted(gym.registry))}, "
+                "or FILE.py:CLASS of one's own"
+            )
+        self._make = partial(_make, spec, dict(env_config or {}))
+        self._env: Any = None
+
+    async def reset(self, task: Task) -> Observation:
+        await self.close()
+        extras = {name: value for name, value in task.data.items() if name != "prompt"}
+        self._env = await in_thread(partial(self._make, extras))
+        given = task.data["prompt"]
+        chat = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
+        shown, _ = await in_thread(partial(self._env.init, chat))
+        messages = tuple(
+            Message(role=Role(each["role"]), content=str(each["content"])) for each in shown
+        )
+        return Observation(messages=messages)
+
+    async def step(self, action: Action) -> StepResult:
+        output = await in_thread(partial(self._env.step, action.text))
+        is_over, reward = bool(output["done"]), float(output["reward"])
+        components = {"score": reward}
+        if is_over:
+            components |= _numbers(await in_thread(self._env.get_metrics))
+        return StepResult(
+            messages=() if is_over else _messages(output["observations"]),
+            reward=reward,
+            reward_components=components,
+            terminated=is_over,
+        )
+
+    async def close(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            await in_thread(env.close)
+
+
+def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+
+    # Its own environments read the configuration by attributes.
+    config = OmegaConf.create(dict(env_config))
+    return import_skyrl_gym().make(spec, env_config=config, extras=dict(extras))
+
+
+def _messages(observations: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Raises: ValueError for a message that an environment cannot add."""
+    for each in observations:
+        if each["role"] not in _ROLES:
+            raise ValueError(
+                f"skyrl_gym: step: got a message of role {each['role']!r}, expected user or tool"
+            )
+    return tuple(
+        Message(role=Role(each["role"]), content=str(each["content"])) for each in observations
+    )
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, Real) and math.isfinite(value)
+    }

@@ -1,0 +1,137 @@
+"""skyrl-gym's environments, its own and registered ones."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from worlds.missing_tools import need_package
+
+from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment
+from actors.environment.protocol import Action, Role, StepResult
+from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.task_data import DataCheck, data_schema_of
+from actors.types import Task
+
+SUM = {"prompt": "What is 3+4?", "reward_spec": {"ground_truth": "7"}}
+
+
+@pytest.fixture(autouse=True)
+def _package() -> None:
+    need_package("skyrl_gym", "skyrl-gym")
+
+
+def _task(**data: Any) -> Task:
+    return Task(task_id="t", environment="skyrl_gym", seed=0, data=data)
+
+
+def counting(env_config: Any, extras: dict[str, Any]) -> Any:
+    """An environment of one's own."""
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+    class Counting(BaseTextEnv):  # type: ignore[misc]
+        def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+            return [{"role": "system", "content": f"From {extras['start']}."}, *prompt], {}
+
+        def step(self, action: str) -> dict[str, Any]:
+            self.turns += 1
+            role = "assistant" if action == "odd" else "tool"
+            return {
+                "observations": [{"role": role, "content": f"{action}!"}],
+                "reward": 0.5,
+                "done": self.turns == env_config.limit,
+                "metadata": {},
+                "postprocessed_action": "cut",
+            }
+
+        def get_metrics(self) -> dict[str, Any]:
+            return {"turns": self.turns, "name": "x", "lost": float("nan")}
+
+    return Counting()
+
+
+COUNTING: dict[str, Any] = {
+    "id": "tests/environment/test_skyrl_gym_env.py:counting",
+    "env_config": {"limit": 2},
+}
+
+
+async def _answered(environment: SkyRLGymEnvironment, text: str) -> StepResult:
+    return await environment.step(Action(text=text))
+
+
+@pytest.mark.parametrize(("text", "reward"), [("#### 7", 1.0), ("7", 0.0), ("#### 8", 0.0)])
+async def test_an_answer_is_scored_by_the_environment(text: str, reward: float) -> None:
+    environment = SkyRLGymEnvironment(id="gsm8k")
+    start = await environment.reset(_task(**SUM))
+    assert start.messages[0].content == "What is 3+4?"
+    result = await _answered(environment, text)
+    assert result.terminated and result.reward == reward
+    assert result.reward_components == {"score": reward}
+    await environment.close()
+
+
+async def test_several_turns_are_played() -> None:
+    environment = SkyRLGymEnvironment(id="gsm8k_multi_turn")
+    await environment.reset(_task(**SUM, max_turns=3))
+    first = await _answered(environment, "well")
+    assert not first.terminated and "#### ANSWER" in first.messages[0].content
+    last = await _answered(environment, "#### 7")
+    assert last.terminated and last.reward_components == {"score": 1.0, "steps": 2.0}
+    await environment.close()
+
+
+async def test_an_environment_of_ones_own_is_found_and_configured() -> None:
+    environment = resolve("skyrl_gym", COUNTING)()
+    prompt = [{"role": "user", "content": "Go."}]
+    start = await environment.reset(_task(prompt=prompt, start=3))
+    assert [(each.role, each.content) for each in start.messages] == [
+        (Role.SYSTEM, "From 3."),
+        (Role.USER, "Go."),
+    ]
+    first = await environment.step(Action(text="one"))
+    assert [(each.role, each.content) for each in first.messages] == [(Role.TOOL, "one!")]
+    last = await environment.step(Action(text="two"))
+    assert last.terminated and last.messages == ()
+    # Metrics that are no numbers are left out.
+    assert last.reward_components == {"score": 0.5, "turns": 2.0}
+    await environment.close()
+
+
+async def test_a_message_of_the_assistant_is_refused() -> None:
+    environment = SkyRLGymEnvironment(**COUNTING)
+    await environment.reset(_task(prompt="Go.", start=3))
+    with pytest.raises(ValueError, match="got a message of role 'assistant'"):
+        await environment.step(Action(text="odd"))
+    await environment.close()
+
+
+async def test_data_that_the_environment_lacks_end_the_reset() -> None:
+    with pytest.raises(AssertionError, match="reward_spec"):
+        await SkyRLGymEnvironment(id="gsm8k").reset(_task(prompt="What is 3+4?"))
+
+
+def test_data_are_checked_before_they_are_played() -> None:
+    check = DataCheck(data_schema_of(SkyRLGymEnvironment(id="gsm8k")))
+    assert check.problem(SUM) == ""
+    assert check.problem({}) == "data: prompt missing; give it"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "nothing"}, r"got id='nothing', expected one of aime, .*gsm8k"),
+        ({"id": "tests/environment/test_skyrl_gym_env.py:nothing"}, "has no attribute 'nothing'"),
+        ({}, "missing a required argument: 'id'"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=message):
+        resolve("skyrl_gym", options)
+
+
+def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "skyrl_gym", None)
+    with pytest.raises(ImportError, match=r"pip install 'rayloom\[skyrl-gym\]'"):
+        resolve("skyrl_gym", {"id": "gsm8k"})
