@@ -17,6 +17,7 @@ from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.gymnasium_env import GYMNASIUM, GymnasiumEnvironment
+from actors.environment.builtin.openenv_env import OpenEnvEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
 from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
@@ -36,6 +37,7 @@ _factories: dict[str, EnvironmentFactory] = {
     "guessing": GuessingEnvironment,
     "calculator": CalculatorEnvironment,
     "code_search": CodeSearchEnvironment,
+    "openenv": OpenEnvEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
     "retrieval_qa": RetrievalQaEnvironment,
     "sql": SqlEnvironment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from worlds.forms_warmup import random_plays, warmed_up
 from worlds.missing_tools import need_package
+from worlds.openenv_servers import real_server
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import START_S, STEP_S, running, small_config
 
@@ -38,6 +40,8 @@ class World:
     """Of a task, by its seed; None: the seed is all."""
     needs: tuple[str, str] | None = None
     """A module, and the extra that has it."""
+    server: Callable[[], AbstractContextManager[str | None]] = nullcontext
+    """What is to run meanwhile; gives its address."""
 
 
 def _any_query(dice: random.Random, _turn: int) -> str:
@@ -94,6 +98,12 @@ WORLDS = {
         data=_small_sum,
         needs=("skyrl_gym", "skyrl-gym"),
     ),
+    "openenv": World(
+        options={"action_field": "number", "observation_field": "text"},
+        answer=lambda dice, _turn: dice.choice([str(dice.randint(1, 8))] * 5 + ["x"]),
+        rollouts={"max_turns": 6, "max_tokens_per_turn": 8},
+        server=real_server,
+    ),
 }
 
 
@@ -112,31 +122,33 @@ def test_the_tiny_model_plays_twenty_steps(
             for seed in range(90)
         ]
         write_tasks(tasks["file"], listed)
-    model = warmed_up(
-        tmp_path / "model",
-        random_plays(
-            resolve(name, world.options),
-            world.answer,
-            data=world.data,
-            max_turns=world.rollouts["max_turns"],
-        ),
-    )
-    config = small_config(
-        tmp_path,
-        str(model),
-        run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
-        model={"max_context_tokens": 512},
-        tasks={**tasks, "options": world.options},
-        rollouts={**world.rollouts, "slots_per_actor": 128},
-        algorithm={"groups_per_step": 16, "group_size": 8, "scale": "std"},
-        inference={"max_num_seqs": 128},
-        trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
-    )
-    with running(config, tmp_path / "run") as run:
-        assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
-        check_finished(run, steps=STEPS)
-        check_audit(run)
-        steps = run.history().steps
+    with world.server() as url:
+        options = {**world.options, **({"url": url} if url else {})}
+        model = warmed_up(
+            tmp_path / "model",
+            random_plays(
+                resolve(name, options),
+                world.answer,
+                data=world.data,
+                max_turns=world.rollouts["max_turns"],
+            ),
+        )
+        config = small_config(
+            tmp_path,
+            str(model),
+            run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
+            model={"max_context_tokens": 512},
+            tasks={**tasks, "options": options},
+            rollouts={**world.rollouts, "slots_per_actor": 128},
+            algorithm={"groups_per_step": 16, "group_size": 8, "scale": "std"},
+            inference={"max_num_seqs": 128},
+            trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        )
+        with running(config, tmp_path / "run") as run:
+            assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
+            check_finished(run, steps=STEPS)
+            check_audit(run)
+            steps = run.history().steps
     rewards = [step.value("reward_mean") or 0.0 for step in steps]
     record_property("first_five", mean(rewards[:5]))
     record_property("last_five", mean(rewards[-5:]))

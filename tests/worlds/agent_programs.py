@@ -144,11 +144,14 @@ KINDS = {
 }
 
 
-def environment_of(kind: AgentKind) -> Path:
-    """Its environment, made where it is not there yet; returns its directory."""
-    requirements = HERE / f"{kind.name}.txt"
+def environment_of(name: str) -> Path:
+    """The environment with the versions of NAME.txt, made where it is not there yet.
+
+    Returns: its directory.
+    """
+    requirements = HERE / f"{name}.txt"
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
-    directory = ENVIRONMENTS / kind.name
+    directory = ENVIRONMENTS / name
     stamp = directory / ".installed"
     if stamp.exists() and stamp.read_text() == digest:
         return directory
@@ -184,7 +187,7 @@ class Agents:
 @contextmanager
 def launching(kind: AgentKind, directory: Path) -> Iterator[Agents]:
     """directory: where the launcher's own output goes, and the agents' settings."""
-    environment = environment_of(kind)
+    environment = environment_of(kind.name)
     env = {name: value for name, value in os.environ.items() if not _OURS.match(name)}
     env.update(
         OMP_NUM_THREADS="1",

@@ -1,0 +1,249 @@
+"""OpenEnv's environments by their protocol, against a server that speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, ValidationError
+from websockets.asyncio.server import ServerConnection, serve
+
+from actors.environment.builtin.openenv_env import OpenEnvEnvironment
+from actors.environment.protocol import Action, RewardError, StepResult
+from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.types import Task
+
+
+class Guess(BaseModel):
+    """As OpenEnv's `Action` has it: unknown fields are forbidden."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    number: int
+    metadata: dict[str, Any] = {}
+
+
+@dataclass
+class Server:
+    """A guessing game: the number is the seed, and `mode` says how the server misbehaves."""
+
+    url: str = ""
+    room: int = 8
+    resets: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    num_open: int = 0
+
+    async def talk(self, session: ServerConnection) -> None:
+        assert session.request is not None
+        self.paths.append(session.request.path)
+        self.authorizations.append(session.request.headers.get("Authorization"))
+        if self.num_open == self.room:
+            told = f"Server at capacity: {self.num_open}/{self.room} sessions active"
+            await session.send(_error("CAPACITY_REACHED", told))
+            return
+        self.num_open += 1
+        try:
+            async for text in session:
+                asked = json.loads(text)
+                if asked["type"] == "reset":
+                    self.resets.append(asked["data"])
+                    await session.send(_observation({"text": "guess", "left": 9}))
+                elif (answer := self._step(asked["data"])) is None:
+                    return
+                else:
+                    await session.send(answer)
+        finally:
+            self.num_open -= 1
+
+    def _step(self, data: dict[str, Any]) -> str | None:
+        try:
+            guess = Guess.model_validate(data)
+        except ValidationError as error:
+            errors = error.errors()
+            return _error("VALIDATION_ERROR", "Invalid message", errors=errors)
+        mode, number = self.resets[-1].get("mode"), self.resets[-1]["seed"]
+        if mode == "drops":
+            return None
+        if mode == "fails":
+            return _error("EXECUTION_ERROR", "no such board")
+        is_hit = guess.number == number
+        reward = None if mode == "unscored" else float(is_hit)
+        return _observation({"text": "higher", "left": 8}, reward=reward, done=is_hit)
+
+
+def _observation(fields: dict[str, Any], **more: Any) -> str:
+    data = {"observation": {**fields, "metadata": {}}, "reward": None, "done": False, **more}
+    return json.dumps({"type": "observation", "data": data})
+
+
+def _error(code: str, message: str, **more: Any) -> str:
+    return json.dumps({"type": "error", "data": {"message": message, "code": code, **more}})
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[Server]:
+    server = Server(**settings)
+    async with serve(server.talk, "127.0.0.1", 0) as listening:
+        (socket,) = listening.sockets
+        server.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        yield server
+
+
+def _made(server: Server, **options: Any) -> OpenEnvEnvironment:
+    given = {"action_field": "number", "observation_field": "text", **options}
+    return OpenEnvEnvironment(url=server.url, **given)
+
+
+def _task(seed: int = 3, **data: Any) -> Task:
+    return Task(task_id="t", environment="openenv", seed=seed, data=data)
+
+
+async def _play(environment: OpenEnvEnvironment, *answers: str) -> list[StepResult]:
+    return [await environment.step(Action(text=answer)) for answer in answers]
+
+
+async def test_an_episode_is_a_session_with_the_servers_own_reward() -> None:
+    async with served() as server:
+        environment = _made(
+            server, prompt="Now: {observation}.", reset={"board": "a", "size": 2}, best_return=1.0
+        )
+        start = await environment.reset(_task(size=4))
+        assert start.messages[0].content == "Now: guess." and start.best_return == 1.0
+        assert server.resets == [{"seed": 3, "board": "a", "size": 4}]
+        first, last = await _play(environment, "1", "<think>4</think>3")
+        assert first.messages[0].content == "higher" and not first.terminated
+        assert last.terminated and last.messages == ()
+        assert [each.reward for each in (first, last)] == [0.0, 1.0]
+        assert last.reward_components == {"score": 1.0}
+        assert server.paths == ["/ws"] and server.num_open == 1
+        await environment.close()
+        await _until(lambda: server.num_open == 0)
+
+
+async def _until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_observation_is_shown_whole_where_no_field_is_named() -> None:
+    async with served() as server:
+        environment = _made(server, observation_field=None)
+        start = await environment.reset(_task())
+        assert start.messages[0].content == '{"text": "guess", "left": 9}'
+        await environment.close()
+
+
+async def test_an_action_that_the_schema_does_not_take_is_malformed() -> None:
+    async with served() as server:
+        environment = _made(server, max_malformed=1)
+        await environment.reset(_task())
+        results = await _play(environment, "five", "5", "", "six")
+        assert [result.is_malformed for result in results] == [True, False, True, True]
+        assert "number: Input should be a valid integer" in results[0].messages[0].content
+        assert results[0].reward_components == {"malformed": -0.1}
+        assert [result.ended_by_malformed for result in results] == [False, False, False, True]
+        await environment.close()
+
+
+async def test_a_policy_may_write_the_whole_action() -> None:
+    async with served() as server:
+        environment = _made(server, action_field=None, action={"metadata": {"from": "us"}})
+        await environment.reset(_task())
+        results = await _play(environment, "3", '{"digit": 3}', '{"number": 3}')
+        assert [result.is_malformed for result in results] == [True, True, False]
+        assert "digit: Extra inputs are not permitted" in results[1].messages[0].content
+        assert results[2].terminated and results[2].reward == 1.0
+        await environment.close()
+
+
+@pytest.mark.parametrize("options", [{"action_field": "digit"}, {"action": {"digit": 1}}])
+async def test_fields_that_the_server_does_not_know_are_no_fault_of_the_policy(
+    options: dict[str, Any],
+) -> None:
+    async with served() as server:
+        environment = _made(server, **options)
+        await environment.reset(_task())
+        with pytest.raises(ValueError, match="digit: Extra inputs are not permitted"):
+            await _play(environment, "3")
+        await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "error", "message"),
+    [
+        ("fails", ValueError, "the server answers step with EXECUTION_ERROR: no such board"),
+        ("drops", ConnectionError, "the session was lost: received 1000"),
+        ("unscored", RewardError, "no step had a reward"),
+    ],
+)
+async def test_a_failure_of_the_server_is_no_reward_of_0(
+    mode: str, error: type[Exception], message: str
+) -> None:
+    async with served() as server:
+        environment = _made(server)
+        await environment.reset(_task(mode=mode))
+        with pytest.raises(error, match=message):
+            await _play(environment, "3")
+        await environment.close()
+
+
+async def test_a_full_server_is_waited_for() -> None:
+    async with served(room=1) as server:
+        first, second = _made(server), _made(server)
+        await first.reset(_task())
+        waiting = asyncio.create_task(second.reset(_task()))
+        await _until(lambda: len(server.paths) == 3)
+        assert not waiting.done()
+        await first.close()
+        assert (await waiting).messages[0].content == "guess"
+        impatient = _made(server, wait_s=0)
+        with pytest.raises(ValueError, match=r"no session was free within 0 s .*1/1 sessions"):
+            await impatient.reset(_task())
+        for environment in (second, impatient):
+            await environment.close()
+
+
+async def test_a_server_that_is_away_is_named() -> None:
+    async with served() as server:
+        pass
+    with pytest.raises(ConnectionError, match=rf"{server.url.replace('http', 'ws')}/ws: .*start"):
+        await _made(server).reset(_task())
+
+
+async def test_an_observation_without_the_field_names_those_that_it_has() -> None:
+    async with served() as server:
+        environment = _made(server, observation_field="board")
+        with pytest.raises(ValueError, match=r"\['left', 'metadata', 'text'\], expected board"):
+            await environment.reset(_task())
+        await environment.close()
+
+
+async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENENV_KEY", "secret")
+    async with served() as server:
+        environment = _made(server, headers={"Authorization": "Bearer $OPENENV_KEY"})
+        await environment.reset(_task())
+        assert server.authorizations == ["Bearer secret"]
+        await environment.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:8000"}, "got url='localhost:8000', expected the address"),
+        ({}, "missing a required argument: 'url'"),
+        ({"url": "ws://h", "prompt": "go"}, "prompt: got 'go'"),
+        ({"url": "ws://h", "malformed_penalty": -1}, "malformed_penalty=-1"),
+        ({"url": "ws://h", "headers": {"A": "$NOT_SET_ANYWHERE"}}, "NOT_SET_ANYWHERE is not set"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=message):
+        resolve("openenv", options)
