@@ -14,7 +14,7 @@ import numpy as np
 
 from service.hacking.features import Bools, Ints
 from service.hacking.findings import Finding, Kind
-from service.hacking.window import NUM_SPREADS, RECENT_STEPS, Gain, Window, usual
+from service.hacking.window import NUM_SPREADS, RECENT_STEPS, Gain, Window, noise, usual
 
 # A pattern counts from these shares of the newest trajectories on, …
 MIN_SHARE = 0.3
@@ -38,6 +38,8 @@ MIN_TASKS = 4
 SUCCESS = 0.9
 # A component that falls by so much of its range while the reward rises by so much of its own.
 MIN_FALL, MIN_REWARD_RISE = 0.12, 0.05
+# Steps just before the newest ones.
+LATELY_STEPS = 10
 # Other components than those of the widest range by this factor fall for good reasons: brevity.
 MAIN_COMPONENT = 0.5
 # Failures by chance take of all alike. Those that take the place of low rewards come of them by so
@@ -282,18 +284,17 @@ def _component_falls(window: Window) -> Finding | None:
         return None
     ranges = {name: _range(window, name) for name in window.component_names}
     falls = [
-        (fall, name)
+        (*fall, name)
         for name, width in ranges.items()
         if width > 0 and width >= MAIN_COMPONENT * max(ranges.values())
         if (fall := _fall(window, name, width)) is not None
     ]
     if not falls:
         return None
-    fall, name = max(falls)
+    _, was, name = max(falls)
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
     means, now = window.means(values, known), window.recent_mean(values, known)
-    was, _ = usual(means[:-RECENT_STEPS])
     seen = _Seen(
         mark=known & (values <= now),
         before=was,
@@ -315,17 +316,22 @@ def _range(window: Window, name: str) -> float:
     return float(np.ptp(np.percentile(known, (1, 99)))) if known.size else 0.0
 
 
-def _fall(window: Window, name: str, width: float) -> float | None:
-    """In parts of its range; None: it stands, rises, or falls as it has done before."""
+def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
+    """In parts of its range, and what it was; None: it stands, rises, or falls as it did before.
+
+    Against all earlier steps, or against those just before: a component that rose while the policy
+    learnt has a wide spread, and falls from the height that it had reached.
+    """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
     if not (known & window.is_recent).any():
         return None
-    before, spread = usual(window.means(values, known)[:-RECENT_STEPS])
-    fall = before - window.recent_mean(values, known)
-    if fall < max(MIN_FALL * width, NUM_SPREADS * spread / RECENT_STEPS**0.5):
-        return None
-    return fall / width
+    earlier, now = window.means(values, known)[:-RECENT_STEPS], window.recent_mean(values, known)
+    lately, _ = usual(earlier[-LATELY_STEPS:])
+    for was, spread in (usual(earlier), (lately, noise(earlier))):
+        if was - now >= max(MIN_FALL * width, NUM_SPREADS * spread / RECENT_STEPS**0.5):
+            return (was - now) / width, was
+    return None
 
 
 def _component_excess(window: Window) -> Finding | None:

@@ -171,6 +171,15 @@ class Window:
         return int(self.step_numbers[first])
 
 
+def noise(values: Floats) -> float:
+    """Robust spread of earlier steps' values about their trend; NaNs are left out.
+
+    Of the differences of neighbours, whose variance is twice that of one.
+    """
+    steps = np.diff(values[~np.isnan(values)])
+    return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")
+
+
 def usual(values: Floats) -> tuple[float, float]:
     """Median and robust spread of earlier steps' values; NaNs are left out."""
     known = values[~np.isnan(values)]
