@@ -20,7 +20,9 @@ SUMS = ROOT / "docs" / "examples" / "sums"
 QUICK = ["--set", "algorithm.group_size=8"]
 
 
-@pytest.mark.parametrize("function", ["score", "as_trl_has_it"])
+@pytest.mark.parametrize(
+    "function", ["score", pytest.param("as_trl_has_it", marks=pytest.mark.proof)]
+)
 def test_a_function_is_trained_by_interrupted_and_goes_on_without_a_configuration(
     tmp_path: Path, function: str
 ) -> None:

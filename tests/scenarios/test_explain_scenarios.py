@@ -43,7 +43,9 @@ def test_the_steps_of_a_run_of_two_ranks_are_explained_by_the_command(
         assert len(told["trajectories"]) == record.num_trajectories - sum(record.evictions.values())
 
 
-@pytest.mark.parametrize(("scale", "seed"), [("std", 1), ("none", 2)])
+@pytest.mark.parametrize(
+    ("scale", "seed"), [("std", 1), pytest.param("none", 2, marks=pytest.mark.proof)]
+)
 def test_nine_of_ten_poisoned_among_a_thousand_are_the_first_ten(
     tmp_path: Path, scale: str, seed: int
 ) -> None:

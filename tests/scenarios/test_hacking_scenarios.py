@@ -15,7 +15,7 @@ from service.hacking.findings import Finding, Kind
 from service.hacking.kept import read_kept
 from service.inspect.reader import find_entry, open_journal
 
-pytestmark = [pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1200)]
 
 OPENS_AFTER, WITHIN = 14, 20
 STEPS = OPENS_AFTER + WITHIN
@@ -27,17 +27,12 @@ HOLES = {
     "persuaded": {Kind.UNVERIFIED},
     "raises": {Kind.FAILURES},
 }
-# One of them with the other runs whose parts fail, the rest with the long proofs.
-MARKS = {"empty": [pytest.mark.chaos]}
-PROOF = [pytest.mark.proof, pytest.mark.training]
 OPTIONS = {
     "persuaded": ["--set", "audit.shadow=my.py:verified"],
 }
 
 
-@pytest.mark.parametrize(
-    "hole", [pytest.param(hole, marks=MARKS.get(hole, PROOF)) for hole in HOLES]
-)
+@pytest.mark.parametrize("hole", HOLES)
 def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: str) -> None:
     place = tmp_path / "mine"
     place.mkdir()
