@@ -8,7 +8,8 @@ nothing above 0; some would pay for how far it came. The optional package is imp
 only; calls, which may block, run in threads.
 
 textarena draws from the shared generators of Python and numpy. So that the task's seed decides, one
-game of a process moves at a time, each with the generators' states of its own.
+game of a process moves at a time, each with the generators' states of its own. Other threads that
+draw while it moves can still disturb it.
 """
 
 from __future__ import annotations

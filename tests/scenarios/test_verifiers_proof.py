@@ -1,0 +1,87 @@
+"""Twenty steps of the tiny model in a real environment of verifiers, over sessions."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from worlds.agent_programs import environment_of
+from worlds.forms_warmup import warmed_up
+from worlds.run_checks import check_audit, check_finished
+from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
+
+from actors.environment.protocol import ToolSchema
+from actors.trainer.tiny.warmup import Conversation
+
+pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
+
+STEPS, GROUPS, SIZE = 20, 16, 8
+# As verifiers makes it of the example's function.
+CALCULATOR = ToolSchema(
+    name="calculator",
+    description="Evaluate an arithmetic expression.",
+    parameters={
+        "properties": {"expression": {"title": "Expression", "type": "string"}},
+        "required": ["expression"],
+        "title": "calculator_args",
+        "type": "object",
+        "additionalProperties": False,
+    },
+)
+
+
+def _any_sum(dice: random.Random) -> Conversation:
+    """The form of calls and answers, by dice: of what it was asked the policy knows nothing."""
+    asked, tried = ([dice.randint(1, 3), dice.randint(1, 3)] for _ in range(2))
+    call = {"name": "calculator", "arguments": {"expression": f"{tried[0]}+{tried[1]}"}}
+    return Conversation(
+        messages=(
+            ("user", f"What is {asked[0]}+{asked[1]}?"),
+            ("assistant", f"<tool_call>{json.dumps(call)}</tool_call>"),
+            ("tool", str(sum(tried))),
+            ("assistant", str(dice.randint(2, 6))),
+        ),
+        tools=(CALCULATOR,),
+    )
+
+
+def test_the_tiny_model_plays_twenty_steps_of_verifiers(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    python = environment_of("verifiers") / "bin" / "python"
+    config = small_config(
+        tmp_path,
+        str(warmed_up(tmp_path / "model", _any_sum)),
+        run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
+        model={"max_context_tokens": 512},
+        tasks={"environment": "session", "evaluation_tasks": 0},
+        rollouts={"max_turns": 4, "max_tokens_per_turn": 40},
+        algorithm={"groups_per_step": GROUPS, "group_size": SIZE, "scale": "std"},
+        inference={"max_num_seqs": 128},
+        trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        service={"port": 0},
+    )
+    limit_s = START_S + STEPS * STEP_S
+    with running(config, tmp_path / "run", command="serve") as run:
+        address = run.api_address(limit_s=START_S)
+        script = str(ROOT / "docs/examples/verifiers_calculator.py")
+        line = [str(python), script, "--url", address, "--groups", str(STEPS * GROUPS)]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        run.wait_for_output("the API goes on answering", limit_s=STEP_S)
+        run.interrupt()
+        assert run.wait(limit_s=STEP_S) == 0, run.log()
+        check_finished(run, steps=STEPS)
+        check_audit(run)
+        steps = run.history().steps
+    rewards = [step.value("reward_mean") or 0.0 for step in steps]
+    record_property("first_five", mean(rewards[:5]))
+    record_property("last_five", mean(rewards[-5:]))
+    print("verifiers", [round(reward, 3) for reward in rewards])
+    # It plays; how much it learns in so few steps is told, not asked.
+    assert any(rewards)
