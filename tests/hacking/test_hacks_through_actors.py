@@ -19,7 +19,7 @@ from actors.types import RolloutAssignment, Trajectory
 from service.hacking.read import audit_hacking
 from service.inspect.reader import open_journal
 
-pytestmark = [pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]
 
 SIZE = Size(num_steps=24, groups_per_step=4, group_size=4)
 ONSET = 16
