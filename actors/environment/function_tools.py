@@ -286,8 +286,8 @@ def _no_schema(where: str, error: Exception) -> BadTool:
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as people write one, for templates show it as it stands: in their order, and without
-    titles that repeat the names.
+    """A schema as people write one, for templates show it as it stands: in their order, which is
+    also that of transformers' own schemas, and without titles that repeat the names.
     """
     plain = {"type": "object", "properties": {}, **_plain(dict(schema))}
     first = {name: plain[name] for name in ("type", "properties", "required") if name in plain}
@@ -300,9 +300,12 @@ def _plain(tree: Any) -> Any:
         return [_plain(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
+    type_first = sorted(
+        tree.items(), key=lambda item: not (item[0] == "type" and isinstance(item[1], str))
+    )
     return {
         name: _plain(value)
-        for name, value in tree.items()
+        for name, value in type_first
         # An argument may have one of these names: its schema is a mapping.
         if not (name == "title" and isinstance(value, str))
         and not (name == "additionalProperties" and value is False)

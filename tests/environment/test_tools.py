@@ -210,6 +210,8 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
     assert schema.parameters["required"] == ["query"]
     assert schema.parameters["$defs"]["Order"]["enum"] == ["newest", "oldest"]
     assert "'title'" not in str(schema.for_template())
+    # As transformers writes it, so that the policy is shown what it is shown in TRL.
+    assert list(properties["query"]) == ["type", "description"]
 
 
 class City(BaseModel):
