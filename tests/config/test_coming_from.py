@@ -1,0 +1,72 @@
+"""The commands of docs/coming-from.md, up to the first answer's score."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.environment.protocol import Action, ToolCall
+from actors.environment.registry import resolve
+from actors.types import Task
+from service.cli.main import _configuration
+from service.config.tasks import first_observation, open_tasks
+from service.config.tree import Config
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coming-from.md"
+COMMANDS = re.findall(r"^\$ cd (\S+)\n\$ rayloom train (.+)$", PAGE.read_text(), re.MULTILINE)
+
+
+def options_of(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("--dataset", "--reward", "--tools"):
+        parser.add_argument(name)
+    return parser.parse_args(shlex.split(line))
+
+
+@pytest.mark.parametrize(("place", "line"), COMMANDS)
+def test_a_ported_example_scores_its_right_answer_above_a_wrong_one(
+    place: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / place)
+    # As the command line has the directory that it is started in.
+    monkeypatch.syspath_prepend(str(ROOT / place))
+    monkeypatch.delitem(sys.modules, "my", raising=False)
+    asked = options_of(line)
+    config = _configuration(
+        None,
+        dataset=asked.dataset,
+        rewards=[asked.reward],
+        tools=[asked.tools] if asked.tools else [],
+        model=None,
+        overrides=[],
+    )
+    begun = first_observation(config)
+    assert [tool.name for tool in begun.tools] == (["calculator"] if asked.tools else [])
+    task = open_tasks(config).task(0)
+    right = asyncio.run(reward_of(config, task, str(task.data["answer"])))
+    wrong = asyncio.run(reward_of(config, task, "none"))
+    assert right >= 1 > wrong
+    monkeypatch.delitem(sys.modules, "my")
+
+
+async def reward_of(config: Config, task: Task, answer: str) -> float:
+    """Play the task; where there is a calculator it is called first."""
+    environment = resolve(str(config.tasks.environment), config.tasks.options)()
+    if (await environment.reset(task)).tools:
+        call = ToolCall(name="calculator", arguments={"expression": "1+2"}, id="c")
+        told = await environment.step(Action(text="", calls=(call,)))
+        assert [message.content for message in told.messages] == ["3"]
+    result = await environment.step(Action(text=answer))
+    await environment.close()
+    return result.reward
+
+
+def test_the_page_has_its_examples() -> None:
+    assert len(COMMANDS) == 3
