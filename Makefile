@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-recovery lint lock page clean
+.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery lint lock page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -73,6 +73,9 @@ bench-train: setup build/peers/trl/.installed ## training steps beside padded ro
 	$(BIN)/python -m benchmarks.train_step_trl --peer-python build/peers/trl/bin/python || status=1; \
 	$(BIN)/python -m benchmarks.loss_memory || status=1; \
 	exit $$status
+
+bench-trl: setup build/peers/trl/.installed ## whole trainings beside TRL 1.16.0, on one turn and with tools
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python
 
 bench-recovery: setup ## kill -9 of every part of a run, to the next finished step
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.recovery

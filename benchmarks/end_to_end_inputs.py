@@ -1,0 +1,124 @@
+"""What `end_to_end` trains on: a model that knows the form of the answers, data sets, settings.
+
+The model is the tiny one (`actors/trainer/tiny`), warmed up on conversations whose answers and
+guesses are drawn blindly. Every family's rewards and tools: `benchmarks/peers/end_to_end_tasks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worlds.forms_warmup import warmed_up
+
+from actors.environment.function_tools import load_tools
+from actors.trainer.tiny.warmup import Conversation
+
+TASKS = "benchmarks.peers.end_to_end_tasks"
+GUESSES = 4
+ROWS = 112
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A data set, a reward and, where there are tools, the class that has them."""
+
+    rows: Sequence[dict[str, Any]]
+    """Prompts with the columns that the reward wants."""
+    reward: str
+    tools: str | None = None
+    turn_tokens: int
+    """At most so many sampled ones in a turn."""
+    max_turns: int = 1
+    goal: float
+    """Samples a second, of TRL's."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of all turns and answers of tools, which TRL counts together."""
+        return self.turn_tokens if self.tools is None else (self.turn_tokens + 8) * self.max_turns
+
+    def write(self, file: Path) -> None:
+        """ROWS chats as JSONL, the rows over and over."""
+        lines = []
+        for number in range(ROWS):
+            row = self.rows[number % len(self.rows)]
+            chat = [{"role": "user", "content": row["prompt"]}]
+            lines.append(json.dumps({**row, "prompt": chat, "task_id": f"t{number}"}))
+        file.write_text("\n".join(lines) + "\n")
+
+
+FAMILIES = {
+    # Answers of two tokens.
+    "after": Family(
+        rows=[
+            {"prompt": f"Which number comes after {number}?", "answer": str(number + 1)}
+            for number in range(1, 8)
+        ],
+        reward="after",
+        turn_tokens=16,
+        goal=2.5,
+    ),
+    # Answers of some fifty, of different lengths.
+    "count": Family(
+        rows=[{"prompt": f"Count from 1 to {upto}.", "upto": upto} for upto in range(9, 25)],
+        reward="count",
+        turn_tokens=96,
+        goal=2.5,
+    ),
+    # Calls of 18 tokens, as many as there are guesses, and a last word.
+    "game": Family(
+        rows=[
+            {"prompt": "Guess my number from 1 to 8.", "secret": secret} for secret in range(1, 9)
+        ],
+        reward="found",
+        tools="Game",
+        turn_tokens=32,
+        max_turns=GUESSES + 1,
+        goal=4.0,
+    ),
+}
+
+
+def build_model(directory: Path) -> Path:
+    """The policy that all sides and all families start from."""
+    kinds = (_after, _count, _game_of(load_tools([f"{TASKS}:Game"]).schemas))
+
+    def conversation(dice: random.Random) -> Conversation:
+        return dice.choice(kinds)(dice)
+
+    policy: Path = warmed_up(directory, conversation, steps=150, per_step=16)
+    return policy
+
+
+def _after(dice: random.Random) -> Conversation:
+    question = f"Which number comes after {dice.randint(1, 7)}?"
+    return Conversation(messages=(("user", question), ("assistant", str(dice.randint(1, 9)))))
+
+
+def _count(dice: random.Random) -> Conversation:
+    upto = dice.randint(9, 24)
+    said = " ".join(str(dice.randint(1, 24)) for _ in range(dice.randint(4, 24)))
+    return Conversation(messages=(("user", f"Count from 1 to {upto}."), ("assistant", said)))
+
+
+def _game_of(tools: Sequence[Any]) -> Callable[[random.Random], Conversation]:
+    def game(dice: random.Random) -> Conversation:
+        secret = dice.randint(1, 8)
+        messages = [("user", "Guess my number from 1 to 8.")]
+        for _ in range(GUESSES):
+            guess = dice.randint(1, 8)
+            call = json.dumps({"name": "guess", "arguments": {"number": guess}})
+            messages.append(("assistant", f"<tool_call>{call}</tool_call>"))
+            if guess == secret:
+                messages.append(("tool", "correct"))
+                break
+            messages.append(("tool", "higher" if guess < secret else "lower"))
+        messages.append(("assistant", "done"))
+        return Conversation(messages=tuple(messages), tools=tuple(tools))
+
+    return game

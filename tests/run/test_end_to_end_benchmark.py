@@ -1,0 +1,57 @@
+"""What the comparison with TRL tells, by hand, and what it plays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.end_to_end import WARM_STEPS, Trained, difference, summarise
+from benchmarks.end_to_end_inputs import FAMILIES, GUESSES
+from benchmarks.peers.end_to_end_tasks import Game, count
+
+
+def trained(*, step_s: float, reward: float) -> Trained:
+    steps = WARM_STEPS + 6
+    return Trained(
+        times=[130.0 + step_s * step for step in range(steps)],
+        rewards=[0.1] * (steps - 5) + [reward] * 5,
+        samples=[256] * steps,
+        started=100.0,
+    )
+
+
+def test_the_start_counts_in_the_whole_rate_alone() -> None:
+    one = trained(step_s=2.0, reward=0.5)
+    assert one.samples_per_s == 128.0 and one.first_step_s == 30.0
+    assert one.whole_samples_per_s == 2560 / 48
+    assert one.last_reward == 0.5
+
+
+def test_a_difference_has_students_interval() -> None:
+    # Variances 0.01 and 0.01, pooled 0.01: 2.776 * sqrt(0.01 * 2 / 3).
+    found = difference([0.4, 0.5, 0.6], [0.2, 0.3, 0.4])
+    assert found == {"mean": 0.2, "half_interval": pytest.approx(0.2267, abs=1e-4)}
+
+
+def test_a_slower_side_and_one_that_learns_less_miss() -> None:
+    theirs = [trained(step_s=4.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
+    fast = [trained(step_s=1.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
+    poor = [trained(step_s=2.0, reward=reward) for reward in (0.10, 0.11, 0.12)]
+    told = summarise({"fast": fast, "poor": poor, "trl": theirs}, goal=2.5)
+    assert told["sides"]["fast"]["ratio"] == {"median": 4.0, "lower": 4.0, "upper": 4.0}
+    assert [each.partition(":")[0] for each in told["missed"]] == ["poor", "poor"]
+
+
+def test_each_family_is_scored(tmp_path: Path) -> None:
+    for family in FAMILIES.values():
+        family.write(tmp_path / "rows.jsonl")
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        assert len({row["task_id"] for row in rows}) == len(rows) >= 16
+    answers = [[{"content": text}] for text in ("1 2 3", "1 3", "1 2 3 4 5 6")]
+    assert count(answers, [3, 3, 3]) == [1.0, 1 / 3, 0.5]
+    game = Game()
+    game.reset(5)
+    assert [game.guess(number) for number in (4, 6, 5)] == ["higher", "lower", "correct"]
+    assert game.found and FAMILIES["game"].max_turns == GUESSES + 1
