@@ -1,4 +1,4 @@
-"""The commands of docs/coming-from.md, up to the first answer's score."""
+"""Commands of docs/coming-from.md and docs/environments.md, up to the first answer's score."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from actors.environment.protocol import Action, ToolCall
 from actors.environment.registry import resolve
 from actors.types import Task
 from service.cli.main import _configuration
+from service.config.file import load_config
 from service.config.tasks import first_observation, open_tasks
 from service.config.tree import Config
 
@@ -70,3 +71,22 @@ async def reward_of(config: Config, task: Task, answer: str) -> float:
 
 def test_the_page_has_its_examples() -> None:
     assert len(COMMANDS) == 3
+
+
+def test_the_environment_of_the_page_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    code = re.search(r"^```python\n(# my_game\.py.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    command = re.search(r"^\$ \S+rayloom train (\S+) (--set .+)$", page, re.MULTILINE)
+    assert code is not None and command is not None
+    (tmp_path / "my_game.py").write_text(code[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = [each for each in shlex.split(command[2]) if each != "--set"]
+    config = load_config(ROOT / command[1], overrides)
+    task = open_tasks(config).task(0)
+    said = first_observation(config).messages[0].content
+    assert said == f"Is {task.seed} even or odd?"
+    right, wrong = ("even", "odd") if task.seed % 2 == 0 else ("odd", "even")
+    assert asyncio.run(reward_of(config, task, right)) == 1.0
+    assert asyncio.run(reward_of(config, task, wrong)) == 0.0
