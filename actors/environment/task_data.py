@@ -18,10 +18,33 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from actors.environment.protocol import Role
+
 ANY_DATA: Mapping[str, Any] = {"type": "object"}
 """The schema of an environment that declares none."""
 NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 """The schema of an environment that makes its tasks from their seeds alone."""
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": [Role.SYSTEM.value, Role.USER.value, Role.ASSISTANT.value]},
+        "content": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
+PROMPT_DATA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "prompt": {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": _MESSAGE, "minItems": 1},
+            ]
+        }
+    },
+    "required": ["prompt"],
+}
+"""The schema of one whose tasks have a prompt, a text or a chat's messages, and any other data."""
 _MAX_NAMES = 8
 
 

@@ -19,6 +19,7 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
+from actors.environment.task_data import PROMPT_DATA
 from actors.environment.tool_calls import visible_text
 from actors.environment.user_code import describe, root_cause
 from actors.types import Task
@@ -26,31 +27,11 @@ from actors.types import Task
 SINGLE_TURN = "single_turn"
 """Its registered name."""
 
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": [Role.SYSTEM.value, Role.USER.value, Role.ASSISTANT.value]},
-        "content": {"type": "string"},
-    },
-    "required": ["role", "content"],
-}
-
 
 class SingleTurnEnvironment:
     """One task's prompt and answer."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "prompt": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": _MESSAGE, "minItems": 1},
-                ]
-            }
-        },
-        "required": ["prompt"],
-    }
+    data_schema = PROMPT_DATA
 
     def __init__(
         self,

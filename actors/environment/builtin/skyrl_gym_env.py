@@ -19,17 +19,13 @@ from types import ModuleType
 from typing import Any
 
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.task_data import PROMPT_DATA
 from actors.environment.user_code import in_thread
 from actors.environment.user_names import find
 from actors.types import Task
 
 SKYRL_GYM = "skyrl_gym"
 _ROLES = (Role.USER, Role.TOOL)
-_SCHEMA_MESSAGE = {
-    "type": "object",
-    "properties": {"role": {"type": "string"}, "content": {"type": "string"}},
-    "required": ["role", "content"],
-}
 
 
 def import_skyrl_gym() -> ModuleType:
@@ -50,18 +46,7 @@ class SkyRLGymEnvironment:
     env_config: what the environment gets under that name.
     """
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "prompt": {
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": _SCHEMA_MESSAGE, "minItems": 1},
-                ]
-            }
-        },
-        "required": ["prompt"],
-    }
+    data_schema = PROMPT_DATA
 
     def __init__(self, *, id: str, env_config: Mapping[str, Any] | None = None) -> None:
         gym = import_skyrl_gym()
