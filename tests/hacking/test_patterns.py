@@ -201,6 +201,24 @@ def test_a_component_that_falls_while_the_reward_rises_is_told(
     assert kinds(find_all(steps)) == expected
 
 
+def test_a_component_that_rose_and_falls_is_told_against_the_height_that_it_had_reached() -> None:
+    rng = np.random.default_rng(2)
+    # Right answers become more until step 30; then calls of a tool are paid, whatever is right.
+    learnt = [0.05 + 0.02 * step for step in range(31)]
+    steps = [
+        (
+            with_parts(
+                plain(step, rng),
+                right=(rng.random(NUM) < (learnt[step] if step <= 30 else 0.3)).astype(np.float64),
+                calls=np.full(NUM, 0.1 if step <= 30 else 0.6),
+            ),
+        )
+        for step in range(1, 41)
+    ]
+    assert Kind.COMPONENT_FALLS in kinds(find_all(steps))
+    assert Kind.COMPONENT_FALLS not in kinds(find_all(steps[:30]))
+
+
 def test_a_component_beyond_all_that_it_was_is_told() -> None:
     rng = np.random.default_rng(1)
 
