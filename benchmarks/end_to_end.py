@@ -93,7 +93,6 @@ def train_ours(
         "rollouts.max_tokens_per_turn": family.turn_tokens,
         "rollouts.slots_per_actor": GROUPS * GROUP_SIZE * (1 + lag),
         "rollouts.outcomes.truncated_tokens.disposition": "train_clamped",
-        "inference.enforce_eager": True,
         "inference.max_num_seqs": GROUPS * GROUP_SIZE,
         "trainer.learning_rate": 6e-4,
         "trainer.warmup_updates": 20,

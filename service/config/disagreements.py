@@ -22,8 +22,8 @@ from actors.trainer.loss.settings import (
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.inference.settings import CPU_BLOCK_TOKENS
 
-CPU_BLOCK_TOKENS = 32
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
 _CLIPPED = frozenset({Objective.PPO_CLIP, Objective.DUAL_CLIP, Objective.CISPO})
 _DPPO = frozenset({Objective.DPPO_TV, Objective.DPPO_KL})

@@ -369,7 +369,7 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
         gpu_memory_utilization=inference.gpu_memory_fraction,
         tensor_parallel_size=inference.tensor_parallel_size,
         enforce_eager=inference.enforce_eager,
-        block_size=inference.block_tokens,
+        block_size=inference.block_size,
         enable_prefix_caching=True,
         enable_return_routed_experts=records_experts,
         logprobs_mode="processed_logprobs",

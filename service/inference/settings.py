@@ -14,6 +14,8 @@ from actors.trainer.settings import Dtype, WeightBackend
 
 # Of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
+CPU_BLOCK_TOKENS = 32
+"""The smallest block that vLLM's attention takes on CPU; it takes its multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class InferenceSettings:
     kv_cache_gib: Rate = 1.0
     """Key-value cache of an engine on CPU, GiB."""
     block_tokens: Positive | None = None
-    """Tokens of a cache block, the unit in which prefixes are shared; null: the engine's own."""
+    """Tokens of a cache block, the unit in which prefixes are shared; null: 32 on CPU, and on a GPU
+    the engine's own."""
     gpu_memory_fraction: Share = 0.9
     """Share of a GPU's memory that one engine takes."""
     tensor_parallel_size: Positive = 1
@@ -57,6 +60,12 @@ class InferenceSettings:
     @property
     def is_on_cpu(self) -> bool:
         return self.gpus_per_replica == 0
+
+    @property
+    def block_size(self) -> int | None:
+        """As the engine is told; None: its own. That is 128 on CPU, so long that the turns of a
+        short conversation share nothing."""
+        return self.block_tokens or (CPU_BLOCK_TOKENS if self.is_on_cpu else None)
 
     @property
     def names_parser(self) -> bool:

@@ -20,6 +20,7 @@ from service.inference.deployment import (
     last_failure,
     make_engine_directory,
 )
+from service.inference.settings import InferenceSettings
 
 OPENING = "The deployment failed to start 3 times in a row. See logs for details. Error:"
 TRACEBACK = f"""{OPENING}
@@ -111,3 +112,18 @@ def test_a_socket_fits_whatever_the_length_of_the_session_directory(excess: int)
             entry.unlink()
         finally:
             directory.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("settings", "block_size"),
+    [
+        (InferenceSettings(), 32),
+        (InferenceSettings(block_tokens=64), 64),
+        (InferenceSettings(gpus_per_replica=1), None),
+        (InferenceSettings(gpus_per_replica=1, block_tokens=16), 16),
+    ],
+)
+def test_short_prefixes_are_shared_on_cpu(
+    settings: InferenceSettings, block_size: int | None
+) -> None:
+    assert settings.block_size == block_size
