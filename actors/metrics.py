@@ -433,6 +433,11 @@ class StatisticMetrics:
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self._gauges = {each.name: registry.gauge(each.metric, each.help) for each in STATISTICS}
+        self.reward_components = registry.gauges(
+            "rayloom_reward_component_mean",
+            "Mean of each component of the reward over the trajectories that have it.",
+            label="component",
+        )
         self.evaluation_reward = registry.gauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
             "Mean return over the best possible one, on held-out tasks (evaluation.temperature).",

@@ -473,7 +473,9 @@ class StoredMetrics:
         steps.newest_seconds.show({} if record is None else record.stages.by_name())
         steps.newest_tokens.show({} if record is None else tokens_of(record))
         steps.policy_version.set(None if record is None else record.policy_version)
-        self._metrics.statistics.show({} if record is None else record.statistics)
+        shown = self._metrics.statistics
+        shown.show({} if record is None else record.statistics)
+        shown.reward_components.show({} if record is None else record.reward_components)
 
     def _show_evaluation(self, record: EvaluationRecord | None) -> None:
         value = None if record is None else record.scaled_reward_mean

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 STILL_S = 60.0
 LABEL_VALUES = {
     "environment": {"guessing"},
+    "component": {"hit"},
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
     "part": {part.value for part in (*Part, *Pausable)},

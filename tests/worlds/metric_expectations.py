@@ -83,6 +83,8 @@ def of_newest(record: StepRecord | None) -> dict[Series, float | None]:
     for kind in ("sampled", "trained"):
         count = None if record is None else getattr(record, f"num_{kind}_tokens")
         found[series("rayloom_train_newest_step_tokens", kind=kind)] = count
+    for component, mean in ({} if record is None else record.reward_components).items():
+        found[series("rayloom_reward_component_mean", component=component)] = mean
     for each in STATISTICS:
         if each.name not in SHOWN.values():
             found[series(each.metric)] = statistics.get(each.name)
