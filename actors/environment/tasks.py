@@ -252,16 +252,26 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """So many of each name, evenly: the n-th of c stands at (n + 1/2) / c of the whole.
+    """So many of each name, evenly: the first j have j c / total of each, to within one.
 
+    At place j those may come that are 1 / (2 n - 2) or more behind, of n names; of these the one
+    that would first be too far behind (R. Tijdeman, The chairman assignment problem, Discrete
+    Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
-    places = [
-        ((rank + 0.5) / count, name, rank)
-        for name, count in counts.items()
-        for rank in range(count)
-    ]
-    return [(name, rank) for _, name, rank in sorted(places)]
+    total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)
+    taken = dict.fromkeys(counts, 0)
+    order = []
+    for place in range(1, total + 1):
+        may = [
+            name
+            for name, count in counts.items()
+            if (count * place - taken[name] * total) * parts >= total
+        ]
+        name = min(may, key=lambda name: (taken[name] + 1 - 1 / parts) / counts[name])
+        order.append((name, taken[name]))
+        taken[name] += 1
+    return order
 
 
 def by_hash(tasks: Sequence[Task]) -> list[Task]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.environment.settings import MIXTURE_PERIOD
@@ -38,6 +38,7 @@ def test_so_many_of_each_are_spread_evenly() -> None:
 
 
 @given(weights)
+@example({"most": 700.0, **{f"few{number}": 1.0 for number in range(300)}})
 def test_every_stretch_of_a_mixture_has_its_shares_to_within_two(shares: dict[str, float]) -> None:
     counts = apportioned(shares, total=MIXTURE_PERIOD)
     whole = sum(shares.values())
