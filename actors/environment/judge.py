@@ -10,40 +10,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
-import os
 import random
-import re
-import sqlite3
-import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
-from pathlib import Path
-from string import Template
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import httpx
 
+from actors.environment.judge_cache import ReplyCache
+from actors.environment.judge_options import (
+    BadJudge,
+    JudgeOptions,
+    is_moderate,
+    judge_options,
+    key_of,
+    question_of,
+    score_of,
+)
 from actors.environment.protocol import RewardError
 from actors.environment.reward_functions import Score
 from actors.environment.user_code import describe
-from actors.environment.variables import expanded
 
-KEPT_REPLIES = 20_000
 MAX_DELAY_S = 30.0
-_log = logging.getLogger(__name__)
-_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_OWN = frozenset({"prompt", "completion"})
-
-
-class BadJudge(ValueError):
-    """What is configured cannot judge."""
+MAX_REPLY_CHARS = 100_000
+_RETRIED = frozenset({408, 409, 425, 429})
+"""And all from 500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,127 +54,12 @@ class Judgement:
     """In the currency of the prices; 0 where it was answered before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeOptions:
-    """Whom to ask, what, and how the reply is read."""
-
-    url: str
-    """Where /chat/completions lies, such as https://api.openai.com/v1."""
-    model: str
-    prompt: str
-    """$completion, $prompt and the columns stand for their values; $$ for a dollar."""
-    system: str | None = None
-    parse: str = r"(-?[0-9]+(?:\.[0-9]+)?)"
-    """A regular expression with one group, the score; of several matches the last counts."""
-    scale: tuple[float, float] | None = None
-    """[low, high] become 0 and 1, and what lies outside is no score; None: as the judge says."""
-    temperature: float = 0.0
-    max_tokens: int = 512
-    timeout_s: float = 60.0
-    """Of one request."""
-    max_retries: int = 3
-    """Of requests that fail on the way, or with a status that may pass (429, 503, …)."""
-    concurrency: int = 16
-    """Requests at once, of one environment actor."""
-    cache: str | None = None
-    """An SQLite file; None: replies are kept in memory, the newest KEPT_REPLIES."""
-    api_key: str | None = None
-    """$NAME: of the environment of the run's processes; sent as a bearer token. None:
-    $OPENAI_API_KEY, where it is set; empty: none is sent."""
-    input_price: float = 0.0
-    """Of a million tokens."""
-    output_price: float = 0.0
-    """Of a million tokens."""
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """The columns that the prompt needs."""
-        return frozenset(Template(self.prompt).get_identifiers()) - _OWN
-
-
-def judge_options(name: str, given: Any) -> JudgeOptions:
-    """Read a judge's options. Raises: BadJudge."""
-    known = list(JudgeOptions.__dataclass_fields__)
-    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(known))):
-        told = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
-        raise BadJudge(
-            f"judges.{name}: got {told}, expected some of {', '.join(known)}; correct it"
-        )
-    if missing := [key for key in ("url", "model", "prompt") if not given.get(key)]:
-        raise BadJudge(f"judges.{name}: {', '.join(missing)} missing; give it")
-    scale = given.get("scale")
-    if isinstance(scale, list):
-        given = {**given, "scale": tuple(scale)}
-    settings = JudgeOptions(**given)
-    for problem in _problems(settings):
-        raise BadJudge(f"judges.{name}.{problem}; correct it")
-    return settings
-
-
-def _problems(settings: JudgeOptions) -> list[str]:
-    found = [
-        f"{name}: got {value!r}, expected a text"
-        for name in ("url", "model", "prompt", "parse", "system", "cache", "api_key")
-        if not isinstance(value := getattr(settings, name), str | None)
-    ]
-    if found:
-        return found
-    if not settings.url.startswith(("http://", "https://")):
-        found.append(f"url: got {settings.url!r}, expected http:// or https://")
-    template = Template(settings.prompt)
-    if not template.is_valid():
-        found.append("prompt: it has a $ without a name, expected $NAME, or $$ for a dollar")
-    elif "completion" not in template.get_identifiers():
-        found.append("prompt: it lacks $completion, which is what is to be judged")
-    try:
-        if re.compile(settings.parse).groups != 1:
-            found.append(f"parse: got {settings.parse!r}, expected one group, which is the score")
-    except re.error as error:
-        found.append(f"parse: {settings.parse!r} is no regular expression ({error})")
-    directory = Path(settings.cache or ".").expanduser().absolute().parent
-    if settings.cache is not None and not os.access(directory, os.W_OK):
-        found.append(f"cache: {directory} cannot be written, expected a directory that can")
-    given_scale = list(settings.scale) if isinstance(settings.scale, tuple) else settings.scale
-    if given_scale is not None and not _is_scale(settings.scale):
-        found.append(f"scale: got {given_scale!r}, expected [low, high], low below high")
-    try:
-        expanded(settings.api_key or "", what="api_key")
-    except ValueError as error:
-        found.append(str(error))
-    return [*found, *_bad_numbers(settings)]
-
-
-def _is_scale(scale: object) -> bool:
-    return (
-        isinstance(scale, tuple)
-        and len(scale) == 2
-        and all(isinstance(each, int | float) and math.isfinite(each) for each in scale)
-        and scale[0] < scale[1]
-    )
-
-
-def _bad_numbers(settings: JudgeOptions) -> Iterator[str]:
-    for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
-        value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            yield f"{name}: got {value!r}, expected a whole number from {least}"
-    for name, low in (
-        ("temperature", 0.0),
-        ("input_price", 0.0),
-        ("output_price", 0.0),
-        ("timeout_s", 0.01),
-    ):
-        value = getattr(settings, name)
-        if not isinstance(value, int | float) or not low <= value < math.inf:
-            yield f"{name}: got {value!r}, expected a number from {low:g}"
-
-
 class Judge:
     """One judge of one process. May be called from several event loops, one after the other."""
 
     def __init__(self, settings: JudgeOptions) -> None:
         self.settings = settings
-        self._replies = _Replies(settings.cache)
+        self._replies = ReplyCache(settings.cache)
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     async def judge(self, completion: str, **columns: Any) -> Judgement:
@@ -186,7 +67,7 @@ class Judge:
 
         Raises: RewardError, where there is none.
         """
-        question = self._question(completion, columns)
+        question = question_of(self.settings, completion, columns)
         key = blake2b(json.dumps(question, sort_keys=True).encode(), digest_size=20).hexdigest()
         line = self._of_loop.setdefault(
             asyncio.get_running_loop(), _Line(self.settings.concurrency)
@@ -218,48 +99,16 @@ class Judge:
         if line is not None:
             await line.client.aclose()
 
-    def _question(self, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-        settings = self.settings
-        values = {**columns, "completion": completion}
-        wanted = Template(settings.prompt).get_identifiers()
-        named = {name: _shown(values[name]) for name in wanted if name in values}
-        try:
-            content = Template(settings.prompt).substitute(named)
-        except KeyError as error:
-            raise RewardError(f"judge: the task has no column {error}") from error
-        messages = [{"role": "user", "content": content}]
-        if settings.system is not None:
-            messages.insert(0, {"role": "system", "content": settings.system})
-        return {
-            "model": settings.model,
-            "messages": messages,
-            "temperature": settings.temperature,
-            "max_tokens": settings.max_tokens,
-        }
-
     def _read(self, reply: str, tokens: tuple[int, int]) -> Judgement:
         """Raises: RewardError for a reply without a score."""
         settings = self.settings
-        matches = re.findall(settings.parse, reply)
-        try:
-            score = float(matches[-1])
-        except (IndexError, ValueError) as error:
-            raise RewardError(
-                f"judge {settings.model}: no score in its reply of {len(reply)} characters "
-                f"(parse {settings.parse!r})"
-            ) from error
-        if settings.scale is not None:
-            low, high = settings.scale
-            if not low <= score <= high:
-                raise RewardError(
-                    f"judge {settings.model}: its score is {score:g}, expected {low:g} to {high:g}"
-                )
-            score = (score - low) / (high - low)
-        if not math.isfinite(score):
-            raise RewardError(f"judge {settings.model}: its score is not finite")
         num_in, num_out = tokens
-        cost = (num_in * settings.input_price + num_out * settings.output_price) / 1e6
-        return Judgement(score=score, reply=reply, num_tokens=num_in + num_out, cost=cost)
+        return Judgement(
+            score=score_of(settings, reply),
+            reply=reply,
+            num_tokens=num_in + num_out,
+            cost=(num_in * settings.input_price + num_out * settings.output_price) / 1e6,
+        )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
         """Returns: the reply, and the tokens in and out. Raises: RewardError."""
@@ -279,9 +128,7 @@ class Judge:
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
         """Raises: _Passing; RewardError for what a repetition would not change."""
         settings = self.settings
-        key = os.environ.get("OPENAI_API_KEY", "")
-        if settings.api_key is not None:
-            key = expanded(settings.api_key, what="judge: api_key")
+        key = key_of(settings)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             # The client's own limit begins anew with each byte.
@@ -292,9 +139,12 @@ class Judge:
                     headers=headers,
                     timeout=None,
                 )
-        except (httpx.TransportError, TimeoutError) as error:
+        except httpx.LocalProtocolError:
+            # Its text may have the key in it.
+            raise RewardError(f"judge {settings.model}: the request cannot be sent") from None
+        except (httpx.RequestError, TimeoutError) as error:
             raise _Passing(describe(error)) from error
-        if answer.status_code in _RETRIED:
+        if answer.status_code in _RETRIED or answer.status_code >= 500:
             raise _Passing(f"status {answer.status_code}", after_s=_retry_after(answer))
         if answer.status_code != 200:
             raise RewardError(
@@ -303,17 +153,28 @@ class Judge:
             )
         try:
             body = answer.json()
-            reply = body["choices"][0]["message"]["content"]
-            usage = body.get("usage") or {}
-            tokens = (
-                int(usage.get("prompt_tokens") or 0),
-                int(usage.get("completion_tokens") or 0),
-            )
+            choice = body["choices"][0]
+            reply, ended_by = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise _Passing("an answer that is no chat completion") from error
         if not isinstance(reply, str):
             raise _Passing("a reply without text")
-        return reply, *tokens
+        if ended_by == "length" or len(reply) > MAX_REPLY_CHARS:
+            # What it says last is not what it would have said in the end.
+            raise RewardError(
+                f"judge {settings.model}: its reply of {len(reply)} characters was cut off, or is "
+                f"longer than {MAX_REPLY_CHARS}; raise max_tokens, or ask for less"
+            )
+        usage = body.get("usage")
+        counts = usage if isinstance(usage, dict) else {}
+        tokens = (_count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens")))
+        # Lone halves of pairs can neither be stored nor sent.
+        return reply.encode(errors="replace").decode(), *tokens
+
+
+def _count(value: object) -> int:
+    """Tokens, as a service tells them; 0 for what is no count."""
+    return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,7 +209,11 @@ class JudgeReward:
 
 def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
     """Of each name its options, as `JudgeOptions` and a weight. Raises: BadJudge."""
-    return tuple(_load(name, json.dumps(options)) for name, options in given.items())
+    if not isinstance(given, Mapping):
+        raise BadJudge(
+            f"judges: got {given!r:.80}, expected options by the judge's name; correct it"
+        )
+    return tuple(_load(name, json.dumps(options, default=str)) for name, options in given.items())
 
 
 @lru_cache(maxsize=64)
@@ -356,7 +221,7 @@ def _load(name: str, options: str) -> JudgeReward:
     """Once for the process: an environment is made for each episode."""
     given = json.loads(options)
     weight = given.pop("weight", 1.0) if isinstance(given, dict) else 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_moderate(weight):
         raise BadJudge(f"judges.{name}.weight: got {weight!r}, expected a number; correct it")
     return JudgeReward(name=name, weight=weight, judge=Judge(judge_options(name, given)))
 
@@ -384,72 +249,10 @@ class _Line:
             asked.exception()
 
 
-class _Replies:
-    """Replies by the digest of their question."""
-
-    def __init__(self, file: str | None) -> None:
-        self._file = None if file is None else Path(file).expanduser()
-        self._newest: OrderedDict[str, str] = OrderedDict()
-        self._is_told = False
-
-    async def find(self, key: str) -> str | None:
-        if (reply := self._newest.get(key)) is not None or self._file is None:
-            return reply
-        try:
-            return await asyncio.to_thread(self._stored, key)
-        except sqlite3.Error as error:
-            self._tell(error)
-            return None
-
-    async def keep(self, key: str, reply: str) -> None:
-        self._newest[key] = reply
-        if len(self._newest) > KEPT_REPLIES:
-            self._newest.popitem(last=False)
-        if self._file is not None:
-            try:
-                await asyncio.to_thread(self._store, key, reply)
-            except sqlite3.Error as error:
-                self._tell(error)
-
-    def _tell(self, error: sqlite3.Error) -> None:
-        """Once: without the file a judgement costs what it costs, and is had all the same."""
-        if not self._is_told:
-            self._is_told = True
-            _log.warning("judge: the cache %s cannot be used: %s", self._file, error)
-
-    def _stored(self, key: str) -> str | None:
-        with closing(self._opened()) as connection:
-            row = connection.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
-
-    def _store(self, key: str, reply: str) -> None:
-        with closing(self._opened()) as connection, connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", (key, reply, time.time())
-            )
-
-    def _opened(self) -> sqlite3.Connection:
-        assert self._file is not None
-        connection = sqlite3.connect(self._file, timeout=30.0)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(
-            "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT, at REAL)"
-        )
-        return connection
-
-
 def _retry_after(answer: httpx.Response) -> float:
     """Seconds that the header asks for; 0 where it says nothing that is a number."""
-    text = answer.headers.get("Retry-After", "")
-    return float(text) if text.isdigit() else 0.0
-
-
-def _shown(value: Any) -> str:
-    """A column as a person reads it; of a chat each message behind its role."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Sequence) and all(
-        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in value
-    ):
-        return "\n".join(f"{each['role']}: {each['content']}" for each in value)
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        asked_s = float(answer.headers.get("Retry-After", ""))
+    except ValueError:
+        return 0.0
+    return asked_s if 0 <= asked_s < math.inf else 0.0

@@ -1,10 +1,11 @@
 """Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
 
 A server is opened once for each process and event loop, and its tools are called by all episodes
-there. Its client lives in one task, as the client asks. A call whose server is gone, or answers
-nothing any more, raises `ServerLost`, and the next episode opens it anew. What a process has
-started over stdio ends with it, also where it is killed. Called by
-`actors.environment.builtin.tools`; imports the package `mcp` only where a server is named.
+there; or once for each episode, where what it keeps is the episode's. Its client lives in one task,
+as the client asks. A call whose server is gone, or answers nothing any more, raises `ServerLost`,
+and the next episode opens it anew. What a process has started over stdio ends with it, also where
+it is killed. Called by `actors.environment.builtin.tools`; imports the package `mcp` only where a
+server is named.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +28,8 @@ from actors.environment.variables import expanded
 OPEN_LIMIT_S = 30.0
 CHECK_LIMIT_S = 5.0
 CLOSE_LIMIT_S = 10.0
-_KEYS = ("command", "env", "cwd", "url", "headers", "tools")
+_KEYS = ("command", "env", "cwd", "url", "headers", "tools", "per")
+ACTOR, EPISODE = "actor", "episode"
 
 
 class BadServer(ValueError):
@@ -53,6 +56,14 @@ class ServerOptions:
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
     tools: tuple[str, ...] = ()
     """Those of its tools that the policy is told; empty: all."""
+    per: str = ACTOR
+    """For whom it is opened: ACTOR, so that all episodes there share it, or EPISODE."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that its command names."""
+        named = [Path(self.cwd or ".", part) for part in self.command]
+        return tuple(path for path in named if path.is_file())
 
     @property
     def key(self) -> str:
@@ -86,6 +97,8 @@ def server_options(name: str, given: Any) -> ServerOptions:
         values = given.get(key, {})
         if not isinstance(values, Mapping) or not _are_texts([*values, *values.values()]):
             raise BadServer(f"mcp.{name}.{key}: expected texts by their names")
+    if (per := given.get("per", ACTOR)) not in (ACTOR, EPISODE):
+        raise BadServer(f"mcp.{name}.per: got {per!r}, expected {ACTOR} or {EPISODE}")
     if url and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
         raise BadServer(f"mcp.{name}.url: got {url!r}, expected http:// or https://")
     if command and shutil.which(command[0]) is None:
@@ -98,6 +111,7 @@ def server_options(name: str, given: Any) -> ServerOptions:
         url=url,
         headers=_expanded(given.get("headers", {}), what=f"mcp.{name}.headers"),
         tools=tuple(given.get("tools", ())),
+        per=per,
     )
 
 
@@ -170,6 +184,13 @@ class McpServer:
                 f"answered neither the call nor, within {CHECK_LIMIT_S:g} s, what tools it has",
             ) from None
 
+    async def close(self) -> None:
+        """End it, where it is open; whoever asks it next opens it anew."""
+        keeper, self._keeper, self._opened = self._keeper, None, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
+
     async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
         """What the server answers to a client's question. Raises: ToolFailed; ServerLost."""
         import anyio
@@ -226,11 +247,8 @@ class McpServer:
 
         Its end is waited for: where the event loop ended in the middle of it, it would never end.
         """
-        keeper = self._keeper
-        if keeper is not None and self._opened is opened:
-            self._keeper = self._opened = None
-            keeper.cancel()
-            await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
+        if self._opened is opened:
+            await self.close()
         return ServerLost(f"{self._options.where} {what}")
 
     async def _keep(self, opened: _Opened) -> None:
@@ -291,7 +309,9 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = W
 
 
 def server_of(settings: ServerOptions) -> McpServer:
-    """The one of this event loop."""
+    """A new one for an episode, which closes it; or the one of this event loop."""
+    if settings.per == EPISODE:
+        return McpServer(settings)
     own = _servers.setdefault(asyncio.get_running_loop(), {})
     return own.setdefault(settings.key, McpServer(settings))
 

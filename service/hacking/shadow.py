@@ -41,7 +41,7 @@ def load_shadow(name: str) -> RewardFunction:
     try:
         return load_functions(name)[0]
     except BadRewardFunction as error:
-        raise ConfigError(f"audit.shadow: {error}") from error
+        raise ConfigError(f"audit.shadow: {str(error).removeprefix('reward: ')}") from error
     except Exception as error:
         # The user's own module is imported: any type can come.
         raise ConfigError(f"audit.shadow: {name} cannot be imported: {describe(error)}") from error

@@ -26,7 +26,7 @@ from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children, signals_noted
-from service.launch.sources import user_modules
+from service.launch.sources import user_modules, user_scripts
 
 NAMESPACE = "rayloom"
 TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
@@ -322,7 +322,7 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     to be so on every node.
     """
     modules = _user_modules(config)
-    paths = [*modules, *config.task_places.values()]
+    paths = [*modules, *user_scripts(config), *config.task_places.values()]
     if any(path.resolve().is_relative_to(cwd) for path in paths):
         # Ray leaves out what .gitignore names, too.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}

@@ -7,7 +7,8 @@ Both are found by names that may mean something else later, in another directory
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM
 from actors.environment.builtin.textarena_env import TEXTARENA
 from actors.environment.builtin.tools import TOOLS
+from actors.environment.mcp_servers import server_options
 from actors.environment.reward_functions import names_of
 from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
@@ -41,6 +43,8 @@ class Sources:
     """A digest of the file's or the data set's tasks; empty: the seed makes them."""
     modules: dict[str, str]
     """The file of each of the user's own modules."""
+    scripts: dict[str, str] = field(default_factory=dict)
+    """The files that the commands of MCP servers name, by their paths there."""
 
 
 def sources_of(config: Config) -> Sources:
@@ -50,8 +54,9 @@ def sources_of(config: Config) -> Sources:
     for name in user_modules(config):
         spec = find_spec(name)
         modules[name] = str(spec.origin) if spec is not None else ""
+    scripts = {str(path): str(path.resolve()) for path in user_scripts(config)}
     digest = tasks.digest if isinstance(tasks, FileTasks | MixedTasks) else ""
-    return Sources(tasks=digest, modules=modules)
+    return Sources(tasks=digest, modules=modules, scripts=scripts)
 
 
 def user_modules(config: Config) -> list[str]:
@@ -60,6 +65,18 @@ def user_modules(config: Config) -> list[str]:
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
     of_tasks = [m for each in config.members.values() for m in _modules(each.tasks)]
     return list(dict.fromkeys([*of_tasks, *own]))
+
+
+def user_scripts(config: Config) -> list[Path]:
+    """The files that the commands of MCP servers name, as they name them. Raises: BadServer."""
+    found = [
+        path
+        for each in config.members.values()
+        if each.tasks.environment == TOOLS
+        for name, given in (each.tasks.options.get("mcp") or {}).items()
+        for path in server_options(name, given).files
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _modules(tasks: TasksSettings) -> list[str]:
@@ -76,9 +93,13 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Of modules those below the working directory: what is installed may move. Raises: OSError."""
-    own = {name: origin for name, origin in sources.modules.items() if _is_own(Path(origin))}
-    file.write_text(json.dumps(asdict(replace(sources, modules=own)), indent=1) + "\n")
+    """Of files those below the working directory: what is installed may move. Raises: OSError."""
+    own = replace(sources, modules=_own(sources.modules), scripts=_own(sources.scripts))
+    file.write_text(json.dumps(asdict(own), indent=1) + "\n")
+
+
+def _own(files: Mapping[str, str]) -> dict[str, str]:
+    return {name: file for name, file in files.items() if _is_own(Path(file))}
 
 
 def _is_own(file: Path) -> bool:
@@ -105,10 +126,14 @@ def check_sources(file: Path, sources: Sources) -> None:
             "the same, because the order of the tasks depends on them; restore them, or start a "
             "new run"
         )
-    for name, origin in sources.modules.items():
-        began = before.modules.get(name, origin)
-        if origin != began:
-            raise ConfigError(
-                f"the module {name} is {origin or 'not there'}, the run began with {began}; start "
-                f"where the run was started; where the file was moved, correct {file}"
-            )
+    for what, now, then in (
+        ("module", sources.modules, before.modules),
+        ("script", sources.scripts, before.scripts),
+    ):
+        for name, origin in now.items():
+            began = then.get(name, origin)
+            if origin != began:
+                raise ConfigError(
+                    f"the {what} {name} is {origin or 'not there'}, the run began with {began}; "
+                    f"start where the run was started; where the file was moved, correct {file}"
+                )

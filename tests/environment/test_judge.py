@@ -15,7 +15,8 @@ import pytest
 import uvicorn
 
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
-from actors.environment.judge import BadJudge, Judge, judge_options, load_judges
+from actors.environment.judge import Judge, load_judges
+from actors.environment.judge_options import BadJudge, judge_options, score_of
 from actors.environment.protocol import Action, RewardError
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.types import Task
@@ -66,6 +67,11 @@ class Model:
 
 def failing(status: int, **headers: str) -> Callable[[], tuple[int, dict[str, str], bytes]]:
     return lambda: (status, headers, b"{}")
+
+
+def answering(text: str, usage: Any = None, **choice: Any) -> Any:
+    choices = [{"message": {"content": text}, **choice}]
+    return lambda: (200, {}, json.dumps({"choices": choices, "usage": usage}).encode())
 
 
 @pytest.fixture
@@ -165,7 +171,7 @@ async def test_a_file_keeps_replies_for_other_processes(model: Model, tmp_path: 
 async def test_a_cache_that_cannot_be_read_costs_no_judgement(
     model: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "cache.db").write_bytes(b"no database, and long enough to be taken for one" * 99)
+    (tmp_path / "cache.db").write_bytes(b"SQLite format 3\0 and nothing of it" * 99)
     judge = judge_of(model, cache=str(tmp_path / "cache.db"))
     assert (await ask(judge)).score == (await ask(judge)).score
     await ask(judge, "8")
@@ -175,16 +181,19 @@ async def test_a_cache_that_cannot_be_read_costs_no_judgement(
 async def test_what_may_pass_is_asked_again_as_the_server_says(
     model: Model, without_delay: list[float]
 ) -> None:
-    model.answers = [failing(503), failing(429, **{"Retry-After": "7"}), lambda: (200, {}, b"[]")]
+    model.answers = [failing(503), failing(429, **{"Retry-After": "7.5"}), lambda: (200, {}, b"[]")]
     assert (await ask(judge_of(model))).score > 0
     assert len(model.requests) == 4
     delays = [each for each in without_delay if each > 0.4]
-    assert 0.5 <= delays[0] <= 1 and delays[1] == 7 and 2 <= delays[2] <= 4
+    assert 0.5 <= delays[0] <= 1 and delays[1] == 7.5 and 2 <= delays[2] <= 4
 
 
 @pytest.mark.parametrize(
     ("answers", "text", "words", "num_requests"),
     [
+        ([failing(520)] * 4, "", "status 520, 4 times", 4),
+        ([answering("Score: 1", finish_reason="length")], "", "was cut off", 1),
+        ([], "Score: 8" + " " * 100_000, "longer than 100000", 1),
         ([failing(500)] * 4, "", "status 500, 4 times", 4),
         ([failing(401)], "", "status 401 of http", 1),
         ([lambda: (200, {}, b"no json")] * 4, "", "no chat completion, 4 times", 4),
@@ -219,6 +228,29 @@ async def test_nobody_there_and_a_time_out_are_errors_too(model: Model) -> None:
         await ask(judge_of(model, max_retries=0))
 
 
+async def test_a_key_is_sent_without_its_line_and_never_shown(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-abc\n")
+    judge = judge_of(model, api_key=None, max_retries=0)
+    await ask(judge)
+    assert model.keys == ["Bearer sk-abc"]
+    for key in ("sk-\nabc", "sk-→"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(BadJudge, match="no header can have") as refused:
+            judge_of(model, api_key=None)
+        assert "sk-" not in str(refused.value)
+
+
+@pytest.mark.parametrize("usage", ["abc", [1], {"prompt_tokens": -5}, {"prompt_tokens": 1e400}])
+async def test_a_judgement_with_an_odd_bill_is_one(
+    model: Model, tmp_path: Path, usage: Any
+) -> None:
+    model.answers = [answering("\ud800 Score: 8", usage)]
+    found = await ask(judge_of(model, cache=str(tmp_path / "cache.db"), input_price=1.0))
+    assert (found.score, found.num_tokens, found.cost) == (pytest.approx(7 / 9), 0, 0.0)
+
+
 async def test_no_more_are_asked_at_once_than_the_setting_says(model: Model) -> None:
     model.delay_s = 0.02
     judge = judge_of(model, concurrency=3)
@@ -232,6 +264,55 @@ async def test_the_last_match_counts_and_without_a_scale_the_score_is_the_judges
     model.text = "Score: 2? No. Score: -0.5"
     judge = judge_of(model, parse=r"Score: (-?[0-9.]+)", scale=None)
     assert (await ask(judge)).score == -0.5
+
+
+async def test_a_request_is_as_the_service_wants_it(model: Model) -> None:
+    model.text = '{"score": 10}'
+    body = {
+        "max_tokens": None,
+        "max_completion_tokens": 64,
+        "response_format": {"type": "json_object"},
+    }
+    given = options(model, json_field="score", body=body)
+    del given["parse"]
+    judge = Judge(judge_options("good", given))
+    model.judges.append(judge)
+    assert (await ask(judge)).score == 1.0
+    [asked] = model.requests
+    assert asked["response_format"] == {"type": "json_object"}
+    assert asked["max_completion_tokens"] == 64 and "max_tokens" not in asked
+
+
+@pytest.mark.parametrize(
+    ("reply", "field", "score"),
+    [
+        ('{"score": 7}', "score", 7.0),
+        ('Well.\n```json\n{"why": "{braces}", "score": "3.5"}\n```\nDone.', "score", 3.5),
+        ('{"grades": {"style": 1, "right": true}}', "grades.right", 1.0),
+        ('{"score": 1} No: {"score": 2} {"other": 9}', "score", 2.0),
+        ('{not json} {"score": 4}', "score", 4.0),
+        ('{"score": 5', "score", None),
+        ('{"score": [5]}', "score", None),
+        ('{"score": null}', "score", None),
+        ('{"score": "NaN"}', "score", None),
+        ('{"score": 1%s}' % ("0" * 400), "score", None),
+        ('{"grades": 3}', "grades.right", None),
+        ('{"example": {"score": 1}, "score": 7,}', "score", None),
+        ('{"example": {"score": 1}, "score": ', "score", None),
+        ('{"a":' * 20_000, "score", None),
+        ("{" * 5000, "score", None),
+        ("7", "score", None),
+    ],
+)
+def test_a_score_is_read_out_of_json(reply: str, field: str, score: float | None) -> None:
+    judged = judge_options(
+        "good", {"url": "http://j/v1", "model": "m", "prompt": "$completion", "json_field": field}
+    )
+    if score is None:
+        with pytest.raises(RewardError, match="judge m: "):
+            score_of(judged, reply)
+    else:
+        assert score_of(judged, reply) == score
 
 
 async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
@@ -269,7 +350,21 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"prompt": "$completion for $ 5"}, "a $ without a name"),
         ({"parse": "[0-9]+"}, "expected one group"),
         ({"parse": "("}, "no regular expression"),
+        ({"parse": "(x)", "json_field": "score"}, "got parse and json_field"),
+        ({"json_field": "grades."}, "json_field: got 'grades.'"),
+        ({"json_field": 3}, "json_field: got 3, expected a text"),
+        ({"body": {"stream": True, "top_p": 1}}, "body: got stream"),
+        ({"body": ["top_p"]}, "body: got ['top_p']"),
         ({"scale": [10, 1]}, "scale: got [10, 1]"),
+        ({"body": {"top_p": float("nan")}}, "body: it cannot be sent as JSON"),
+        ({"url": "http://"}, "expected a host"),
+        ({"url": "http://j:99999/v1"}, "expected a host, and a port"),
+        ({"url": "http://j\n/v1"}, "expected a host"),
+        ({"cache": "/tmp"}, "cache: got '/tmp', expected a file"),
+        ({"cache": __file__}, "is there and no SQLite file"),
+        ({"parse": None}, "parse: got None, expected a text"),
+        ({"weight": 10**400}, "weight: got"),
+        ({"scale": [0, 10**400]}, "scale: got"),
         ({"scale": 5}, "scale: got 5"),
         ({"scale": ["a", "b"]}, "scale: got ['a', 'b']"),
         ({"timeout_s": 0}, "timeout_s: got 0"),

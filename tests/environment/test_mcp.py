@@ -170,11 +170,27 @@ async def test_what_is_no_server_is_told_at_the_first_task() -> None:
         ),
         ({"adress": "x"}, "the keys adress, expected some of command"),
         ("http://x", "'http://x', expected some of"),
+        ({"url": "http://x", "per": "task"}, "per: got 'task', expected actor or episode"),
     ],
 )
 def test_what_cannot_be_a_server_is_refused(given: Any, words: str) -> None:
     with pytest.raises(BadServer, match=words):
         server_options("sums", given)
+
+
+async def test_an_episode_may_have_a_server_of_its_own_which_ends_with_it() -> None:
+    own = {**STDIO, "per": "episode"}
+    first, second = made(sums=own), made(sums=own)
+    await check_calls(first)
+    await second.reset(TASK)
+    pids = [int((await said(each, call("process"))).split()[0]) for each in (first, second)]
+    assert pids[0] != pids[1] and all(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(ServerLost, match="mcp server sums"):
+        await second.step(call("end"))
+    await second.close()
+    assert await said(first, call("calculator", expression="1+1")) == "2"
+    await first.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 HOLDER = f"""

@@ -126,6 +126,34 @@ async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
     assert (await environment.step(Action(text="four"))).reward == 4.0
 
 
+# As docs/evaluation.md has it.
+PATTERN = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>\\boxed{1}</think>So \\boxed{2}, or \\boxed{ 3 }.", "3"),
+        ("It is \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{4} or \\boxed{ }", "4"),
+        ("Seven.", None),
+    ],
+)
+async def test_what_is_the_answer_may_be_said(text: str, answer: str | None) -> None:
+    options = {"reward": named("parts"), "answer_pattern": PATTERN}
+    environment = resolve("single_turn", options)()
+    await environment.reset(
+        Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "2"})
+    )
+    assert (await environment.step(Action(text=text))).answer == answer
+
+
+@pytest.mark.parametrize("pattern", ["(", "[0-9]+", "(a)(b)", 5, ["(a)"]])
+def test_a_pattern_that_finds_no_answer_is_refused(pattern: Any) -> None:
+    with pytest.raises(BadEnvironmentOptions, match="answer_pattern: "):
+        resolve("single_turn", {"reward": named("parts"), "answer_pattern": pattern})
+
+
 async def test_several_functions_are_summed_by_their_weights() -> None:
     asked: dict[str, Any] = {"prompt": "2 + 2", "answer": "4"}
     found = await play({"exact": 2.0, "parts": -1.0}, "4", system="Calculate.", **asked)

@@ -89,6 +89,31 @@ def test_what_is_installed_or_unpacked_by_ray_may_move(
     check_sources(tmp_path / "sources.json", Sources(tasks="", modules={"game": "/elsewhere"}))
 
 
+def test_the_scripts_of_mcp_servers_are_the_runs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(place: Path) -> Sources:
+        write(place, ["1"])
+        (place / "server.py").touch()
+        options = {
+            "reward": "sources_rewards.py:score",
+            "mcp": {
+                "sums": {"command": ["python3", "server.py", "--port", "8000"]},
+                "search": {"url": "http://127.0.0.1:1/mcp"},
+            },
+        }
+        config = config_in(place, monkeypatch, environment="tools", options=options)
+        return sources_of(config)
+
+    file = tmp_path / "sources.json"
+    began = asked(tmp_path / "mine")
+    assert began.scripts == {"server.py": str(tmp_path / "mine" / "server.py")}
+    write_sources(file, began)
+    check_sources(file, began)
+    with pytest.raises(ConfigError, match=r"the script server.py is .*other/server.py, the run"):
+        check_sources(file, replace(asked(tmp_path / "other"), modules=began.modules))
+
+
 def test_tasks_that_a_seed_makes_have_no_digest() -> None:
     tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
     config = parse_config(tree, source="test")

@@ -20,6 +20,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
 from actors.environment.task_data import PROMPT_DATA
+from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.user_code import describe, root_cause
 from actors.types import Task
@@ -38,18 +39,23 @@ class SingleTurnEnvironment:
         reward: str | Sequence[str] | Mapping[str, float] = (),
         system: str | None = None,
         judges: Mapping[str, Any] | None = None,
+        answer_pattern: str | None = None,
     ) -> None:
         """reward: as `load_functions`. system: a message before every prompt; None: none. judges:
-        by name, as `load_judges`; one of both is needed.
+        by name, as `load_judges`; one of both is needed. answer_pattern: a regular expression with
+        one group, what of the text is the answer that majority votes count; None: all of it.
 
-        Raises: BadRewardFunction, BadJudge.
+        Raises: BadRewardFunction, BadJudge; ValueError for the pattern.
         """
+        if answer_pattern is not None and (problem := problem_of(answer_pattern)) is not None:
+            raise ValueError(f"answer_pattern: {problem}; correct it")
         functions = load_functions(reward) if reward or not judges else ()
         self._functions: tuple[RewardFunction | JudgeReward, ...] = (
             *functions,
             *load_judges(judges or {}),
         )
         self._system = system
+        self._answer_pattern = answer_pattern
         self._columns: Mapping[str, Any] = {}
 
     async def reset(self, task: Task) -> Observation:
@@ -99,8 +105,12 @@ class SingleTurnEnvironment:
             reward=sum(function.weight * score.value for function, score in scores.items()),
             reward_components=self._components(scores),
             terminated=True,
-            answer=visible_text(completion),
+            answer=self._answer_in(visible_text(completion)),
         )
+
+    def _answer_in(self, text: str) -> str | None:
+        """None: nothing of it is an answer."""
+        return text if self._answer_pattern is None else last_of(self._answer_pattern, text)
 
     def _components(self, scores: Mapping[RewardFunction | JudgeReward, Score]) -> dict[str, float]:
         """An only function's parts as they are; of several each one's value, and its parts."""

@@ -8,6 +8,7 @@ row.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,14 @@ from typing import Any
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
 from actors.environment.malformed import MalformedTurns
-from actors.environment.mcp_servers import McpTool, ToolFailed, server_of, server_options
+from actors.environment.mcp_servers import (
+    EPISODE,
+    McpServer,
+    McpTool,
+    ToolFailed,
+    server_of,
+    server_options,
+)
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -54,14 +62,16 @@ class ToolsEnvironment(SingleTurnEnvironment):
         max_answer_chars: int = 8000,
         max_malformed: int = 3,
         judges: Mapping[str, Any] | None = None,
+        answer_pattern: str | None = None,
     ) -> None:
-        """reward, system, judges: as `single_turn`. tools: as `load_tools`. mcp: by name, as
-        `server_options`. call_limit_s: of each call; a function that is no coroutine goes on in
-        its thread all the same. max_answer_chars: of a tool's answer; the rest is cut off.
+        """reward, system, judges, answer_pattern: as `single_turn`. tools: as `load_tools`. mcp:
+        by name, as `server_options`. call_limit_s: of each call; a function that is no coroutine
+        goes on in its thread all the same. max_answer_chars: of a tool's answer; the rest is cut
+        off.
 
         Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
-        super().__init__(reward, system, judges)
+        super().__init__(reward, system, judges, answer_pattern)
         names = [tools] if isinstance(tools, str) else list(tools)
         if not names and not mcp:
             raise ValueError(
@@ -80,6 +90,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._max_answer_chars = max_answer_chars
         self._malformed = MalformedTurns(at_most=max_malformed, penalty=None)
         self._instances: list[Any] = []
+        self._own_servers: list[McpServer] = []
         self._tools: dict[str, FunctionTool | McpTool] = {}
         self._messages: list[dict[str, Any]] = []
 
@@ -101,8 +112,12 @@ class ToolsEnvironment(SingleTurnEnvironment):
             for each, instance in zip(self._toolset.classes, self._instances, strict=True)
             for tool in each.bound(instance)
         ]
-        of_servers = [tool for each in self._servers for tool in await server_of(each).tools()]
-        tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound, *of_servers]
+        tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound]
+        for options in self._servers:
+            server = server_of(options)
+            if options.per == EPISODE:
+                self._own_servers.append(server)
+            tools += await server.tools()
         self._tools = {tool.schema.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             raise ValueError(
@@ -164,8 +179,12 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     async def close(self) -> None:
         instances, self._instances = self._instances, []
-        for instance in instances:
-            await _call_if_there(instance, "close")
+        servers, self._own_servers = self._own_servers, []
+        try:
+            for instance in instances:
+                await _call_if_there(instance, "close")
+        finally:
+            await asyncio.gather(*(server.close() for server in servers))
 
 
 def _text_of(error: BaseException | None) -> str:

@@ -1,0 +1,281 @@
+"""Whom a judge asks, what, and how its reply becomes a score.
+
+Pure: `actors.environment.judge` asks. What is configured is refused before a run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+from urllib.parse import urlsplit
+
+from actors.environment.protocol import RewardError
+from actors.environment.text_patterns import last_of, problem_of
+from actors.environment.variables import expanded
+
+_OWN = frozenset({"prompt", "completion"})
+_TEXTS = ("url", "model", "prompt", "parse", "json_field", "system", "cache", "api_key")
+# Of the request, what no service may be told otherwise.
+_KEPT = frozenset({"messages", "model", "n", "stream"})
+
+
+class BadJudge(ValueError):
+    """What is configured cannot judge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """Whom to ask, what, and how the reply is read."""
+
+    url: str
+    """Where /chat/completions lies, such as https://api.openai.com/v1."""
+    model: str
+    prompt: str
+    """$completion, $prompt and the columns stand for their values; $$ for a dollar."""
+    system: str | None = None
+    parse: str = r"(-?[0-9]+(?:\.[0-9]+)?)"
+    """A regular expression with one group, the score; of several matches the last counts."""
+    json_field: str | None = None
+    """In the place of `parse`: the score is this field of the JSON object in the reply, of several
+    objects of the last that has it; a dot leads into an object (grades.helpful). true is 1."""
+    scale: tuple[float, float] | None = None
+    """[low, high] become 0 and 1, and what lies outside is no score; None: as the judge says."""
+    temperature: float = 0.0
+    max_tokens: int = 512
+    timeout_s: float = 60.0
+    """Of one request."""
+    max_retries: int = 3
+    """Of requests that fail on the way, or with a status that may pass (429, 503, …)."""
+    concurrency: int = 16
+    """Requests at once, of one environment actor."""
+    cache: str | None = None
+    """An SQLite file; None: replies are kept in memory, the newest KEPT_REPLIES."""
+    api_key: str | None = None
+    """$NAME: of the environment of the run's processes; sent as a bearer token. None:
+    $OPENAI_API_KEY, where it is set; empty: none is sent."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """More of the request, as the service wants it; null leaves one of ours out."""
+    input_price: float = 0.0
+    """Of a million tokens."""
+    output_price: float = 0.0
+    """Of a million tokens."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The columns that the prompt needs."""
+        return frozenset(Template(self.prompt).get_identifiers()) - _OWN
+
+
+def judge_options(name: str, given: Any) -> JudgeOptions:
+    """Read a judge's options. Raises: BadJudge."""
+    known = list(JudgeOptions.__dataclass_fields__)
+    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(known))):
+        told = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
+        raise BadJudge(
+            f"judges.{name}: got {told}, expected some of {', '.join(known)}; correct it"
+        )
+    if missing := [key for key in ("url", "model", "prompt") if not given.get(key)]:
+        raise BadJudge(f"judges.{name}: {', '.join(missing)} missing; give it")
+    if given.get("json_field") is not None and "parse" in given:
+        raise BadJudge(f"judges.{name}: got parse and json_field, expected one; drop the other")
+    scale = given.get("scale")
+    if isinstance(scale, list):
+        given = {**given, "scale": tuple(scale)}
+    settings = JudgeOptions(**given)
+    for problem in _problems(settings):
+        raise BadJudge(f"judges.{name}.{problem}; correct it")
+    return settings
+
+
+def _problems(settings: JudgeOptions) -> list[str]:
+    found = [
+        f"{name}: got {value!r}, expected a text"
+        for name in _TEXTS
+        if not isinstance(value := getattr(settings, name), str if name == "parse" else str | None)
+    ]
+    if found:
+        return found
+    found += _bad_texts(settings)
+    found += [] if settings.cache is None else _bad_cache(settings.cache)
+    given_scale = list(settings.scale) if isinstance(settings.scale, tuple) else settings.scale
+    if given_scale is not None and not _is_scale(settings.scale):
+        found.append(f"scale: got {given_scale!r}, expected [low, high], low below high")
+    try:
+        key_of(settings)
+    except ValueError as error:
+        found.append(str(error))
+    return [*found, *_bad_numbers(settings)]
+
+
+def key_of(options: JudgeOptions) -> str:
+    """What is sent as a bearer token; empty: none. Raises: ValueError, without the key."""
+    if options.api_key is None:
+        key = os.environ.get("OPENAI_API_KEY", "")
+    else:
+        key = expanded(options.api_key, what="api_key")
+    # Of a file that ends with its line.
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("api_key: it has characters that no header can have, expected a key")
+    return key
+
+
+def _bad_cache(cache: str) -> Iterator[str]:
+    file = Path(cache).expanduser().absolute()
+    if not cache or file.is_dir():
+        yield f"cache: got {cache!r}, expected a file"
+    elif not os.access(file.parent, os.W_OK):
+        yield f"cache: {file.parent} cannot be written, expected a directory that can"
+    elif file.is_file() and file.read_bytes()[:16] not in (b"", b"SQLite format 3\0"):
+        yield f"cache: {file} is there and no SQLite file, expected one, or another name"
+
+
+def _bad_texts(settings: JudgeOptions) -> Iterator[str]:
+    """Of the address, the prompt, of how the reply is read and of the request."""
+    if not settings.url.startswith(("http://", "https://")):
+        yield f"url: got {settings.url!r}, expected http:// or https://"
+    elif not _is_address(settings.url):
+        yield f"url: got {settings.url!r}, expected a host, and a port to 65535 if any"
+    template = Template(settings.prompt)
+    if not template.is_valid():
+        yield "prompt: it has a $ without a name, expected $NAME, or $$ for a dollar"
+    elif "completion" not in template.get_identifiers():
+        yield "prompt: it lacks $completion, which is what is to be judged"
+    if (problem := problem_of(settings.parse)) is not None:
+        yield f"parse: {problem}"
+    if settings.json_field is not None and not all(settings.json_field.split(".")):
+        yield f"json_field: got {settings.json_field!r}, expected names with dots between"
+    yield from _bad_body(settings.body)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:
+        return False
+
+
+def _bad_body(body: object) -> Iterator[str]:
+    if not isinstance(body, Mapping) or (kept := sorted(_KEPT & set(body))):
+        told = ", ".join(kept) if isinstance(body, Mapping) else repr(body)[:80]
+        yield f"body: got {told}, expected fields of the request other than these"
+        return
+    try:
+        json.dumps(body, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        yield f"body: it cannot be sent as JSON ({error})"
+
+
+def is_moderate(number: float) -> bool:
+    """Finite, and no whole number that is none as a float."""
+    return -1e300 <= number <= 1e300
+
+
+def _is_scale(scale: object) -> bool:
+    return (
+        isinstance(scale, tuple)
+        and len(scale) == 2
+        and all(isinstance(each, int | float) and is_moderate(each) for each in scale)
+        and scale[0] < scale[1]
+    )
+
+
+def _bad_numbers(settings: JudgeOptions) -> Iterator[str]:
+    for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            yield f"{name}: got {value!r}, expected a whole number from {least}"
+    for name, low in (
+        ("temperature", 0.0),
+        ("input_price", 0.0),
+        ("output_price", 0.0),
+        ("timeout_s", 0.01),
+    ):
+        value = getattr(settings, name)
+        if not isinstance(value, int | float) or not low <= value <= 1e300:
+            yield f"{name}: got {value!r}, expected a number from {low:g}"
+
+
+def question_of(
+    options: JudgeOptions, completion: str, columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The body of the request. Raises: RewardError where the task has not what the prompt needs."""
+    values = {**columns, "completion": completion}
+    template = Template(options.prompt)
+    named = {name: _shown(values[name]) for name in template.get_identifiers() if name in values}
+    try:
+        content = template.substitute(named)
+    except KeyError as error:
+        raise RewardError(f"judge: the task has no column {error}") from error
+    messages = [{"role": "user", "content": content}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    body = {
+        "model": options.model,
+        "messages": messages,
+        "temperature": options.temperature,
+        "max_tokens": options.max_tokens,
+        **options.body,
+    }
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def score_of(options: JudgeOptions, reply: str) -> float:
+    """The score in a reply, scaled. Raises: RewardError where there is none."""
+    where = f"judge {options.model}"
+    found: Any
+    if options.json_field is None:
+        found, how = last_of(options.parse, reply), f"parse {options.parse!r}"
+    else:
+        found, how = _field_of(reply, options.json_field), f"json_field {options.json_field}"
+    try:
+        score = float(found)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(
+            f"{where}: no score in its reply of {len(reply)} characters ({how})"
+        ) from error
+    if options.scale is not None:
+        low, high = options.scale
+        if not low <= score <= high:
+            raise RewardError(f"{where}: its score is {score:g}, expected {low:g} to {high:g}")
+        score = (score - low) / (high - low)
+    if not math.isfinite(score):
+        raise RewardError(f"{where}: its score is not finite")
+    return score
+
+
+def _field_of(reply: str, path: str) -> Any:
+    """Of the last JSON object in the text that has it; None: of none."""
+    found, decoder, start = None, json.JSONDecoder(), reply.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(reply, start)
+        except json.JSONDecodeError as error:
+            # A brace of the text, or an object that is broken: no part of it is an answer.
+            end = max(start + 1, error.pos)
+        except (ValueError, RecursionError):
+            break
+        else:
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else None
+            found = found if value is None else value
+        start = reply.find("{", end)
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A column as a person reads it; of a chat each message behind its role."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and all(
+        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in value
+    ):
+        return "\n".join(f"{each['role']}: {each['content']}" for each in value)
+    return json.dumps(value, ensure_ascii=False)
