@@ -1,11 +1,13 @@
-"""Commands of docs/coming-from.md and docs/environments.md, up to the first answer's score."""
+"""Code and commands of pages of docs/, up to the first answer's score."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,3 +92,26 @@ def test_the_environment_of_the_page_is_played(
     right, wrong = ("even", "odd") if task.seed % 2 == 0 else ("odd", "even")
     assert asyncio.run(reward_of(config, task, right)) == 1.0
     assert asyncio.run(reward_of(config, task, wrong)) == 0.0
+
+
+def test_the_game_of_the_tutorial_is_its_example_and_is_played_as_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = ROOT / "docs" / "examples" / "sticks"
+    page = (ROOT / "docs" / "environment-tutorial.md").read_text()
+    shown, by_hand = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
+    written = (place / "sticks.py").read_text().splitlines()
+    left_out = [line for line in shown.splitlines() if line not in written]
+    assert left_out == ["    def __init__(self, *, fewest: int = 5, most: int = 9) -> None: ..."]
+    played = subprocess.run(
+        [sys.executable, "-c", by_hand],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"```\n{played.stdout}```\n" in page
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(str(place))
+    assert "left." in first_observation(load_config(place / "sticks.yaml")).messages[1].content

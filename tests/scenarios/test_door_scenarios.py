@@ -11,6 +11,7 @@ import pytest
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ROOT, START_S, STEP_S, running
 
+from actors.types import Outcome
 from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
@@ -80,3 +81,20 @@ def test_tools_are_called_and_trained(
     ]
     # Calls were made, and answered: both functions give 0.2 for one that worked.
     assert any(len(each.turns) > 1 and each.episode_return >= 0.2 for each in trajectories)
+
+
+def test_a_world_of_ones_own_is_played_and_trained(tmp_path: Path) -> None:
+    """docs/environment-tutorial.md, as its command is, for fewer steps."""
+    place = tmp_path / "mine"
+    shutil.copytree(ROOT / "docs" / "examples" / "sticks", place)
+    options = ["--set", "run.steps=3", *QUICK]
+    with running(place / "sticks.yaml", tmp_path / "run", options, cwd=place) as run:
+        assert run.wait(limit_s=START_S + 3 * STEP_S) == 0, run.log()
+        check_finished(run, steps=3)
+        check_audit(run)
+    trajectories = [
+        entry.trajectory for step in open_journal(run.place.path).steps() for entry in step.entries
+    ]
+    # Some games go on after the first move, and some moves are none.
+    assert any(len(each.turns) > 1 for each in trajectories)
+    assert any(each.outcome is Outcome.MALFORMED_TOOL_CALL for each in trajectories)
