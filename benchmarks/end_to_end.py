@@ -2,11 +2,12 @@
 
     PYTHONPATH=tests python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python
 
-Both sides get the same model directory, data set, reward functions and class of tools, prompts in
-one order, samples a step, limits, optimiser and objective (the clip, token mean, no KL, returns
-less their group's mean), float32, and both cores. Ours is `rayloom train` as a user starts it, with
-lag 0 and 1, told by its run directory; TRL's is `peers/trl_end_to_end.py`. Sides run one after the
-other, once a seed. Prints one line of JSON for each family; exits with 1 when a goal is missed.
+Both sides get the same model directory, data set, reward functions and class of tools, samples a
+step, limits, optimiser and objective (the clip, token mean, no KL, returns less their group's
+mean), float32, and both cores. TRL keeps the file's order of prompts, ours shuffles. Ours is
+`rayloom train` as a user starts it, with lag 0 and 1, told by its run directory; TRL's is
+`peers/trl_end_to_end.py`. Sides run one after the other, once a seed. Prints one line of JSON for
+each family; exits with 1 when a goal is missed.
 """
 
 from __future__ import annotations

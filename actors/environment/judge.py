@@ -213,6 +213,7 @@ def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
         raise BadJudge(
             f"judges: got {given!r:.80}, expected options by the judge's name; correct it"
         )
+    # A date of YAML in the body is sent as its text.
     return tuple(_load(name, json.dumps(options, default=str)) for name, options in given.items())
 
 

@@ -132,8 +132,10 @@ def _bad_cache(cache: str) -> Iterator[str]:
         yield f"cache: got {cache!r}, expected a file"
     elif not os.access(file.parent, os.W_OK):
         yield f"cache: {file.parent} cannot be written, expected a directory that can"
-    elif file.is_file() and file.read_bytes()[:16] not in (b"", b"SQLite format 3\0"):
-        yield f"cache: {file} is there and no SQLite file, expected one, or another name"
+    elif file.is_file():
+        with file.open("rb") as opened:
+            if opened.read(16) not in (b"", b"SQLite format 3\0"):
+                yield f"cache: {file} is there and no SQLite file, expected one, or another name"
 
 
 def _bad_texts(settings: JudgeOptions) -> Iterator[str]:
@@ -174,7 +176,7 @@ def _bad_body(body: object) -> Iterator[str]:
 
 
 def is_moderate(number: float) -> bool:
-    """Finite, and no whole number that is none as a float."""
+    """Finite, also as a float: a whole number may be too large for one."""
     return -1e300 <= number <= 1e300
 
 

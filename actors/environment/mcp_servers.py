@@ -309,9 +309,7 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = W
 
 
 def server_of(settings: ServerOptions) -> McpServer:
-    """A new one for an episode, which closes it; or the one of this event loop."""
-    if settings.per == EPISODE:
-        return McpServer(settings)
+    """The one of this event loop."""
     own = _servers.setdefault(asyncio.get_running_loop(), {})
     return own.setdefault(settings.key, McpServer(settings))
 

@@ -68,7 +68,10 @@ def user_modules(config: Config) -> list[str]:
 
 
 def user_scripts(config: Config) -> list[Path]:
-    """The files that the commands of MCP servers name, as they name them. Raises: BadServer."""
+    """The files that the commands of MCP servers name, as they name them.
+
+    The environments have been made by then, which refuses options that are wrong.
+    """
     found = [
         path
         for each in config.members.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from worlds.prometheus_server import free_port
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
 
@@ -28,8 +28,7 @@ STEPS = 3
 @contextmanager
 def judging(model: Path) -> Iterator[str]:
     """Yields the address below which /chat/completions lies."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--kv-cache-memory-bytes", "134217728"]

@@ -114,9 +114,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         ]
         tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound]
         for options in self._servers:
-            server = server_of(options)
             if options.per == EPISODE:
+                server = McpServer(options)
                 self._own_servers.append(server)
+            else:
+                server = server_of(options)
             tools += await server.tools()
         self._tools = {tool.schema.name: tool for tool in tools}
         if len(self._tools) < len(tools):
