@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.environment.protocol import RewardError
-from actors.environment.text_patterns import last_of, problem_of
+from actors.environment.text_patterns import PatternTooSlow, last_of, problem_of
 from actors.environment.variables import expanded
 
 _OWN = frozenset({"prompt", "completion"})
@@ -39,8 +39,9 @@ class JudgeOptions:
     prompt: str
     """$completion, $prompt and the columns stand for their values; $$ for a dollar."""
     system: str | None = None
-    parse: str = r"(-?[0-9]+(?:\.[0-9]+)?)"
-    """A regular expression with one group, the score; of several matches the last counts."""
+    parse: str = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
+    """A regular expression with one group, the score; of several matches the last counts. This one
+    takes no part of 1,000 for a number."""
     json_field: str | None = None
     """In the place of `parse`: the score is this field of the JSON object in the reply, of several
     objects of the last that has it; a dot leads into an object (grades.helpful). true is 1."""
@@ -234,7 +235,10 @@ def score_of(options: JudgeOptions, reply: str) -> float:
     where = f"judge {options.model}"
     found: Any
     if options.json_field is None:
-        found, how = last_of(options.parse, reply), f"parse {options.parse!r}"
+        try:
+            found, how = last_of(options.parse, reply), f"parse {options.parse!r}"
+        except PatternTooSlow as error:
+            raise RewardError(f"{where}: {error}") from error
     else:
         found, how = _field_of(reply, options.json_field), f"json_field {options.json_field}"
     try:

@@ -1,11 +1,18 @@
 """What a user's regular expression, with one group, finds in a text of a model.
 
-Called for the score in a judge's reply and the answer in a completion.
+Called for the score in a judge's reply and the answer in a completion. By the package `regex`,
+because Python's own cannot be stopped: a pattern that tries for ever would hold up the process.
 """
 
 from __future__ import annotations
 
-import re
+import regex
+
+LIMIT_S = 1.0
+
+
+class PatternTooSlow(ValueError):
+    """A pattern was not done with a text in time; the message says what to do."""
 
 
 def problem_of(pattern: object) -> str | None:
@@ -13,16 +20,25 @@ def problem_of(pattern: object) -> str | None:
     if not isinstance(pattern, str):
         return f"got {pattern!r}, expected a text"
     try:
-        if re.compile(pattern).groups == 1:
+        if regex.compile(pattern).groups == 1:
             return None
-    except re.error as error:
+    except regex.error as error:
         return f"{pattern!r} is no regular expression ({error})"
     return f"got {pattern!r}, expected one group, in parentheses"
 
 
 def last_of(pattern: str, text: str) -> str | None:
-    """The group of the last match that has anything in it, stripped; None: there is none."""
+    """The group of the last match that has anything in it, stripped; None: there is none.
+
+    Raises: PatternTooSlow.
+    """
     found = None
-    for match in re.finditer(pattern, text):
-        found = (match[1] or "").strip() or found
+    try:
+        for match in regex.finditer(pattern, text, timeout=LIMIT_S):
+            found = (match[1] or "").strip() or found
+    except TimeoutError as error:
+        raise PatternTooSlow(
+            f"the pattern {pattern!r} was not done within {LIMIT_S:g} s with a text of {len(text)} "
+            "characters; write one without a repetition within a repetition, such as (a+)+"
+        ) from error
     return found

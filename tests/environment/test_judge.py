@@ -266,6 +266,40 @@ async def test_the_last_match_counts_and_without_a_scale_the_score_is_the_judges
     assert (await ask(judge)).score == -0.5
 
 
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("7", 7.0),
+        ("From 1 to 10: 8.5.", 8.5),
+        ("-2", -2.0),
+        ("9-3", 3.0),
+        ("1,000", None),
+        ("1.5,2", None),
+        ("fine", None),
+    ],
+)
+async def test_where_no_pattern_is_named_the_last_number_counts_and_no_part_of_one(
+    model: Model, reply: str, score: float | None
+) -> None:
+    model.text = reply
+    given = options(model, scale=None)
+    del given["parse"]
+    judge = Judge(judge_options("good", given))
+    model.judges.append(judge)
+    if score is None:
+        with pytest.raises(RewardError, match="no score in its reply"):
+            await ask(judge)
+    else:
+        assert (await ask(judge)).score == score
+
+
+async def test_a_pattern_that_tries_for_ever_is_stopped(model: Model) -> None:
+    model.text = "1" * 60 + "x"
+    judge = judge_of(model, parse=r"^((?:1|11)+)$")
+    with pytest.raises(RewardError, match=r"was not done within 1 s with a text of 61 characters"):
+        await ask(judge)
+
+
 async def test_a_request_is_as_the_service_wants_it(model: Model) -> None:
     model.text = '{"score": 10}'
     body = {

@@ -148,6 +148,16 @@ async def test_what_is_the_answer_may_be_said(text: str, answer: str | None) -> 
     assert (await environment.step(Action(text=text))).answer == answer
 
 
+async def test_a_pattern_that_tries_for_ever_leaves_the_answer_unscored() -> None:
+    options = {"reward": named("parts"), "answer_pattern": r"^((?:a|aa)+)$"}
+    environment = resolve("single_turn", options)()
+    await environment.reset(
+        Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "2"})
+    )
+    with pytest.raises(RewardError, match=r"answer_pattern: .* was not done within 1 s"):
+        await environment.step(Action(text="a" * 60 + "b"))
+
+
 @pytest.mark.parametrize("pattern", ["(", "[0-9]+", "(a)(b)", 5, ["(a)"]])
 def test_a_pattern_that_finds_no_answer_is_refused(pattern: Any) -> None:
     with pytest.raises(BadEnvironmentOptions, match="answer_pattern: "):
