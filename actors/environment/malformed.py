@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from actors.environment.protocol import Message, StepResult
 
+ERROR = "error: {message}"
+"""A tool's answer to a call that failed."""
+MAX_CALLS_PER_TURN = 8
+"""Calls that are answered; a turn with more is malformed."""
+
 
 class MalformedTurns:
     """Counts an episode's malformed turns in a row."""

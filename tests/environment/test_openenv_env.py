@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from websockets.asyncio.server import ServerConnection, serve
 
 from actors.environment.builtin.openenv_env import OpenEnvEnvironment
-from actors.environment.protocol import Action, RewardError, StepResult
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    MalformedReason,
+    RewardError,
+    StepResult,
+    ToolCall,
+)
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.types import Task
 
@@ -38,6 +45,9 @@ class Server:
     paths: list[str] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     num_open: int = 0
+    tools: list[dict[str, Any]] | None = None
+    """MCP's; with them, `call_tool` is what a step takes."""
+    called: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def talk(self, session: ServerConnection) -> None:
         assert session.request is not None
@@ -62,6 +72,10 @@ class Server:
             self.num_open -= 1
 
     def _step(self, data: dict[str, Any]) -> str | None:
+        if self.tools is not None and data.get("type") == "list_tools":
+            return _observation({"tools": self.tools})
+        if self.tools is not None and data.get("type") == "call_tool":
+            return self._called(data["tool_name"], data["arguments"])
         try:
             guess = Guess.model_validate(data)
         except ValidationError as error:
@@ -75,6 +89,20 @@ class Server:
         is_hit = guess.number == number
         reward = None if mode == "unscored" else float(is_hit)
         return _observation({"text": "higher", "left": 8}, reward=reward, done=is_hit)
+
+    def _called(self, name: str, arguments: dict[str, Any]) -> str:
+        """As OpenEnv's `MCPEnvironment` answers a call."""
+        self.called.append((name, arguments))
+        seen: dict[str, Any] = {"tool_name": name, "result": None, "error": None}
+        number, mode = arguments["number"], self.resets[-1].get("mode")
+        if number < 0:
+            seen["error"] = {"error_type": mode, "message": "no such number"}
+            return _observation(seen)
+        is_hit = number == self.resets[-1]["seed"]
+        parts = [{"type": "text", "text": "yes" if is_hit else "higher"}, {"type": "image"}]
+        seen["result"] = {"content": parts, "is_error": False}
+        is_scored = is_hit if mode == "late" else mode != "unscored"
+        return _observation(seen, reward=float(is_hit) if is_scored else None, done=is_hit)
 
 
 def _observation(fields: dict[str, Any], **more: Any) -> str:
@@ -102,6 +130,40 @@ def _made(server: Server, **options: Any) -> OpenEnvEnvironment:
 
 def _task(seed: int = 3, **data: Any) -> Task:
     return Task(task_id="t", environment="openenv", seed=seed, data=data)
+
+
+GUESS = {
+    "name": "guess",
+    "description": "Guess the number.",
+    "input_schema": {
+        "type": "object",
+        "title": "guessArguments",
+        "properties": {"number": {"type": "integer", "title": "Number"}},
+        "required": ["number"],
+        "additionalProperties": False,
+    },
+}
+
+
+async def _with_tools(
+    server: Server, *turns: Sequence[ToolCall | MalformedCall], mode: str = "", **options: Any
+) -> list[StepResult]:
+    """Play an episode of calls."""
+    given = {"tools": True, "prompt": "Guess.", **options}
+    environment = OpenEnvEnvironment(url=server.url, **given)
+    try:
+        start = await environment.reset(_task(mode=mode))
+        assert [tool.name for tool in start.tools] == ["guess"]
+        return [await environment.step(Action(text="", calls=tuple(calls))) for calls in turns]
+    finally:
+        await environment.close()
+
+
+def _guess(number: int) -> ToolCall:
+    return ToolCall(name="guess", arguments={"number": number}, id=f"c{number}")
+
+
+NO_JSON = MalformedCall(reason=MalformedReason.INVALID_JSON, message="No JSON.")
 
 
 async def _play(environment: OpenEnvEnvironment, *answers: str) -> list[StepResult]:
@@ -194,6 +256,78 @@ async def test_a_failure_of_the_server_is_no_reward_of_0(
         await environment.close()
 
 
+async def test_the_policy_calls_the_environments_mcp_tools() -> None:
+    async with served(tools=[GUESS]) as server:
+        environment = OpenEnvEnvironment(url=server.url, tools=True, prompt="Guess.")
+        start = await environment.reset(_task())
+        (tool,) = start.tools
+        assert (tool.name, tool.description) == ("guess", "Guess the number.")
+        assert tool.parameters["properties"] == {"number": {"type": "integer"}}
+        assert start.messages[0].content == "Guess."
+        first = await environment.step(Action(text="", calls=(_guess(1), _guess(2))))
+        assert [message.content for message in first.messages] == ["higher\n[image]"] * 2
+        assert [message.tool_call_id for message in first.messages] == ["c1", "c2"]
+        assert first.reward == 0.0 and first.reward_components == {"score": 0.0}
+        # What follows the end of an episode is not asked of the server.
+        last = await environment.step(Action(text="", calls=(_guess(3), _guess(4))))
+        assert last.terminated and last.reward == 1.0 and last.messages == ()
+        assert [arguments["number"] for _, arguments in server.called] == [1, 2, 3]
+        await environment.close()
+
+
+async def test_a_turn_without_a_call_ends_an_episode_that_was_scored() -> None:
+    async with served(tools=[GUESS]) as server:
+        first, scored, last = await _with_tools(server, (), (_guess(1),), ())
+        assert first.is_malformed and first.messages[0].content == "Call one of the tools."
+        assert scored.reward_components == {"score": 0.0} and not scored.terminated
+        assert last == StepResult(terminated=True)
+        silent = await _with_tools(server, (_guess(1),), (), mode="late")
+        assert [each.is_malformed for each in silent] == [False, True]
+
+
+async def test_a_call_that_cannot_be_read_is_malformed_and_the_others_are_made() -> None:
+    async with served(tools=[GUESS]) as server:
+        mixed, again, over = await _with_tools(
+            server, (NO_JSON, _guess(1)), (NO_JSON,), (_guess(1),) * 9, max_malformed=2
+        )
+        assert [message.content for message in mixed.messages][:1] == ["error: No JSON."]
+        assert mixed.reward_components == {"score": 0.0, "malformed": -0.1}
+        assert mixed.is_malformed and again.is_malformed and over.ended_by_malformed
+        assert len(server.called) == 1 + 8
+        won = (await _with_tools(server, (NO_JSON, _guess(3))))[0]
+        assert won.terminated and not won.is_malformed and won.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_malformed"),
+    [("execution_error", False), ("timeout", False), ("invalid_args", True)],
+)
+async def test_a_tools_error_is_told_to_the_policy(mode: str, is_malformed: bool) -> None:
+    async with served(tools=[GUESS]) as server:
+        (result,) = await _with_tools(server, (_guess(-1),), mode=mode)
+        assert result.messages[0].content == "error: no such number"
+        assert result.is_malformed == is_malformed
+
+
+async def test_tools_that_the_environment_cannot_reach_are_no_fault_of_the_policy() -> None:
+    async with served(tools=[GUESS]) as server:
+        with pytest.raises(ValueError, match="a call of guess failed: no such number"):
+            await _with_tools(server, (_guess(-1),), mode="transport_error")
+        with pytest.raises(RewardError, match="no step had a reward"):
+            await _with_tools(server, (_guess(3),), mode="unscored", best_return=1.0)
+
+
+@pytest.mark.parametrize(
+    ("tools", "why"), [(None, "number: Field required"), ([], "its list is empty")]
+)
+async def test_an_environment_without_tools_is_refused(
+    tools: list[dict[str, Any]] | None, why: str
+) -> None:
+    async with served(tools=tools) as server:
+        with pytest.raises(ValueError, match=rf"without MCP tools \({why}.*action_field"):
+            await _with_tools(server)
+
+
 async def test_a_full_server_is_waited_for() -> None:
     async with served(room=1) as server:
         first, second = _made(server), _made(server)
@@ -223,6 +357,10 @@ async def test_an_observation_without_the_field_names_those_that_it_has() -> Non
         with pytest.raises(ValueError, match=r"\['left', 'metadata', 'text'\], expected board"):
             await environment.reset(_task())
         await environment.close()
+        environment = _made(server, observation_field="metadata.hint")
+        with pytest.raises(ValueError, match=r"fields \[\], expected hint"):
+            await environment.reset(_task())
+        await environment.close()
 
 
 async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +378,8 @@ async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
         ({"url": "localhost:8000"}, "got url='localhost:8000', expected the address"),
         ({}, "missing a required argument: 'url'"),
         ({"url": "ws://h", "prompt": "go"}, "prompt: got 'go'"),
+        ({"url": "ws://h", "tools": True, "step_prompt": "go"}, "step_prompt: got 'go'"),
+        ({"url": "ws://h", "tools": True, "action_field": "number"}, "expected one way to act"),
         ({"url": "ws://h", "malformed_penalty": -1}, "malformed_penalty=-1"),
         ({"url": "ws://h", "headers": {"A": "$NOT_SET_ANYWHERE"}}, "NOT_SET_ANYWHERE is not set"),
     ],

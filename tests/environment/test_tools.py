@@ -266,6 +266,7 @@ def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> N
     [
         ({"tools": []}, "tools: got none"),
         ({"tools": "a.py"}, "expected FILE.py:NAME"),
+        ({"mcp": [{"url": "http://x"}]}, "mcp: got .*, expected servers by their names"),
         ({"tools": named("long"), "call_limit_s": 0}, "call_limit_s=0"),
         ({"tools": named("long"), "max_answer_chars": 0}, "max_answer_chars=0"),
         ({}, "tools: got none"),

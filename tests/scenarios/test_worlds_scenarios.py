@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -32,6 +33,8 @@ STEPS = 20
 class World:
     """How an environment is played, and what the tiny model answers before it has learnt."""
 
+    environment: str | None = None
+    """None: its name here."""
     options: dict[str, Any]
     answer: Callable[[random.Random, int], str]
     """By dice and the turn's number."""
@@ -55,6 +58,11 @@ def _any_search_and_answer(dice: random.Random, turn: int) -> str:
         return fact.answer
     query = json.dumps({"name": "search", "arguments": {"query": fact.document.text.split()[0]}})
     return f"<tool_call>{query}</tool_call>"
+
+
+def _any_guess(dice: random.Random, _turn: int) -> str:
+    call = {"name": "guess", "arguments": {"number": dice.randint(1, 8)}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
 def _small_sum(seed: int) -> dict[str, Any]:
@@ -102,7 +110,14 @@ WORLDS = {
         options={"action_field": "number", "observation_field": "text"},
         answer=lambda dice, _turn: dice.choice([str(dice.randint(1, 8))] * 5 + ["x"]),
         rollouts={"max_turns": 6, "max_tokens_per_turn": 8},
-        server=real_server,
+        server=partial(real_server, "openenv_guessing.py"),
+    ),
+    "openenv_tools": World(
+        environment="openenv",
+        options={"tools": True, "observation_field": "metadata.text"},
+        answer=_any_guess,
+        rollouts={"max_turns": 6, "max_tokens_per_turn": 32},
+        server=partial(real_server, "openenv_tools.py"),
     ),
 }
 
@@ -114,11 +129,12 @@ def test_the_tiny_model_plays_twenty_steps(
     world = WORLDS[name]
     if world.needs is not None:
         need_package(*world.needs)
-    tasks: dict[str, Any] = {"environment": name, "evaluation_tasks": 0}
+    environment = world.environment or name
+    tasks: dict[str, Any] = {"environment": environment, "evaluation_tasks": 0}
     if world.data is not None:
         tasks["file"] = str(tmp_path / "tasks.jsonl")
         listed = [
-            Task(task_id=str(seed), environment=name, seed=seed, data=world.data(seed))
+            Task(task_id=str(seed), environment=environment, seed=seed, data=world.data(seed))
             for seed in range(90)
         ]
         write_tasks(tasks["file"], listed)
@@ -127,7 +143,7 @@ def test_the_tiny_model_plays_twenty_steps(
         model = warmed_up(
             tmp_path / "model",
             random_plays(
-                resolve(name, options),
+                resolve(environment, options),
                 world.answer,
                 data=world.data,
                 max_turns=world.rollouts["max_turns"],

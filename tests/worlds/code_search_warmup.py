@@ -9,8 +9,9 @@ import json
 import random
 from pathlib import Path
 
-from actors.environment.builtin.code_search.environment import ERROR, QUESTION
+from actors.environment.builtin.code_search.environment import QUESTION
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS
+from actors.environment.malformed import ERROR
 from actors.trainer.tiny.warmup import Conversation
 from worlds import forms_warmup
 

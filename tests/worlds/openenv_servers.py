@@ -17,11 +17,11 @@ START_S = 60.0
 
 
 @contextmanager
-def real_server() -> Iterator[str]:
-    """The example of docs/examples behind the package's own server; gives its address."""
+def real_server(example: str) -> Iterator[str]:
+    """An example of docs/examples behind the package's own server; gives its address."""
     python = environment_of("openenv") / "bin" / "python"
     port = free_port()
-    line = [str(python), str(ROOT / "docs/examples/openenv_guessing.py"), "--port", str(port)]
+    line = [str(python), str(ROOT / "docs/examples" / example), "--port", str(port)]
     process = subprocess.Popen(line)
     try:
         address = f"http://127.0.0.1:{port}"

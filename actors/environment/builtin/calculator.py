@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 
-from actors.environment.malformed import MalformedTurns
+from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -35,7 +35,6 @@ from actors.types import Task
 
 QUESTION = "What is {expression}?"
 NOT_A_NUMBER = "Answer with a number."
-ERROR = "error: {message}"
 CALCULATOR = ToolSchema(
     name="calculator",
     description="Evaluate an arithmetic expression.",
@@ -46,7 +45,6 @@ CALCULATOR = ToolSchema(
     },
 )
 
-MAX_CALLS_PER_TURN = 8
 _FINAL_ANSWER = re.compile(r"[-+]?[0-9]{1,15}(\.[0-9]{1,9})?\.?")
 MAX_EXPRESSION_CHARS = 120
 MAX_MAGNITUDE = 1e12

@@ -1,63 +1,67 @@
 """Adapter for OpenEnv: environments behind its servers, by their protocol; no package of theirs.
 
-An episode is one WebSocket session at `URL/ws` (`reset`, then `step` by `step`): a server makes a
-new environment for each HTTP request, so that `/reset` and `/step` play no episode. The reward is
-the server's own (component `score`). An action that its schema does not take is malformed: it costs
-`malformed_penalty` (component `malformed`), moves nothing, and ends the episode after
-`max_malformed` in a row. Any other error of the server, or its loss, ends the attempt as an
-environment error, and an episode without any reward as a reward error.
+An episode is one session (`openenv_session`). The reward is the server's own (component `score`).
+An action that its schema does not take is malformed: it costs `malformed_penalty` (component
+`malformed`), moves nothing, and ends the episode after `max_malformed` in a row. Any other error of
+the server, or its loss, ends the attempt as an environment error, and an episode without any reward
+as a reward error.
+
+With `tools` the policy calls the environment's MCP tools, each call a step of the server's. A turn
+that calls nothing is the last one where a step has had a reward, and malformed before.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
-
-from actors.environment.malformed import MalformedTurns
+from actors.environment.builtin.openenv_session import (
+    OpenEnvSession,
+    Refused,
+    failed_step,
+    place_of,
+)
+from actors.environment.function_tools import tidy
+from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
 from actors.environment.protocol import (
     Action,
+    MalformedCall,
     Message,
     Observation,
     RewardError,
     Role,
     StepResult,
+    ToolCall,
+    ToolSchema,
 )
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import describe
 from actors.environment.variables import expanded
 from actors.types import Task
 
 NO_ACTION = "The environment takes no such answer: {why}."
 NO_OBJECT = "Answer with one JSON object."
-OPEN_LIMIT_S = 10.0
-CLOSE_LIMIT_S = 2.0
-MAX_MESSAGE_BYTES = 16 * 2**20
+NO_CALL = "Call one of the tools."
+NO_TOOLS = (
+    "openenv: got an environment without MCP tools ({why}), expected one or more; leave "
+    "tasks.options.tools out, and name the action's field in action_field"
+)
+ACTION_FIELD = "message"
 # Errors of a field that are the configuration's, and not what the policy said in it.
 _WRONG_FIELDS = {"missing", "extra_forbidden"}
-
-
-class _Refused(Exception):
-    """An action does not fit the server's schema; the message is for the policy."""
-
-
-class _Full(Exception):
-    """All sessions of the server are taken."""
+# Faults of a call, in OpenEnv's words, that are the policy's, and that are the server's.
+_MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
+_TRANSPORT = "transport_error"
 
 
 class OpenEnvEnvironment:
     """url: of the server, http(s):// or ws(s)://. headers: sent to it; `$NAME` is a variable.
 
     action_field: of the action, which the policy's text becomes; None: the text is the action, as
-    JSON. action: its other fields. observation_field: what the policy is shown; None: all, as JSON.
-    prompt, step_prompt: of the first message and of later ones, with {observation}.
+    JSON. action: its other fields. tools: the policy calls the environment's MCP tools instead.
+    observation_field: what the policy is shown, such as `text` or `metadata.text`; None: all, as
+    JSON. prompt, step_prompt: of the first message and of later ones, with {observation}.
     reset: what it is called with beside the seed and a task's data. wait_s: for a free session.
     """
 
@@ -70,8 +74,9 @@ class OpenEnvEnvironment:
         self,
         *,
         url: str,
-        action_field: str | None = "message",
+        action_field: str | None = ACTION_FIELD,
         action: Mapping[str, Any] | None = None,
+        tools: bool = False,
         observation_field: str | None = None,
         prompt: str = "{observation}",
         step_prompt: str = "{observation}",
@@ -93,18 +98,31 @@ class OpenEnvEnvironment:
                 f"openenv: got max_malformed={max_malformed}, wait_s={wait_s}, "
                 f"malformed_penalty={malformed_penalty}; expected 0 or more, and a penalty below 10"
             )
-        for name, template in (("prompt", prompt), ("step_prompt", step_prompt)):
+        if tools and (action or action_field != ACTION_FIELD):
+            raise ValueError(
+                "openenv: got tools together with action or action_field, expected one way to act: "
+                "calls of the environment's tools, or an action made of the policy's text"
+            )
+        # The first observation of an environment with tools often holds nothing.
+        shown = (
+            {"step_prompt": step_prompt}
+            if tools
+            else {"prompt": prompt, "step_prompt": step_prompt}
+        )
+        for name, template in shown.items():
             if "{observation}" not in template:
                 raise ValueError(
                     f"openenv: {name}: got {template!r}, expected a text that holds {{observation}}"
                 )
-        self._url = f"{scheme.replace('http', 'ws')}://{place.rstrip('/')}/ws"
-        self._headers = {
+        address = f"{scheme.replace('http', 'ws')}://{place.rstrip('/')}/ws"
+        told = {
             name: expanded(text, what=f"tasks.options.headers.{name}")
             for name, text in (headers or {}).items()
         }
+        self._session = OpenEnvSession(address, told)
         self._action_field = action_field
         self._action = dict(action or {})
+        self._has_tools = tools
         self._observation_field = observation_field
         self._prompt = prompt
         self._step_prompt = step_prompt
@@ -112,7 +130,6 @@ class OpenEnvEnvironment:
         self._wait_s = wait_s
         self._best_return = best_return
         self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
-        self._session: ClientConnection | None = None
         self._was_rewarded = False
 
     async def reset(self, task: Task) -> Observation:
@@ -120,134 +137,161 @@ class OpenEnvEnvironment:
         self._was_rewarded = False
         # Most generators take seeds below 2^32.
         data = {"seed": task.seed % 2**31, **self._reset, **task.data}
-        answer = await self._begin({"type": "reset", "data": data})
+        answer = await self._session.begin(data, wait_s=self._wait_s)
         if answer.get("done"):
             raise ValueError("openenv: the episode is over with its reset")
-        content = self._prompt.replace("{observation}", self._shown(answer))
+        content = self._prompt
+        if "{observation}" in content:
+            content = content.replace("{observation}", self._shown(answer))
         return Observation(
-            messages=(Message(role=Role.USER, content=content),), best_return=self._best_return
+            messages=(Message(role=Role.USER, content=content),),
+            tools=await self._listed() if self._has_tools else (),
+            best_return=self._best_return,
         )
 
     async def step(self, action: Action) -> StepResult:
+        """Raises: RewardError for an episode that ends without any reward."""
+        if self._has_tools:
+            return await self._call(action.calls)
         text = visible_text(action.text)
         said = _read_object(text) if self._action_field is None else {self._action_field: text}
         if said is None:
             return self._told(NO_OBJECT)
         try:
-            answer = await self._ask({"type": "step", "data": {**self._action, **said}})
-        except _Refused as refused:
+            answer = await self._session.step({**self._action, **said})
+        except Refused as refused:
+            if not self._is_policys(refused.faults):
+                raise failed_step(refused) from refused
             return self._told(NO_ACTION.format(why=refused))
         self._malformed.begin_anew()
-        return self._result(answer)
+        is_over = bool(answer.get("done"))
+        content = "" if is_over else self._step_prompt.replace("{observation}", self._shown(answer))
+        return self._scored([answer], (Message(role=Role.USER, content=content),))
 
     async def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            # The server frees its environment when the connection ends, however it does.
-            await session.close()
+        await self._session.close()
 
     def _told(self, text: str) -> StepResult:
         return self._malformed.result((Message(role=Role.USER, content=text),))
 
-    def _result(self, answer: Mapping[str, Any]) -> StepResult:
-        """Raises: RewardError for an episode that ends without any reward."""
-        reward, is_over = answer.get("reward"), bool(answer.get("done"))
-        self._was_rewarded |= reward is not None
+    def _scored(
+        self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
+    ) -> StepResult:
+        """What the steps of a turn come to. Raises: RewardError."""
+        rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
+        is_over = any(answer.get("done") for answer in answers)
+        self._was_rewarded |= bool(rewards)
         if is_over and not self._was_rewarded:
             raise RewardError("openenv: the episode ended, and no step had a reward")
-        content = "" if is_over else self._step_prompt.replace("{observation}", self._shown(answer))
+        reward = float(sum(rewards))
         return StepResult(
-            messages=() if is_over else (Message(role=Role.USER, content=content),),
-            reward=0.0 if reward is None else float(reward),
-            reward_components={} if reward is None else {"score": float(reward)},
+            messages=() if is_over else messages,
+            reward=reward,
+            reward_components={"score": reward} if rewards else {},
             terminated=is_over,
+        )
+
+    async def _listed(self) -> tuple[ToolSchema, ...]:
+        """Raises: ValueError where there are none."""
+        try:
+            answer = await self._session.step({"type": "list_tools"})
+        except Refused as refused:
+            raise ValueError(NO_TOOLS.format(why=refused)) from refused
+        seen = answer.get("observation") or {}
+        if not seen.get("tools"):
+            why = (seen.get("metadata") or {}).get("error", "its list is empty")
+            raise ValueError(NO_TOOLS.format(why=why))
+        return tuple(
+            ToolSchema(
+                name=tool["name"],
+                description=tool.get("description") or tool["name"],
+                parameters=tidy(tool.get("input_schema") or {}),
+            )
+            for tool in seen["tools"]
+        )
+
+    async def _call(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
+        """One turn with tools: its calls one after the other, until the episode ends."""
+        if not calls:
+            return StepResult(terminated=True) if self._was_rewarded else self._told(NO_CALL)
+        answers: list[Mapping[str, Any]] = []
+        messages: list[Message] = []
+        num_malformed = max(0, len(calls) - MAX_CALLS_PER_TURN)
+        for call in calls[:MAX_CALLS_PER_TURN]:
+            if isinstance(call, MalformedCall):
+                num_malformed += 1
+                content = ERROR.format(message=call.message)
+                messages.append(Message(role=Role.TOOL, content=content))
+                continue
+            answer = await self._session.step(
+                {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+            )
+            answers.append(answer)
+            content, is_malformed = _result_of(answer.get("observation") or {})
+            num_malformed += is_malformed
+            content = self._step_prompt.replace("{observation}", content)
+            messages.append(
+                Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+            )
+            if answer.get("done"):
+                break
+        scored = self._scored(answers, tuple(messages))
+        if not num_malformed or scored.terminated:
+            self._malformed.begin_anew()
+            return scored
+        malformed = self._malformed.result(tuple(messages))
+        return replace(
+            malformed,
+            reward=malformed.reward + scored.reward,
+            reward_components={**scored.reward_components, **malformed.reward_components},
         )
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
         """Raises: ValueError where the observation has no such field."""
-        observation = answer.get("observation")
-        seen: Any = observation
+        seen: Any = answer.get("observation")
         if self._observation_field is not None:
-            if not isinstance(observation, Mapping) or self._observation_field not in observation:
-                told = sorted(observation) if isinstance(observation, Mapping) else "none"
-                raise ValueError(
-                    f"openenv: got an observation with the fields {told}, expected "
-                    f"{self._observation_field}; correct tasks.options.observation_field"
-                )
-            seen = observation[self._observation_field]
-        elif isinstance(observation, Mapping):
-            seen = {name: value for name, value in observation.items() if name != "metadata"}
-        text = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
-        return text.encode(errors="replace").decode()
-
-    async def _begin(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open a session and ask for its first observation, waiting where all are taken."""
-        give_up = time.monotonic() + self._wait_s
-        while True:
-            await self.close()
-            self._session = await self._open()
-            try:
-                return await self._ask(message)
-            except _Full as full:
-                if time.monotonic() > give_up:
+            for name in self._observation_field.split("."):
+                if not isinstance(seen, Mapping) or name not in seen:
+                    told = sorted(seen) if isinstance(seen, Mapping) else "none"
                     raise ValueError(
-                        f"openenv: no session was free within {self._wait_s:g} s ({full}); expected"
-                        " one for each rollout that is played at once: raise the server's "
-                        "max_concurrent_envs, or lower rollouts.slots_per_actor"
-                    ) from full
-            await asyncio.sleep(random.uniform(0.1, 0.5))
-
-    async def _open(self) -> ClientConnection:
-        """Raises: ConnectionError."""
-        try:
-            return await connect(
-                self._url,
-                additional_headers=self._headers,
-                open_timeout=OPEN_LIMIT_S,
-                close_timeout=CLOSE_LIMIT_S,
-                max_size=MAX_MESSAGE_BYTES,
-            )
-        except (OSError, WebSocketException) as error:
-            raise ConnectionError(
-                f"openenv: {self._url}: {describe(error)}; start the server, and let every node "
-                "reach it"
-            ) from error
-
-    async def _ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises: _Refused, _Full; ValueError for another error of the server; ConnectionError."""
-        assert self._session is not None
-        # A server that is full says so before it is asked, and closes.
-        with suppress(ConnectionClosed):
-            await self._session.send(json.dumps(message))
-        try:
-            answer = json.loads(await self._session.recv())
-        except ConnectionClosed as error:
-            raise ConnectionError(f"openenv: {self._url}: the session was lost: {error}") from error
-        if answer.get("type") == "observation":
-            data: Mapping[str, Any] = answer["data"]
-            return data
-        refusal = answer.get("data") or {}
-        code, told = refusal.get("code"), str(refusal.get("message", ""))[:200]
-        if code == "CAPACITY_REACHED":
-            raise _Full(told)
-        faults = refusal.get("errors") or ()
-        if code == "VALIDATION_ERROR" and faults:
-            told = "; ".join(f"{_place(fault)}: {fault.get('msg', '')}" for fault in faults)[:200]
-            if message["type"] == "step" and self._is_policys(faults):
-                raise _Refused(told)
-        raise ValueError(f"openenv: the server answers {message['type']} with {code}: {told}")
+                        f"openenv: got an observation with the fields {told}, expected {name}; "
+                        "correct tasks.options.observation_field"
+                    )
+                seen = seen[name]
+        elif isinstance(seen, Mapping):
+            seen = {name: value for name, value in seen.items() if name != "metadata"}
+        return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
         """Whether what the policy said is at fault, and not the fields that are configured."""
         return self._action_field is None or all(
-            _place(fault) == self._action_field and fault.get("type") not in _WRONG_FIELDS
+            place_of(fault) == self._action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
         )
 
 
-def _place(fault: Mapping[str, Any]) -> str:
-    """The field that an error of pydantic is about."""
-    return str(next(iter(fault.get("loc") or ()), ""))
+def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
+    """What a call's observation says to the policy, and whether the call was malformed.
+
+    Raises: ValueError where the environment could not reach its tool.
+    """
+    if error := seen.get("error"):
+        kind, told = error.get("error_type"), str(error.get("message", ""))[:500]
+        if kind == _TRANSPORT:
+            raise ValueError(f"openenv: a call of {seen.get('tool_name')} failed: {told}")
+        return ERROR.format(message=_as_text(told)), kind in _MALFORMED_CALLS
+    result = seen.get("result")
+    parts = result.get("content") if isinstance(result, Mapping) else None
+    if not isinstance(parts, list):
+        return _as_text(result), False
+    # MCP's form of a result; of what is no text its kind is told.
+    texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
+    return _as_text("\n".join(texts)), False
+
+
+def _as_text(seen: Any) -> str:
+    text = seen if isinstance(seen, str) else json.dumps(seen, ensure_ascii=False)
+    return text.encode(errors="replace").decode()
 
 
 def _read_object(text: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
-from actors.environment.malformed import MalformedTurns
+from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
 from actors.environment.mcp_servers import (
     EPISODE,
     McpServer,
@@ -44,9 +44,7 @@ from actors.types import Task
 TOOLS = "tools"
 """Its registered name."""
 
-MAX_CALLS_PER_TURN = 8
 MAX_ERROR_CHARS = 500
-ERROR = "error: {message}"
 
 
 class ToolsEnvironment(SingleTurnEnvironment):
@@ -77,6 +75,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
             raise ValueError(
                 "tools: got none, expected one or more, such as my_tools.py:search, or a server in "
                 "mcp"
+            )
+        if not isinstance(mcp, Mapping | None):
+            raise ValueError(
+                f"tools: mcp: got {mcp!r:.80}, expected servers by their names, such as "
+                "{files: {command: [python, server.py]}}"
             )
         if not (0 < call_limit_s < 86400 and max_answer_chars > 0 and max_malformed >= 0):
             raise ValueError(

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast
 
-from actors.environment.builtin.calculator import CALCULATOR, ERROR, QUESTION
+from actors.environment.builtin.calculator import CALCULATOR, QUESTION
 from actors.environment.builtin.guessing import HIGHER, INVITATION, LOWER, REMINDER
+from actors.environment.malformed import ERROR
 from actors.environment.protocol import ToolSchema
 from actors.trainer.tiny.tokenizer import ROLE_TOKENS, TURN_END
 

@@ -33,7 +33,7 @@ from actors.environment.builtin.code_search.tools import (
     ToolSettings,
     read_answer,
 )
-from actors.environment.malformed import MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -47,7 +47,6 @@ from actors.types import Task
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
 NO_CALL = "Call a tool, or call answer with the files that you found."
-ERROR = "error: {message}"
 BAD_ANSWER = f"files must be a list of at most {MAX_ANSWER_FILES} paths."
 ANSWER_ALONE = "Call answer once, and nothing beside it."
 TOO_MANY_AT_ONCE = "At most {most} calls in a turn."

@@ -29,7 +29,7 @@ from actors.environment.builtin.retrieval_qa.corpus import (
     index_of,
 )
 from actors.environment.builtin.retrieval_qa.grading import grade_answer, normalised
-from actors.environment.malformed import MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -44,7 +44,6 @@ from actors.environment.user_code import in_thread
 from actors.types import Task
 
 PROMPT = "{question}\nSearch, then answer in few words."
-ERROR = "error: {message}"
 NOTHING_FOUND = "No document has these words."
 NO_SUCH_DOCUMENT = "no such document"
 NO_CALLS_LEFT = "no calls are left; answer"

@@ -37,7 +37,7 @@ from actors.environment.builtin.sql.grading import (
     shown_result,
 )
 from actors.environment.builtin.sql.server import MAX_QUERY_BYTES
-from actors.environment.malformed import MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -54,7 +54,6 @@ from actors.types import Task
 PROMPT = "{schema}\n{question}\n{instruction}"
 ANSWER_AT_ONCE = "Answer with one SQLite query."
 ANSWER_AFTER_LOOKING = "Look with run_sql, then answer with one SQLite query."
-ERROR = "error: {message}"
 NO_QUERIES_LEFT = "no queries are left; answer"
 RUN_SQL = ToolSchema(
     name="run_sql",
