@@ -43,6 +43,9 @@ def trl_chat(prompts, completions, **kwargs):
 def silent(completions):
     return [None]
 
+def quiet(completion):
+    return None
+
 def nan(completion):
     return float("nan")
 
@@ -185,6 +188,7 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         ("vast", "none beyond 1e"),
         ("many", "gave 65 named numbers, expected 1 to 64"),
         ("silent", "none of the reward functions"),
+        ("quiet", "none of the reward functions"),
     ],
 )
 async def test_a_score_that_cannot_be_had_is_never_zero(reward: str, words: str) -> None:
