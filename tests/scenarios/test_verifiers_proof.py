@@ -1,8 +1,9 @@
-"""Twenty steps of the tiny model in a real environment of verifiers, over sessions."""
+"""The tiny model plays real environments of verifiers, of 0.3 and of 0.4, over sessions."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 from collections.abc import Callable
@@ -50,38 +51,85 @@ def _any_sum(dice: random.Random) -> Conversation:
     )
 
 
+def _any_answer(dice: random.Random) -> Conversation:
+    asked = [dice.randint(1, 3), dice.randint(1, 3)]
+    messages = (("user", f"What is {asked[0]}+{asked[1]}?"), ("assistant", str(dice.randint(2, 6))))
+    return Conversation(messages=messages)
+
+
 def test_the_tiny_model_plays_twenty_steps_of_verifiers(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    python = environment_of("verifiers") / "bin" / "python"
-    config = small_config(
+    rewards = _played(
         tmp_path,
-        str(warmed_up(tmp_path / "model", _any_sum)),
-        run={"steps": STEPS, "checkpoint_every": STEPS, "evaluate_every": STEPS},
-        model={"max_context_tokens": 512},
-        tasks={"environment": "session", "evaluation_tasks": 0},
-        rollouts={"max_turns": 4, "max_tokens_per_turn": 40},
-        algorithm={"groups_per_step": GROUPS, "group_size": SIZE, "scale": "std"},
-        inference={"max_num_seqs": 128},
-        trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
-        service={"port": 0},
+        _any_sum,
+        environment_of("verifiers") / "bin",
+        "verifiers_calculator.py",
+        steps=STEPS,
+        groups=GROUPS,
+        size=SIZE,
     )
-    limit_s = START_S + STEPS * STEP_S
-    with running(config, tmp_path / "run", command="serve") as run:
-        address = run.api_address(limit_s=START_S)
-        script = str(ROOT / "docs/examples/verifiers_calculator.py")
-        line = [str(python), script, "--url", address, "--groups", str(STEPS * GROUPS)]
-        done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        run.wait_for_output("the API goes on answering", limit_s=STEP_S)
-        run.interrupt()
-        assert run.wait(limit_s=STEP_S) == 0, run.log()
-        check_finished(run, steps=STEPS)
-        check_audit(run)
-        steps = run.history().steps
-    rewards = [step.value("reward_mean") or 0.0 for step in steps]
     record_property("first_five", mean(rewards[:5]))
     record_property("last_five", mean(rewards[-5:]))
     print("verifiers", [round(reward, 3) for reward in rewards])
     # It plays; how much it learns in so few steps is told, not asked.
     assert any(rewards)
+
+
+def test_a_taskset_of_verifiers_of_today_is_played_by_its_own_chat_loop(tmp_path: Path) -> None:
+    # Few, because verifiers starts a process for each.
+    rewards = _played(
+        tmp_path,
+        _any_answer,
+        environment_of("verifiers_taskset") / "bin",
+        "verifiers_taskset.py",
+        steps=3,
+        groups=4,
+        size=4,
+    )
+    print("verifiers 0.4", [round(reward, 3) for reward in rewards])
+    assert any(rewards)
+
+
+def _played(
+    place: Path,
+    conversation: Callable[[random.Random], Conversation],
+    programs: Path,
+    script: str,
+    *,
+    steps: int,
+    groups: int,
+    size: int,
+) -> list[float]:
+    """Serve a run and have an example play all its steps; gives each step's mean reward."""
+    config = small_config(
+        place,
+        str(warmed_up(place / "model", conversation)),
+        run={"steps": steps, "checkpoint_every": steps, "evaluate_every": steps},
+        model={"max_context_tokens": 512},
+        tasks={"environment": "session", "evaluation_tasks": 0},
+        rollouts={"max_turns": 4, "max_tokens_per_turn": 40},
+        algorithm={"groups_per_step": groups, "group_size": size, "scale": "std"},
+        inference={"max_num_seqs": 128},
+        trainer={"num_ranks": 1, "learning_rate": 2e-4, "betas": [0.9, 0.99]},
+        service={"port": 0},
+    )
+    limit_s = START_S + steps * STEP_S
+    with running(config, place / "run", command="serve") as run:
+        address = run.api_address(limit_s=START_S)
+        line = [str(programs / "python"), str(ROOT / "docs/examples" / script), "--url", address]
+        done = subprocess.run(
+            [*line, "--groups", str(steps * groups)],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+            env={**os.environ, "PATH": os.pathsep.join([str(programs), os.environ["PATH"]])},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        run.wait_for_output("the API goes on answering", limit_s=STEP_S)
+        run.interrupt()
+        assert run.wait(limit_s=STEP_S) == 0, run.log()
+        check_finished(run, steps=steps)
+        check_audit(run)
+        return [step.value("reward_mean") or 0.0 for step in run.history().steps]
