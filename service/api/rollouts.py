@@ -224,7 +224,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
             "unknown-environment",
             f"environment is {shown(environment)!r}, expected one of "
             f"{', '.join(settings.environments)}; the run's configuration names them "
-            "(tasks.environment)",
+            "(tasks.environment, or the parts of its mixture)",
         )
     most = settings.service.max_tasks_per_request
     if len(requests) > most:
