@@ -3,16 +3,18 @@
 A server is opened once for each process and event loop, and its tools are called by all episodes
 there; or once for each episode, where what it keeps is the episode's. Its client lives in one task,
 as the client asks. A call whose server is gone, or answers nothing any more, raises `ServerLost`,
-and the next episode opens it anew. What a process has started over stdio ends with it, also where
-it is killed. Called by `actors.environment.builtin.tools`; imports the package `mcp` only where a
-server is named.
+and the next episode opens it anew. What runs over stdio ends with the process that opened it, also
+where that is killed (`server_keeper`). Called by `actors.environment.builtin.tools`; imports the
+package `mcp` only where a server is named.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from actors.environment import server_keeper
 from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
 from actors.environment.user_code import CallTimedOut, describe
@@ -321,7 +324,7 @@ async def _target(settings: ServerOptions) -> AsyncIterator[Any]:
     from mcp.client.streamable_http import streamable_http_client
 
     if not settings.url:
-        command, *arguments = _ends_with_us(settings.command)
+        command, *arguments = _kept(settings.command)
         yield StdioServerParameters(
             command=command, args=arguments, env=dict(settings.env), cwd=settings.cwd
         )
@@ -334,13 +337,13 @@ async def _target(settings: ServerOptions) -> AsyncIterator[Any]:
         yield streamable_http_client(settings.url, http_client=client)
 
 
-def _ends_with_us(command: Sequence[str]) -> list[str]:
-    """Killed by the kernel with the process that starts it, where the system can be told so.
-
-    Without, a server ends when its input does, as the protocol asks of it.
+def _kept(command: Sequence[str]) -> list[str]:
+    """Run by a `server_keeper`, which ends all of it with this process, where the system has what
+    that takes. Without, a server ends when its input does, as the protocol asks of it.
     """
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL", "--", *command] if setpriv else list(command)
+    if not hasattr(os, "pidfd_open"):
+        return list(command)
+    return [sys.executable, "-I", "-S", server_keeper.__file__, str(os.getpid()), *command]
 
 
 def _text_of(result: Any) -> str:

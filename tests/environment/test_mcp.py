@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from actors.environment import mcp_servers
+from actors.environment import mcp_servers, server_keeper
 from actors.environment.builtin.tools import ToolsEnvironment
 from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
@@ -193,31 +194,98 @@ async def test_an_episode_may_have_a_server_of_its_own_which_ends_with_it() -> N
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-HOLDER = f"""
-import asyncio, sys
-from actors.environment.mcp_servers import server_of, server_options
+# Started by something else, as npx, uvx and scripts do, beside a process that outlives its parent.
+LAUNCHER = "(setsid sleep 1000 &) ; sleep 1000 & {python} {server}; true"
+LAUNCHED = {"command": ["sh", "-c", LAUNCHER.format(python=sys.executable, server=SERVER)]}
+
+
+def below(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+def are_gone(processes: Sequence[psutil.Process]) -> bool:
+    end = time.monotonic() + LIMIT_S
+    while any(each.is_running() for each in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(each.is_running() for each in processes)
+
+
+async def test_all_that_a_server_has_started_ends_with_the_episode() -> None:
+    before = below(os.getpid())
+    environment = made(sums={**LAUNCHED, "per": "episode"})
+    await check_calls(environment)
+    started = [each for each in below(os.getpid()) if each not in before]
+    # The keeper's two, the launcher, the server, and two that sleep.
+    assert len(started) == 6
+    await environment.close()
+    assert are_gone(started)
+
+
+HOLDER = """
+import asyncio, json, sys
+from actors.environment.mcp_servers import McpServer, server_options
 async def main():
-    settings = server_options("sums", {{"command": [sys.executable, {SERVER!r}]}})
-    server = server_of(settings)
-    await server.tools()
-    print(await server.call("process", {{}}), flush=True)
+    server = McpServer(server_options("sums", json.loads(sys.argv[1])))
+    opening = asyncio.create_task(server.tools())
+    print("opening", flush=True)
+    await opening
+    print("open", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
 """
 
 
-def test_a_server_ends_with_a_process_that_is_killed() -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("options", "state", "delay_s", "with_children"),
+    [
+        ({"command": [sys.executable, SERVER]}, "open", 0.0, False),
+        (LAUNCHED, "open", 0.0, False),
+        (LAUNCHED, "opening", 0.3, False),
+        (LAUNCHED, "opening", 0.5, False),
+        # As Ray ends a worker.
+        (LAUNCHED, "open", 0.0, True),
+    ],
+)
+def test_a_server_ends_with_a_process_that_is_killed(
+    options: dict[str, Any], state: str, delay_s: float, with_children: bool
+) -> None:
+    line = [sys.executable, "-c", HOLDER, json.dumps(options)]
+    holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     with holder.stdout:
-        pid = int(holder.stdout.readline().split()[0])
-        assert psutil.pid_exists(pid)
-        os.kill(holder.pid, signal.SIGKILL)
+        while holder.stdout.readline().strip() != state:
+            assert holder.poll() is None
+        time.sleep(delay_s)
+        started = below(holder.pid)
+        children = psutil.Process(holder.pid).children() if with_children else []
+        for process in (holder.pid, *(each.pid for each in children)):
+            os.kill(process, signal.SIGKILL)
         holder.wait()
-        end = time.monotonic() + LIMIT_S
-        while psutil.pid_exists(pid) and time.monotonic() < end:
-            time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert started or state == "opening"
+    assert are_gone(started)
+
+
+def test_a_server_that_is_told_to_end_is_given_time_and_its_status_is_told() -> None:
+    asked = "trap 'exit 5' TERM; sleep 1000 & echo ready; wait"
+    for script, told, status in ((asked, signal.SIGTERM, 5), ("exit 3", None, 3)):
+        line = [sys.executable, server_keeper.__file__, str(os.getpid()), "sh", "-c", script]
+        keeper = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+        assert keeper.stdout is not None
+        with keeper.stdout:
+            if told is not None:
+                assert keeper.stdout.readline() == "ready\n"
+                started = below(keeper.pid)
+                keeper.send_signal(told)
+                assert len(started) == 3 and are_gone(started)
+            assert keeper.wait(LIMIT_S) == status
+
+
+def test_a_command_that_is_not_there_and_a_user_that_is_gone_start_nothing() -> None:
+    for user, command, status in ((os.getpid(), "/nowhere/server", 127), (2**22, "true", 1)):
+        line = [sys.executable, server_keeper.__file__, str(user), command]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == status
+        assert ("/nowhere/server: No such file" in done.stderr) == (status == 127)
 
 
 def test_a_trial_before_the_start_leaves_no_server_behind() -> None:
