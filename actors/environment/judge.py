@@ -68,7 +68,9 @@ class Judge:
         Raises: RewardError, where there is none.
         """
         question = question_of(self.settings, completion, columns)
-        key = blake2b(json.dumps(question, sort_keys=True).encode(), digest_size=20).hexdigest()
+        # Two services may have models of one name.
+        asked_of = json.dumps([self.settings.url, question], sort_keys=True)
+        key = blake2b(asked_of.encode(), digest_size=20).hexdigest()
         line = self._of_loop.setdefault(
             asyncio.get_running_loop(), _Line(self.settings.concurrency)
         )
@@ -76,7 +78,9 @@ class Judge:
             reply, _, _ = await asyncio.shield(asked)
             return self._read(reply, (0, 0))
         if (known := await self._replies.find(key)) is not None:
-            return self._read(known, (0, 0))
+            # Kept by a run that read its score in another way, it may have none here.
+            with suppress(RewardError):
+                return self._read(known, (0, 0))
         asking = asyncio.ensure_future(self._ask_and_keep(key, question, line))
         line.under_way[key] = asking
         asking.add_done_callback(partial(line.forget, key))

@@ -11,6 +11,10 @@ from contextlib import closing
 from pathlib import Path
 
 KEPT_REPLIES = 20_000
+LOCK_LIMIT_S = 2.0
+"""To wait for another process that has the file."""
+PAUSE_S = 60.0
+"""Without the file after it could not be used: a judgement is not to wait for it each time."""
 _log = logging.getLogger(__name__)
 
 
@@ -21,9 +25,10 @@ class ReplyCache:
         self._file = None if file is None else Path(file).expanduser()
         self._newest: OrderedDict[str, str] = OrderedDict()
         self._is_told = False
+        self._unused_until = 0.0
 
     async def find(self, key: str) -> str | None:
-        if (reply := self._newest.get(key)) is not None or self._file is None:
+        if (reply := self._newest.get(key)) is not None or not self._is_used():
             return reply
         try:
             return await asyncio.to_thread(self._stored, key)
@@ -35,14 +40,18 @@ class ReplyCache:
         self._newest[key] = reply
         if len(self._newest) > KEPT_REPLIES:
             self._newest.popitem(last=False)
-        if self._file is not None:
+        if self._is_used():
             try:
                 await asyncio.to_thread(self._store, key, reply)
             except sqlite3.Error as error:
                 self._tell(error)
 
+    def _is_used(self) -> bool:
+        return self._file is not None and time.monotonic() >= self._unused_until
+
     def _tell(self, error: sqlite3.Error) -> None:
         """Once: without the file a judgement costs what it costs, and is had all the same."""
+        self._unused_until = time.monotonic() + PAUSE_S
         if not self._is_told:
             self._is_told = True
             _log.warning("judge: the cache %s cannot be used: %s", self._file, error)
@@ -60,7 +69,7 @@ class ReplyCache:
 
     def _opened(self) -> sqlite3.Connection:
         assert self._file is not None
-        connection = sqlite3.connect(self._file, timeout=30.0)
+        connection = sqlite3.connect(self._file, timeout=LOCK_LIMIT_S)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(
             "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT, at REAL)"

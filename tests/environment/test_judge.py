@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import socket
+import sqlite3
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from actors.environment import judge_cache
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.judge import Judge, load_judges
 from actors.environment.judge_options import BadJudge, judge_options, score_of
@@ -166,6 +169,39 @@ async def test_a_file_keeps_replies_for_other_processes(model: Model, tmp_path: 
     # Another prompt is another question.
     await ask(judge_of(model, cache=file, prompt=PROMPT + " Think."))
     assert len(model.requests) == 2
+    # So is the same one of another service, whose model may have the same name.
+    elsewhere = options(model)["url"].replace("127.0.0.1", "localhost")
+    await ask(judge_of(model, cache=file, url=elsewhere))
+    assert len(model.requests) == 3
+
+
+async def test_a_kept_reply_that_has_no_score_any_more_is_asked_for_again(
+    model: Model, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "judgements.db")
+    await ask(judge_of(model, cache=file))
+    model.text = "Grade: 3"
+    other = judge_of(model, cache=file, parse="Grade: ([0-9])", scale=None)
+    assert (await ask(other)).score == 3.0
+    assert (await ask(judge_of(model, cache=file, parse="Grade: ([0-9])", scale=None))).score == 3.0
+    assert len(model.requests) == 2
+
+
+async def test_a_file_that_another_process_has_is_left_alone_for_a_while(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_cache, "LOCK_LIMIT_S", 0.1)
+    file = tmp_path / "judgements.db"
+    judge = judge_of(model, cache=str(file))
+    await ask(judge)
+    with closing(sqlite3.connect(file)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        await ask(judge, "8")
+    # Not touched meanwhile, and so not asked of.
+    assert (await ask(judge_of(model, cache=str(file)), "8")).num_tokens > 0
+    await ask(judge, "9")
+    with closing(sqlite3.connect(file)) as other:
+        assert other.execute("SELECT count(*) FROM replies").fetchone() == (2,)
 
 
 async def test_a_cache_that_cannot_be_read_costs_no_judgement(
