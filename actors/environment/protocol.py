@@ -16,6 +16,8 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
+
 from actors.types import Task
 
 rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
@@ -272,6 +274,11 @@ class StepResult:
                 f"step result: reward_components: got a {type(self.reward_components).__name__}, "
                 "expected a mapping of names to numbers"
             )
+        for name in ("terminated", "truncated", "is_malformed", "ended_by_malformed"):
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise TypeError(
+                    f"step result: {name}: got a {type(value).__name__}, expected True or False"
+                )
         if self.terminated and self.truncated:
             raise ValueError(
                 "step result: terminated and truncated are both set; expected at most one: an "
@@ -321,10 +328,26 @@ class Environment(Protocol):
         ...
 
 
-def is_finite_reward(result: StepResult) -> bool:
-    """Whether the reward and each of its components is a finite number."""
-    parts = (result.reward, *result.reward_components.values())
-    return all(isinstance(part, Real) and math.isfinite(part) for part in parts)
+def reward_problem(result: StepResult) -> str | None:
+    """What is wrong with the reward, or with one of its components; None: all are finite."""
+    parts = {"reward": result.reward}
+    parts |= {f"reward component {name}": part for name, part in result.reward_components.items()}
+    for what, part in parts.items():
+        if not isinstance(part, Real) or not _is_finite(part):
+            shown = f"{part!r:.80}" if isinstance(part, _SHOWN) else f"a {type(part).__name__}"
+            return f"{what}: got {shown}, expected a finite number"
+    return None
+
+
+# Of what else a user's code gives, the type is told: its text may be long, or not to be had.
+_SHOWN = (float, str, type(None))
+
+
+def _is_finite(number: Real) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def _are_names(value: object) -> bool:

@@ -93,12 +93,30 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
         ) from None
     make = partial(factory, **options)
     try:
-        data_schema_of(make())
+        made = make()
+        _check_methods(made)
+        data_schema_of(made)
     except BadDataSchema as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}; mend the class") from error
     except (TypeError, ValueError) as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
     return make
+
+
+def _check_methods(made: object) -> None:
+    """Raises: TypeError, where one of the protocol's three is not there, or not as it has to be."""
+    for name, arguments in (("reset", ("task",)), ("step", ("action",)), ("close", ())):
+        method = getattr(made, name, None)
+        wanted = f"async def {name}({', '.join(('self', *arguments))})"
+        if not callable(method):
+            raise TypeError(f"it has no method {name}, expected `{wanted}`")
+        plain = inspect.unwrap(method)
+        if inspect.isroutine(plain) and not inspect.iscoroutinefunction(plain):
+            raise TypeError(f"{name} is no coroutine, expected `{wanted}`; write async before def")
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}, expected `{wanted}`") from None
 
 
 def _find(name: str) -> EnvironmentFactory:
@@ -127,9 +145,11 @@ def _load(point: EntryPoint) -> EnvironmentFactory:
         for part in path.strip().split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
+        file, _, rest = point.value.partition(".py:")
+        remedy = f"did you mean {file.replace('/', '.')}:{rest}? " if rest else ""
         raise UnknownEnvironment(
             f"environment {point.name!r}: {error}; expected an importable {point.value!r}; "
-            "check the spelling and that its package is installed on every node"
+            f"{remedy}check the spelling and that its package is installed on every node"
         ) from error
     if not callable(found):
         raise UnknownEnvironment(

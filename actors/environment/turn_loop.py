@@ -26,7 +26,7 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
     ToolSchema,
-    is_finite_reward,
+    reward_problem,
     rollout_id,
 )
 from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
@@ -191,10 +191,11 @@ class _Episode:
 
     async def close(self) -> None:
         """Close the environment; what goes wrong here changes no outcome."""
-        if self._environment is None:
+        environment = self._environment
+        if environment is None:
             return
         try:
-            await bounded(self._environment.close, limit_s=_CLOSE_LIMIT_S)
+            await bounded(lambda: environment.close(), limit_s=_CLOSE_LIMIT_S)
         except (CallTimedOut, CallFailed, asyncio.CancelledError):
             return
 
@@ -327,8 +328,8 @@ class _Episode:
             self._step_s += time.monotonic() - started
         if not isinstance(result, StepResult):
             raise _wrong_type("step", result)
-        if not is_finite_reward(result):
-            raise _Ended(Outcome.REWARD_ERROR, "the reward is not a finite number")
+        if (problem := reward_problem(result)) is not None:
+            raise _Ended(Outcome.REWARD_ERROR, _sendable(problem))
         self._score(result)
         if result.ended_by_malformed:
             raise _Ended(Outcome.MALFORMED_TOOL_CALL, "too many malformed turns in a row")
@@ -354,7 +355,7 @@ class _Episode:
     async def _scored(self, action: Action) -> StepResult:
         """Step once; where only the score is missing, ask for the score alone again."""
         assert self._environment is not None
-        call: Callable[[], Awaitable[StepResult]] = partial(self._environment.step, action)
+        call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)
         for delay_s in (*_RESCORE_DELAYS_S, None):
             try:
                 return await bounded(call, limit_s=self._time_left())
@@ -369,6 +370,11 @@ class _Episode:
                 await asyncio.sleep(delay_s)
                 call = unscored.rescore
         raise AssertionError("unreachable: the last pass raises or returns")
+
+
+async def _step(environment: Environment, action: Action) -> StepResult:
+    # Looked up within the call: an environment without the method fails as one.
+    return await environment.step(action)
 
 
 def short_answer(answer: str) -> str:

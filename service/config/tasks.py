@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 from typing import Any
 
-from actors.deadline import within
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role
@@ -42,6 +45,9 @@ from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 
 RESET_LIMIT_S = 60.0
+"""Of the first task's reset, and of its close."""
+BLOCKED_S = 5.0
+"""Beyond both limits: the event loop that keeps them does not run."""
 
 
 def open_tasks(
@@ -313,13 +319,12 @@ def first_observation(config: Config) -> Observation:
     open_sets(config, tasks)
     task = tasks.task(0)
     try:
-        found = asyncio.run(_begin(make_environment, task))
+        found = _begun(make_environment, task)
     except KeyboardInterrupt:
         raise
-    except TimeoutError as error:
+    except _TooLong as error:
         raise ConfigError(
-            f"tasks.environment: {name!r} did not begin task {task.task_id!r} within "
-            f"{RESET_LIMIT_S:.0f} s; look at its reset"
+            f"tasks.environment: {name!r} did not begin and close task {task.task_id!r}: {error}"
         ) from error
     except BaseException as error:
         # The user's own code runs here, in this one place before the start: any type can come.
@@ -356,16 +361,56 @@ def _told(error: BaseException) -> str:
     return f"{describe(root)}{f' ({at})' if at else ''}"
 
 
+class _TooLong(Exception):
+    """A method did not end; the message says which, or where, and what to do."""
+
+
+def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
+    """What reset gives. In a thread, because a method that blocks would block this one for ever.
+
+    Raises: _TooLong; whatever the user's code raises.
+    """
+    found: Future[object] = Future()
+
+    def begin() -> None:
+        try:
+            found.set_result(asyncio.run(_begin(make_environment, task)))
+        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+            found.set_exception(error)
+
+    thread = Thread(target=begin, name="first-task", daemon=True)
+    thread.start()
+    if wait([found], timeout=2 * RESET_LIMIT_S + BLOCKED_S).done:
+        return found.result()
+    frame = sys._current_frames().get(thread.ident or 0)
+    at = traceback.extract_stack(frame)[-1] if frame is not None else None
+    raise _TooLong(
+        f"it blocks the event loop{f' ({at.filename}:{at.lineno} in {at.name})' if at else ''}, "
+        "which other episodes share; await what takes long, or use asyncio.to_thread"
+    )
+
+
 async def _begin(make_environment: Callable[[], Environment], task: Task) -> object:
     try:
         environment = make_environment()
         try:
-            return await within(RESET_LIMIT_S, environment.reset(task))
+            return await _ended("reset", environment.reset(task))
         finally:
-            await within(RESET_LIMIT_S, environment.close())
+            await _ended("close", environment.close())
     except SystemExit as error:
         # In a task it would end the event loop, and then the command with the code it chose.
         raise _Exited from error
+
+
+async def _ended(method: str, call: Awaitable[Any]) -> object:
+    try:
+        async with asyncio.timeout(RESET_LIMIT_S) as limit:
+            return await call
+    except TimeoutError as error:
+        if not limit.expired():
+            # The user's own.
+            raise
+        raise _TooLong(f"its {method} took more than {RESET_LIMIT_S:.0f} s; look there") from error
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from actors.trainer.tiny.model import build_tiny_model
-from service.config import preflight
+from service.config import preflight, tasks
 from service.config.file import ConfigError, parse_config
 from service.config.tree import Config
 from service.launch import run_dir
@@ -189,7 +189,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
 
 
 ENVIRONMENTS = """
-import sys
+import asyncio, sys, time
 from actors.environment.protocol import Message, Observation, Role
 
 class Base:
@@ -229,6 +229,29 @@ class Raises(Base):
 class ExitsWhenMade(Base):
     def __init__(self):
         sys.exit(4)
+
+class Blocks(Base):
+    async def reset(self, task):
+        time.sleep(30)
+
+class Hangs(Base):
+    async def close(self):
+        await asyncio.sleep(30)
+
+class TimesOut(Base):
+    async def reset(self, task):
+        raise TimeoutError("of its own")
+
+class Synchronous(Base):
+    def step(self, action):
+        return None
+
+class TakesNothing(Base):
+    async def step(self):
+        return None
+
+class NoStep:
+    reset, close = Base.reset, Base.close
 """
 
 
@@ -241,6 +264,12 @@ class ExitsWhenMade(Base):
         ("Exits", r"SystemExit: 3 \(.*hostile.py:\d+ in reset"),
         ("Raises", "Own: mine"),
         ("ExitsWhenMade", "cannot be made: SystemExit: 4"),
+        ("Blocks", r"blocks the event loop \(.*hostile.py:\d+ in reset\).*use asyncio.to_thread"),
+        ("Hangs", "its close took more than 1 s; look there"),
+        ("TimesOut", r"TimeoutError: of its own \(.*hostile.py:\d+ in reset"),
+        ("Synchronous", r"step is no coroutine, expected `async def step\(self, action\)`"),
+        ("TakesNothing", r"step: too many positional arguments, expected `async def step\(self, a"),
+        ("NoStep", r"it has no method step, expected `async def step\(self, action\)`"),
     ],
 )
 def test_whatever_an_environment_does_at_the_start_is_told_in_a_sentence(
@@ -249,26 +278,29 @@ def test_whatever_an_environment_does_at_the_start_is_told_in_a_sentence(
     (tmp_path / "hostile.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "hostile", raising=False)
+    monkeypatch.setattr(tasks, "RESET_LIMIT_S", 1.0)
+    monkeypatch.setattr(tasks, "BLOCKED_S", 1.0)
     config = config_with(model, tasks={"environment": f"hostile:{name}"})
     with pytest.raises(ConfigError, match=words):
         preflight.check_without_model(config)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "words"),
+    ("settings", "words"),
     [
         ({"environment": "gessing"}, "guessing"),
         ({"environment": "guessing", "options": {"maximum": 3}}, "maximum"),
         ({"environment": "no.such.module:Environment"}, "no.such.module"),
+        ({"environment": "my/game.py:Game"}, "did you mean my.game:Game"),
         ({"environment": "guessing", "file": "/no/tasks.jsonl"}, "tasks.file"),
         ({"environment": "guessing", "file": "tasks.csv"}, "jsonl"),
     ],
 )
 def test_an_environment_or_task_file_that_cannot_be_used_is_refused(
-    model: str, tasks: dict[str, Any], words: str
+    model: str, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_all(config_with(model, tasks=tasks), model)
+        check_all(config_with(model, tasks=settings), model)
 
 
 def test_tasks_of_another_environment_are_refused(model: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from worlds.episode_builders import (
     ASSIGNMENT,
@@ -40,7 +41,7 @@ from actors.environment.protocol import (
 from actors.environment.rendering import ChatRenderer
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import num_abandoned
-from actors.types import Outcome, TokenIds
+from actors.types import Outcome, Task, TokenIds
 
 IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
 
@@ -189,6 +190,16 @@ async def test_an_environment_whose_methods_are_not_async_is_an_environment_erro
     assert (await play(Blocking(DONE))).outcome is Outcome.ENVIRONMENT_ERROR
 
 
+async def test_an_environment_without_the_methods_is_an_environment_error() -> None:
+    class Bare:
+        async def reset(self, task: Task) -> Observation:
+            return HELLO
+
+    trajectory = await play(Bare())  # type: ignore[arg-type]
+    assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "'Bare' object has no attribute 'step'" in trajectory.detail
+
+
 @pytest.mark.parametrize("on_reset", [returning(None), raising(OSError("no container"))])
 async def test_a_reset_that_raises_or_returns_nothing_is_an_environment_error(
     on_reset: Behaviour,
@@ -285,9 +296,29 @@ async def test_a_score_that_cannot_be_asked_for_again_is_a_reward_error() -> Non
     assert trajectory.outcome is Outcome.REWARD_ERROR
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
-async def test_a_reward_that_is_no_number_is_a_reward_error(reward: float) -> None:
-    whole = StepResult(reward=reward, terminated=True)
-    assert (await play(FakeEnvironment(whole))).outcome is Outcome.REWARD_ERROR
-    part = StepResult(reward=1.0, reward_components={"x": reward}, terminated=True)
-    assert (await play(FakeEnvironment(part))).outcome is Outcome.REWARD_ERROR
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (None, "None"),
+        ("1", "'1'"),
+        (10**400, "a int"),
+        ((1.0,), "a tuple"),
+    ],
+)
+async def test_a_reward_that_is_no_number_is_a_reward_error(reward: Any, told: str) -> None:
+    whole = await play(FakeEnvironment(StepResult(reward=reward, terminated=True)))
+    assert whole.outcome is Outcome.REWARD_ERROR
+    assert whole.detail == f"reward: got {told}, expected a finite number"
+    parts = StepResult(reward=1.0, reward_components={"x": reward}, terminated=True)
+    part = await play(FakeEnvironment(parts))
+    assert part.outcome is Outcome.REWARD_ERROR
+    assert part.detail == f"reward component x: got {told}, expected a finite number"
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated", "is_malformed", "ended_by_malformed"])
+def test_a_flag_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: got a str, expected True or False"):
+        StepResult(**{name: "no"})
+    assert StepResult(terminated=np.bool_(True)).terminated  # type: ignore[arg-type]
