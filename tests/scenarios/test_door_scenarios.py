@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ROOT, START_S, STEP_S, running
 
+from actors.deadline import poll
 from actors.types import Outcome
 from service.inspect.reader import open_journal
 
@@ -81,6 +86,51 @@ def test_tools_are_called_and_trained(
     ]
     # Calls were made, and answered: both functions give 0.2 for one that worked.
     assert any(len(each.turns) > 1 and each.episode_return >= 0.2 for each in trajectories)
+
+
+def test_servers_of_episodes_end_with_a_killed_actor_and_with_a_run_that_is_ended_at_once(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "mine"
+    shutil.copytree(SUMS, place)
+    # A launcher, as npx and uvx are, and a process that would outlive its server.
+    files = [f"{place}/{name}" for name in ("launch.sh", "server.py", "sums.jsonl")]
+    launcher, server, watched = files
+    Path(launcher).write_text(f"tail -f {watched} > /dev/null &\n{sys.executable} {server}; true\n")
+    config = yaml.safe_load((place / "mcp.yaml").read_text())
+    config["tasks"]["options"]["mcp"] = {"sums": {"command": ["sh", launcher], "per": "episode"}}
+    config["run"]["steps"] = 100
+    config["rollouts"]["slots_per_actor"] = 8
+    # A process, and a second of a processor, for each rollout.
+    config["algorithm"]["groups_per_step"] = 2
+    (place / "mcp.yaml").write_text(yaml.safe_dump(config))
+
+    def of_servers() -> list[psutil.Process]:
+        # Between two steps there may be none.
+        return poll(lambda: open_now() or None, limit_s=STEP_S) or []
+
+    def open_now() -> list[psutil.Process]:
+        return [each for each in psutil.process_iter() if not {*files}.isdisjoint(_line(each))]
+
+    with running(place / "mcp.yaml", tmp_path / "run", QUICK, cwd=place) as run:
+        run.wait_for_step(1, limit_s=START_S)
+        before = of_servers()
+        assert before
+        run.kill_part("ray::EnvironmentActor")
+        run.advance(1, limit_s=START_S)
+        assert psutil.wait_procs(before, timeout=STEP_S)[1] == []
+        assert of_servers()
+        run.interrupt()
+        time.sleep(1.0)
+        run.interrupt()
+        assert run.wait(limit_s=START_S) == 130, run.log()
+    assert psutil.wait_procs(open_now(), timeout=STEP_S)[1] == []
+
+
+def _line(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 def test_a_world_of_ones_own_is_played_and_trained(tmp_path: Path) -> None:
