@@ -120,7 +120,6 @@ def config_of(options: argparse.Namespace) -> GRPOConfig:
         adam_epsilon=1e-5,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        shuffle_dataset=False,
         max_steps=options.steps,
         logging_strategy="no",
         save_strategy="no",
