@@ -34,7 +34,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
-from worlds.prometheus_server import free_port
+from worlds.ports import free_port
 from worlds.run_driver import START_S, Run, running, small_config
 
 from actors.trainer.tiny.model import build_tiny_model

@@ -32,6 +32,7 @@ import numpy as np
 from worlds.breaking_proxy import breaking_proxy
 from worlds.faults import Plan, command_kill, database_faults, full_disk, part_faults
 from worlds.mounts import small_disk
+from worlds.ports import free_port
 from worlds.postgresql_server import PASSWORD, postgresql
 from worlds.run_checks import check_stopped
 from worlds.run_driver import STEP_S, Run, running, small_config
@@ -240,13 +241,6 @@ def check_ports_free(run: Run, *ports: int) -> None:
     for port in (*ports, int(shown[-1])):
         # Connections that have just ended do not count.
         socket.create_server(("127.0.0.1", port)).close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def say(text: str) -> None:

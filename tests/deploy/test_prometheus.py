@@ -9,7 +9,8 @@ from pathlib import Path
 
 from prometheus_client.core import GaugeMetricFamily
 from worlds.metric_expectations import differences, of_newest, of_steps
-from worlds.prometheus_server import CONFIG, free_port, scraping, series
+from worlds.ports import free_port
+from worlds.prometheus_server import CONFIG, scraping, series
 from worlds.promtool import promtool
 from worlds.queue_builders import queue_stats
 from worlds.record_builders import evaluation_record, step_record

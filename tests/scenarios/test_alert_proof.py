@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from worlds.json_server import answering
 from worlds.missing_tools import skip_or_fail
-from worlds.prometheus_server import LIFE_S, Target, free_port, scraping_all
+from worlds.ports import free_port
+from worlds.prometheus_server import LIFE_S, Target, scraping_all
 from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
 from worlds.submitting_client import SubmittingClient
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from worlds.prometheus_server import free_port
+from worlds.ports import free_port
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
 

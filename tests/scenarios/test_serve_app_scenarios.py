@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import yaml
 from ray import serve
 from worlds.helm_chart import arguments_of, in_mode, pod_templates, rendered, serve_config_of
 from worlds.nodes import network
+from worlds.ports import free_port
 from worlds.prometheus_server import scraping, series
 from worlds.run_checks import check_lineage
 from worlds.run_driver import ROOT, START_S, STEP_S, running
@@ -47,13 +47,6 @@ SMALL = [
     "tasks.evaluation_tasks=0",
     "trainer.num_ranks=1",
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def charts_serve_config(

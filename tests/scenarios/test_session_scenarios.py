@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 from worlds.guessing_agent import SessionClient
-from worlds.prometheus_server import free_port
+from worlds.ports import free_port
 from worlds.run_checks import check_lineage
 from worlds.run_driver import START_S, STEP_S, Run, running, small_config
 

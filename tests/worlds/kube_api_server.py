@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from worlds.ports import free_port
 
 TOKEN = "a-token-of-the-tests"
 START_S = 120.0
@@ -31,13 +32,6 @@ def required(name: str) -> str:
     if not found:
         pytest.skip(f"{name} names nothing: a real API server is optional")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True)

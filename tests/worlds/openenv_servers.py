@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 
 from worlds.agent_programs import environment_of
-from worlds.prometheus_server import free_port
+from worlds.ports import free_port
 from worlds.run_driver import ROOT
 
 START_S = 60.0

@@ -7,7 +7,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import psycopg
 
 from worlds.missing_tools import skip_or_fail
+from worlds.ports import free_port
 
 # Longer than all tests of a process take on a busy machine.
 LIFE_S = 3600
@@ -113,7 +113,7 @@ def postgresql(directory: Path, *, life_s: float = LIFE_S) -> Iterator[Postgresq
         **_as_another(),
     )
     assert done.returncode == 0, done.stderr
-    server = PostgresqlServer(directory=data, port=_free_port(), life_s=life_s)
+    server = PostgresqlServer(directory=data, port=free_port(), life_s=life_s)
     try:
         server.start()
         yield server
@@ -126,10 +126,3 @@ def _as_another() -> dict[str, Any]:
         return {}
     user = pwd.getpwnam("postgres")
     return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ import yaml
 
 from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
 from worlds.missing_tools import skip_or_fail
+from worlds.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -280,9 +280,3 @@ def fill(expr: str, *, run: str, namespace: str = ".*") -> str:
         filled = filled.replace(f"${choice.value}", ".*")
     assert "$" not in filled
     return filled
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
