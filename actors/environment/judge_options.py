@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.environment.protocol import RewardError
-from actors.environment.text_patterns import PatternTooSlow, last_of, problem_of
+from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.variables import expanded
 
 _OWN = frozenset({"prompt", "completion"})
@@ -235,10 +235,7 @@ def score_of(options: JudgeOptions, reply: str) -> float:
     where = f"judge {options.model}"
     found: Any
     if options.json_field is None:
-        try:
-            found, how = last_of(options.parse, reply), f"parse {options.parse!r}"
-        except PatternTooSlow as error:
-            raise RewardError(f"{where}: {error}") from error
+        found, how = last_of(options.parse, reply, what=where), f"parse {options.parse!r}"
     else:
         found, how = _field_of(reply, options.json_field), f"json_field {options.json_field}"
     try:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import regex
 
+from actors.environment.protocol import RewardError
+
 LIMIT_S = 1.0
-
-
-class PatternTooSlow(ValueError):
-    """A pattern was not done with a text in time; the message says what to do."""
 
 
 def problem_of(pattern: object) -> str | None:
@@ -27,18 +25,19 @@ def problem_of(pattern: object) -> str | None:
     return f"got {pattern!r}, expected one group, in parentheses"
 
 
-def last_of(pattern: str, text: str) -> str | None:
+def last_of(pattern: str, text: str, *, what: str) -> str | None:
     """The group of the last match that has anything in it, stripped; None: there is none.
 
-    Raises: PatternTooSlow.
+    what: whose pattern it is, for the error. Raises: RewardError, where it is not done in time.
     """
     found = None
     try:
         for match in regex.finditer(pattern, text, timeout=LIMIT_S):
             found = (match[1] or "").strip() or found
     except TimeoutError as error:
-        raise PatternTooSlow(
-            f"the pattern {pattern!r} was not done within {LIMIT_S:g} s with a text of {len(text)} "
-            "characters; write one without a repetition within a repetition, such as (a+)+"
+        raise RewardError(
+            f"{what}: the pattern {pattern!r} was not done within {LIMIT_S:g} s with a text of "
+            f"{len(text)} characters; write one without a repetition within a repetition, such as "
+            "(a+)+"
         ) from error
     return found

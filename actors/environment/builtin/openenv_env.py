@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from actors.environment.builtin.openenv_session import (
+    INVALID,
     OpenEnvSession,
     Refused,
-    failed_step,
+    failed,
     place_of,
 )
 from actors.environment.function_tools import tidy
@@ -50,7 +51,7 @@ NO_TOOLS = (
 ACTION_FIELD = "message"
 # Errors of a field that are the configuration's, and not what the policy said in it.
 _WRONG_FIELDS = {"missing", "extra_forbidden"}
-# Faults of a call, in OpenEnv's words, that are the policy's, and that are the server's.
+# Kinds of failed calls, in OpenEnv's words: the policy's fault, and the server's.
 _MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
 _TRANSPORT = "transport_error"
 
@@ -161,7 +162,7 @@ class OpenEnvEnvironment:
             answer = await self._session.step({**self._action, **said})
         except Refused as refused:
             if not self._is_policys(refused.faults):
-                raise failed_step(refused) from refused
+                raise failed("step", INVALID, refused) from refused
             return self._told(NO_ACTION.format(why=refused))
         self._malformed.begin_anew()
         is_over = bool(answer.get("done"))

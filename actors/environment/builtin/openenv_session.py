@@ -22,6 +22,8 @@ from actors.environment.user_code import describe
 OPEN_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0
 MAX_MESSAGE_BYTES = 16 * 2**20
+INVALID = "VALIDATION_ERROR"
+"""The server's code for what its schema does not take."""
 
 
 class Refused(Exception):
@@ -66,7 +68,7 @@ class OpenEnvSession:
                         "max_concurrent_envs, or lower rollouts.slots_per_actor"
                     ) from full
             except Refused as refused:
-                raise _failed("reset", "VALIDATION_ERROR", refused) from refused
+                raise failed("reset", INVALID, refused) from refused
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,15 +115,10 @@ class OpenEnvSession:
         if code == "CAPACITY_REACHED":
             raise _Full(told)
         faults = refusal.get("errors") or ()
-        if code == "VALIDATION_ERROR" and faults:
+        if code == INVALID and faults:
             told = "; ".join(f"{place_of(fault)}: {fault.get('msg', '')}" for fault in faults)
             raise Refused(told[:200], faults)
-        raise _failed(kind, code, told)
-
-
-def failed_step(refused: Refused) -> ValueError:
-    """A refusal that is no fault of the policy's."""
-    return _failed("step", "VALIDATION_ERROR", refused)
+        raise failed(kind, code, told)
 
 
 def place_of(fault: Mapping[str, Any]) -> str:
@@ -129,5 +126,6 @@ def place_of(fault: Mapping[str, Any]) -> str:
     return str(next(iter(fault.get("loc") or ()), ""))
 
 
-def _failed(kind: str, code: object, told: object) -> ValueError:
+def failed(kind: str, code: object, told: object) -> ValueError:
+    """What the server's answer to a message of a kind is told as, where that is nobody else's."""
     return ValueError(f"openenv: the server answers {kind} with {code}: {told}")

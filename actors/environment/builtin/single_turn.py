@@ -20,7 +20,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
 from actors.environment.task_data import PROMPT_DATA
-from actors.environment.text_patterns import PatternTooSlow, last_of, problem_of
+from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.user_code import describe, root_cause
 from actors.types import Task
@@ -112,10 +112,7 @@ class SingleTurnEnvironment:
         """None: nothing of it is an answer. Raises: RewardError."""
         if self._answer_pattern is None:
             return text
-        try:
-            return last_of(self._answer_pattern, text)
-        except PatternTooSlow as error:
-            raise RewardError(f"answer_pattern: {error}") from error
+        return last_of(self._answer_pattern, text, what="answer_pattern")
 
     def _components(self, scores: Mapping[RewardFunction | JudgeReward, Score]) -> dict[str, float]:
         """An only function's parts as they are; of several each one's value, and its parts."""
