@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -143,7 +144,24 @@ def stop_signals() -> Iterator[StopSignals]:
     before = {number: signal.getsignal(number) for number in NUMBERS}
     signals.install()
     try:
-        yield signals
+        with _dropped_interrupts_unshown():
+            yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _dropped_interrupts_unshown() -> Iterator[None]:
+    """Python shows a traceback of what it drops; that a signal came is known without it."""
+    before = sys.unraisablehook
+
+    def show(dropped: Any) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+            before(dropped)
+
+    sys.unraisablehook = show
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

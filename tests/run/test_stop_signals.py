@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
@@ -49,6 +49,29 @@ def test_one_that_was_swallowed_is_told_later() -> None:
         for tell in (signals.check, signals.hold):
             with pytest.raises(KeyboardInterrupt):
                 tell()
+
+
+def test_one_that_python_drops_is_told_later_and_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[type[BaseException] | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.exc_type))
+
+    class Finalised:
+        def __init__(self, ends: Callable[[], object]) -> None:
+            self.ends = ends
+
+        def __del__(self) -> None:
+            self.ends()
+
+    with stop_signals() as signals:
+        Finalised(lambda: signal.raise_signal(signal.SIGTERM))
+        Finalised(lambda: sys.exit(15))
+        Finalised(lambda: 1 / 0)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check()
+    Finalised(lambda: sys.exit(15))
+    assert shown == [ZeroDivisionError, SystemExit]
 
 
 def test_one_is_noted_whatever_another_handler_does_with_it() -> None:
