@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from actors.environment import server_keeper
 from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
+from actors.environment.server_stderr import ServerStderr
 from actors.environment.user_code import CallTimedOut, describe
 from actors.environment.variables import expanded
 
@@ -157,6 +158,7 @@ class McpServer:
         self._options = options
         self._keeper: asyncio.Task[None] | None = None
         self._opened: _Opened | None = None
+        self._stderr = ServerStderr()
 
     async def tools(self) -> tuple[McpTool, ...]:
         """Open it where it is not. Raises: ServerLost; BadServer for tools that it has not."""
@@ -252,14 +254,14 @@ class McpServer:
         """
         if self._opened is opened:
             await self.close()
-        return ServerLost(f"{self._options.where} {what}")
+        return ServerLost(f"{self._options.where} {what}{self._stderr.told()}")
 
     async def _keep(self, opened: _Opened) -> None:
         """Hold the client open until the task is cancelled; it has to end where it began."""
         from mcp import Client
 
         try:
-            async with _target(self._options) as target, Client(target) as client:
+            async with _target(self._options, self._stderr) as target, Client(target) as client:
                 tools = await self._list(client)
                 opened.set_result((client, tools))
                 await asyncio.Event().wait()
@@ -277,7 +279,8 @@ class McpServer:
             first = first.exceptions[0]
         if isinstance(first, BadServer):
             return first
-        return ServerLost(f"{self._options.where} cannot be opened: {describe(first)}")
+        what = f"cannot be opened: {describe(first)}"
+        return ServerLost(f"{self._options.where} {what}{self._stderr.told()}")
 
     async def _list(self, client: Any) -> tuple[McpTool, ...]:
         found, cursor = [], None
@@ -318,16 +321,18 @@ def server_of(settings: ServerOptions) -> McpServer:
 
 
 @asynccontextmanager
-async def _target(settings: ServerOptions) -> AsyncIterator[Any]:
+async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterator[Any]:
     """What the protocol's client connects to."""
-    from mcp import StdioServerParameters
+    from mcp.client.stdio import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
     if not settings.url:
         command, *arguments = _kept(settings.command)
-        yield StdioServerParameters(
+        parameters = StdioServerParameters(
             command=command, args=arguments, env=dict(settings.env), cwd=settings.cwd
         )
+        with stderr.opened() as file:
+            yield stdio_client(parameters, file)
         return
     import httpx2
 

@@ -49,7 +49,7 @@ def describe(error: BaseException) -> str:
     text = "its text cannot be had"
     # Third-party exceptions: `__str__` itself may raise, or give text that UTF-8 cannot hold.
     with suppress(Exception, SystemExit):
-        text = " ".join(str(error).split())[:200].encode(errors="replace").decode()
+        text = " ".join(str(error).split())[:300].encode(errors="replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

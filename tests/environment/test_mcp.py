@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from actors.environment import mcp_servers, server_keeper
+from actors.environment import mcp_servers, server_keeper, server_stderr
 from actors.environment.builtin.tools import ToolsEnvironment
 from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
@@ -154,6 +154,37 @@ async def test_tools_are_chosen_by_name_and_two_of_one_name_are_refused() -> Non
 async def test_what_is_no_server_is_told_at_the_first_task() -> None:
     with pytest.raises(ServerLost, match="mcp server none"):
         await made(none={"command": [sys.executable, "-c", "print(1)"]}).reset(TASK)
+
+
+WITH_WORDS = f"""
+import runpy, sys
+print("ready", 2 * "é", file=sys.stderr)
+runpy.run_path({SERVER!r}, run_name="__main__")
+"""
+
+
+async def test_a_lost_server_is_told_with_the_end_of_its_standard_error() -> None:
+    failing = {"command": [sys.executable, "-c", "import no_such_module"]}
+    with pytest.raises(
+        ServerLost, match=r"cannot be opened: .*: Traceback .* \| Module.*_module'$"
+    ):
+        await made(failing=failing).reset(TASK)
+    environment = made(sums={**STDIO, "command": [sys.executable, "-c", WITH_WORDS]})
+    await check_calls(environment)
+    with pytest.raises(ServerLost, match=r"Connection closed; the end of its .*: ready éé"):
+        await environment.step(call("end"))
+
+
+async def test_a_server_may_write_much_to_its_standard_error_and_little_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server_stderr, "SHOWN_BYTES", 100_000)
+    monkeypatch.setattr(server_stderr, "_num_shown", 0)
+    script = "import sys; sys.stderr.write(100 * (19_999 * 'x' + '\\n'))\n" + WITH_WORDS
+    await check_calls(made(sums={**STDIO, "command": [sys.executable, "-c", script]}))
+    shown = capsys.readouterr().err
+    assert 100_000 <= len(shown) < 200_000 and shown.count("no more is shown") == 1
+    assert shown.startswith("xxx") and "ready" not in shown
 
 
 @pytest.mark.parametrize(
