@@ -28,6 +28,7 @@ from ray.exceptions import (
 
 from actors.batch import RankShard
 from actors.expert_records import ModelShape
+from actors.imports import quick_imports
 from actors.network import LOOPBACK
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
@@ -60,7 +61,8 @@ class TrainerRankActor:
     """Holds one `TrainerRank`, which `join` makes; all of its methods are reached by `call`."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
-        from actors.trainer.process_group import MOVED
+        with quick_imports():
+            from actors.trainer.process_group import MOVED
 
         self._moved = MOVED
         self._settings = settings
@@ -124,8 +126,9 @@ class TrainerRankActor:
 
         Args: is_local: all ranks share one node.
         """
-        from actors.trainer.process_group import connect_store, keep_freed_memory
-        from actors.trainer.rank import TrainerRank
+        with quick_imports():
+            from actors.trainer.process_group import connect_store, keep_freed_memory
+            from actors.trainer.rank import TrainerRank
 
         keep_freed_memory()
         if self._store is None:

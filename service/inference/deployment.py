@@ -44,6 +44,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import ApplicationStatus
 
 from actors.deadline import retry, within
+from actors.imports import quick_imports
 from actors.limits import MIB
 from actors.policy import (
     GenerateReply,
@@ -174,8 +175,9 @@ class InferenceReplica:
         await self._meet_board()
         os.environ.update(settings.environment)
         with _StartReports(board, self._name):
-            # vLLM takes ten seconds to import, which the process that deploys should not wait for.
-            from service.inference.engine import PolicyEngine
+            # Seven seconds of imports, which the process that deploys should not wait for.
+            with quick_imports():
+                from service.inference.engine import PolicyEngine
 
             # Replicas with one seed would sample the same tokens for members of a group.
             seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
