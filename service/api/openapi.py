@@ -1,34 +1,25 @@
 """The OpenAPI document of the API: what FastAPI finds, with every status that can be answered.
 
-`docs/openapi.json` is this document. Write it with
-
-    python -m service.api.openapi docs/openapi.json
-
-What every route has in common is added here: the guards' refusals, errors of our own, keys. A
-route's own statuses stand at the route; those of the dialects in `service.gateway.description`.
+`docs/openapi.json` is this document (`python -m deploy.openapi_document`). What every route has in
+common is added here: the guards' refusals, errors of our own, keys. A route's own statuses stand at
+the route; those of the dialects in `service.gateway.description`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import Field
 
-from actors.algorithm import AlgorithmSettings
-from actors.environment.settings import RolloutSettings
 from service.api.callers import is_for_clients
 from service.api.guards import OPEN_PATHS, has_own_keys
 from service.api.ports import PREFIX
 from service.api.problems import MEDIA_TYPE
 from service.api.schemas import StrictBody
-from service.api.settings import HttpSettings
-from service.config.tree import ServiceSettings
 
 VERSION = "1"
 _PROBLEM = {"$ref": "#/components/schemas/ProblemBody"}
@@ -138,38 +129,3 @@ def _leave_null_out(schema: dict[str, Any]) -> None:
     if len(kinds) == 1:
         del schema["anyOf"]
         schema |= kinds[0]
-
-
-def whole_document() -> dict[str, Any]:
-    """Of the API with all its routes."""
-    # They import this package.
-    from service.api.app import create_app
-    from service.api.control import ControlPort, add_control
-    from service.api.ports import RunPort
-    from service.api.run_page import PagePort, add_page
-    from service.gateway.routes import SessionPort, add_sessions
-    from service.gateway.upload_routes import UploadPort, add_uploads
-
-    settings = HttpSettings(
-        rollouts=RolloutSettings(),
-        service=ServiceSettings(),
-        algorithm=AlgorithmSettings(),
-        environments=(),
-    )
-    # Neither is called where nothing is asked.
-    run, sessions = cast(RunPort, None), cast(SessionPort, None)
-    app = create_app(run, settings)
-    add_control(app, cast(ControlPort, None))
-    add_sessions(app, run, sessions, settings)
-    add_uploads(app, run, cast(UploadPort, None), settings)
-    add_page(app, cast(PagePort, None))
-    return app.openapi()
-
-
-def text_of(document: Mapping[str, Any]) -> str:
-    """As it is checked in."""
-    return json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(text_of(whole_document()), encoding="utf-8")

@@ -14,18 +14,16 @@ from typing import Any
 import httpx
 import pytest
 from worlds.episode_builders import renderer
-from worlds.run_driver import ROOT
 from worlds.served_run import served
 
 from actors.deadline import poll
-from service.api.openapi import text_of, whole_document
+from deploy.openapi_document import DOCUMENT, document_text, whole_document
 from service.config.tree import ServiceSettings
 from service.gateway.chat import Refused
 from service.gateway.description import SMALLEST
 from service.gateway.dialects import DIALECTS
 from service.gateway.keys import AGENT, REWARD, session_key
 
-DOCUMENT = ROOT / "docs" / "openapi.json"
 KEY = "0123456789abcdef"
 PROBES = {"/healthz", "/readyz"}
 # What a schema cannot say, and the status's description does: a run's own limits and names, ids
@@ -82,8 +80,8 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def test_the_document_that_is_checked_in_is_the_applications() -> None:
-    remedy = "write it with: python -m service.api.openapi docs/openapi.json"
-    assert DOCUMENT.read_text("utf-8") == text_of(whole_document()), remedy
+    remedy = "write it with: python -m deploy.openapi_document"
+    assert DOCUMENT.read_text("utf-8") == document_text(), remedy
 
 
 def test_every_operation_names_what_can_be_answered_and_errors_are_problems() -> None:

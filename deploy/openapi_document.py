@@ -1,0 +1,50 @@
+"""Write the OpenAPI document of the API with all its routes: `python -m deploy.openapi_document`.
+
+It is `docs/openapi.json`; a test holds it to the application.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
+from service.api.app import create_app
+from service.api.control import ControlPort, add_control
+from service.api.ports import RunPort
+from service.api.run_page import PagePort, add_page
+from service.api.settings import HttpSettings
+from service.config.tree import ServiceSettings
+from service.gateway.routes import SessionPort, add_sessions
+from service.gateway.upload_routes import UploadPort, add_uploads
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "openapi.json"
+
+
+def whole_document() -> dict[str, Any]:
+    """Of the API with all its routes."""
+    settings = HttpSettings(
+        rollouts=RolloutSettings(),
+        service=ServiceSettings(),
+        algorithm=AlgorithmSettings(),
+        environments=(),
+    )
+    # None of them is called where nothing is asked.
+    run, sessions = cast(RunPort, None), cast(SessionPort, None)
+    app = create_app(run, settings)
+    add_control(app, cast(ControlPort, None))
+    add_sessions(app, run, sessions, settings)
+    add_uploads(app, run, cast(UploadPort, None), settings)
+    add_page(app, cast(PagePort, None))
+    return app.openapi()
+
+
+def document_text() -> str:
+    """As it is checked in."""
+    return json.dumps(whole_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document_text(), encoding="utf-8")
