@@ -5,6 +5,7 @@ The fixtures import torch and Ray when they are asked for: most tests need neith
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -28,6 +29,16 @@ PROOF_PARTS = {"training", "clients", "nodes", "release", "chart", "images", "ch
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rayloom")
+
+
+# What is collected lives as long as the process, and so do the packages that it imports.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
