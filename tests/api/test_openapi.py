@@ -163,6 +163,8 @@ def fuzz(directory: Path, *options: str) -> str:
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
+@pytest.mark.chaos
+@pytest.mark.fuzz
 def test_a_fuzzer_finds_nothing_in_a_few_seconds(tmp_path: Path) -> None:
     options = ("--phases", "examples,fuzzing", "--max-examples", "3", "--max-time", "12")
     assert fuzz(tmp_path, *options, "--no-shrink") == ""

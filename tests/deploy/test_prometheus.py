@@ -7,6 +7,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 from prometheus_client.core import GaugeMetricFamily
 from worlds.metric_expectations import differences, of_newest, of_steps
 from worlds.ports import free_port
@@ -120,6 +121,7 @@ async def lint(endpoint: MetricsEndpoint) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.chaos
 async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
     """One process ends after step 3; its successor goes on from step 1."""
     store, ledger, port = RunStore(f"sqlite:///{tmp_path / 'run.db'}"), Ledger(), free_port()

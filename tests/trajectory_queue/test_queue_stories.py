@@ -217,4 +217,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueStories = QueueMachine.TestCase
-TestQueueStories.settings = settings(max_examples=150, stateful_step_count=60)
+TestQueueStories.settings = settings(max_examples=100, stateful_step_count=60)
