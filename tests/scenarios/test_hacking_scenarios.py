@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,20 @@ HOLES = {
     "constant": {Kind.EQUAL_ANSWERS, Kind.COMPONENT_FALLS},
     "empty": {Kind.MALFORMED_PAID, Kind.EQUAL_ANSWERS},
     "persuaded": {Kind.UNVERIFIED},
+    "copied": {Kind.COPYING},
     "raises": {Kind.FAILURES},
+    "FirstThreeWins": {Kind.FEWER_TURNS},
 }
-OPTIONS = {
+GUESSING = ROOT / "deploy" / "configs" / "guessing-cpu.yaml"
+NUMBERS = ROOT / "docs" / "examples" / "numbers" / "after.jsonl"
+ASKED = {
     "persuaded": ["--set", "audit.shadow=my.py:verified"],
+    "FirstThreeWins": [
+        str(GUESSING),
+        *("--set", "tasks.environment=my:FirstThreeWins", "--set", "run.stop_at_reward=null"),
+        # The demo goes slowly, and holds to where it began.
+        *("--set", "algorithm.loss.kl.coefficient=0", "--set", "trainer.warmup_updates=10"),
+    ],
 }
 
 
@@ -36,10 +47,12 @@ OPTIONS = {
 def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: str) -> None:
     place = tmp_path / "mine"
     place.mkdir()
-    shutil.copy(ROOT / "docs" / "examples" / "numbers" / "after.jsonl", place / "data.jsonl")
+    (place / "data.jsonl").write_text(with_keys() if hole == "copied" else NUMBERS.read_text())
     shutil.copy(ROOT / "tests" / "worlds" / "live_holes.py", place / "my.py")
     settings = [f"run.steps={STEPS}", "algorithm.group_size=8"]
-    asked = ["--dataset", "data.jsonl", "--reward", f"my.py:{hole}", *OPTIONS.get(hole, [])]
+    asked = list(ASKED.get(hole, []))
+    if hole != "FirstThreeWins":
+        asked += ["--dataset", "data.jsonl", "--reward", f"my.py:{hole}"]
     asked += [word for setting in settings for word in ("--set", setting)]
     with running(None, tmp_path / "run", asked, cwd=place) as run:
         run.wait_for_step(OPENS_AFTER, limit_s=START_S + OPENS_AFTER * STEP_S)
@@ -61,6 +74,13 @@ def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: s
     told = subprocess.run([*command, "--hacking"], capture_output=True, text=True, timeout=300)
     assert told.returncode == 1, told.stderr
     assert all(each.text in told.stdout for each in found)
+
+
+def with_keys() -> str:
+    """The questions, each with a text that may be copied."""
+    rows = [json.loads(line) for line in NUMBERS.read_text().splitlines()]
+    key = f" (Key: {'7' * 24})"
+    return "".join(json.dumps({**row, "prompt": row["prompt"] + key}) + "\n" for row in rows)
 
 
 def check_examples(run_dir: Path, found: list[Finding]) -> None:
