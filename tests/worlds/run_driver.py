@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import yaml
@@ -23,8 +23,10 @@ from actors.trajectory_queue.ledger import LedgerEvent
 from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
 from service.store.lineage import History, read_events, read_history
+from service.store.run_store import ReadOnlyStore
 
 ROOT = Path(__file__).parents[2]
+_Read = TypeVar("_Read")
 # Bounds of a wait on a busy machine, not measures: until a run trains, and of one step.
 START_S = 300.0
 STEP_S = 120.0
@@ -209,31 +211,29 @@ class Run:
         return tree
 
     def history(self) -> History:
-        with self.place.looked_into() as store:
-            return read_history(store)
+        return self._read(read_history)
 
     def events(self) -> tuple[LedgerEvent, ...]:
-        with self.place.looked_into() as store:
-            return read_events(store)
+        return self._read(read_events)
 
     def _newest_step(self) -> int:
-        """Also while the store is away for a moment."""
+        if not self.place.may_have_run():
+            return 0
+        # Its file is there before its tables are.
+        steps = self._read(lambda store: read_history(store).steps if store.newest_term() else ())
+        return steps[-1].step if steps else 0
+
+    def _read(self, what: Callable[[ReadOnlyStore], _Read]) -> _Read:
+        """From the run's database, also where it is away for a moment."""
         deadline = time.monotonic() + FOUND_S
         while True:
             try:
-                return self._stored_step()
+                with self.place.looked_into() as store:
+                    return what(store)
             except StoreError:
                 if time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
-
-    def _stored_step(self) -> int:
-        if not self.place.may_have_run():
-            return 0
-        with self.place.looked_into() as store:
-            # Its file is there before its tables are.
-            steps = read_history(store).steps if store.newest_term() else ()
-        return steps[-1].step if steps else 0
 
 
 @contextlib.contextmanager
