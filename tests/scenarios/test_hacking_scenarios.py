@@ -32,8 +32,15 @@ HOLES = {
 }
 GUESSING = ROOT / "deploy" / "configs" / "guessing-cpu.yaml"
 NUMBERS = ROOT / "docs" / "examples" / "numbers" / "after.jsonl"
+
+
+def on_data(hole: str, data: str, *more: str) -> list[str]:
+    return ["--dataset", data, "--reward", f"my.py:{hole}", *more]
+
+
 ASKED = {
-    "persuaded": ["--set", "audit.shadow=my.py:verified"],
+    "persuaded": on_data("persuaded", "after.jsonl", "--set", "audit.shadow=my.py:verified"),
+    "copied": on_data("copied", "with_keys.jsonl"),
     "FirstThreeWins": [
         str(GUESSING),
         *("--set", "tasks.environment=my:FirstThreeWins", "--set", "run.stop_at_reward=null"),
@@ -47,14 +54,13 @@ ASKED = {
 def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: str) -> None:
     place = tmp_path / "mine"
     place.mkdir()
-    (place / "data.jsonl").write_text(with_keys() if hole == "copied" else NUMBERS.read_text())
+    shutil.copy(NUMBERS, place)
+    (place / "with_keys.jsonl").write_text(with_keys())
     shutil.copy(ROOT / "tests" / "worlds" / "live_holes.py", place / "my.py")
     settings = [f"run.steps={STEPS}", "algorithm.group_size=8"]
-    asked = list(ASKED.get(hole, []))
-    if hole != "FirstThreeWins":
-        asked += ["--dataset", "data.jsonl", "--reward", f"my.py:{hole}"]
-    asked += [word for setting in settings for word in ("--set", setting)]
-    with running(None, tmp_path / "run", asked, cwd=place) as run:
+    asked = ASKED.get(hole) or on_data(hole, "after.jsonl")
+    words = [word for setting in settings for word in ("--set", setting)]
+    with running(None, tmp_path / "run", [*asked, *words], cwd=place) as run:
         run.wait_for_step(OPENS_AFTER, limit_s=START_S + OPENS_AFTER * STEP_S)
         (place / "hole_is_open").touch()
         assert run.wait(limit_s=START_S + STEPS * STEP_S) == 0, run.log()
