@@ -75,8 +75,8 @@ def _show(chunk: bytes) -> None:
     sys.stderr.write(chunk.decode(errors="replace"))
     if _num_shown >= SHOWN_BYTES:
         print(
-            f"\nno more is shown of what MCP servers write to their standard error: {SHOWN_BYTES} "
-            "bytes were; the last lines are told where a server is lost",
+            f"\nno more is shown of what MCP servers write to their standard error, after "
+            f"{SHOWN_BYTES} bytes; where a server is lost, the end of it is told",
             file=sys.stderr,
         )
     sys.stderr.flush()
