@@ -42,8 +42,10 @@ demo: setup ## train the guessing game on two CPU cores and write a report
 	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
 test: setup ## all the tests but those of `chaos` and `proof`
-	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist worksteal
-	$(BIN)/python -m pytest tests/scenarios -m 'scenario and not chaos and not proof' --numprocesses 2 --dist loadfile
+	@status=0; \
+	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 2 --dist worksteal || status=1; \
+	$(BIN)/python -m pytest tests/scenarios -m 'scenario and not chaos and not proof' --numprocesses 2 --dist loadfile || status=1; \
+	exit $$status
 
 chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
