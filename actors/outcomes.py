@@ -24,6 +24,7 @@ class Disposition(StrEnum):
     TRAIN = "train"
     TRAIN_CLAMPED = "train_clamped"
     TRAIN_PENALISED = "train_penalised"
+    SCORE = "score"
     MASK = "mask"
     DROP = "drop"
 
@@ -41,22 +42,28 @@ class OutcomeRule:
     penalty: NotNegative = 0.0
     """Taken off the return, with train_penalised; 0 with every other disposition."""
 
-    def baseline_return(self, episode_return: float, *, is_graded: bool) -> float | None:
-        """What a trajectory brings to its group's baseline; None: it is not in it.
+    def baseline_return(
+        self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
+    ) -> float | None:
+        """Return what a trajectory brings to its group's baseline; None: it is not in it.
 
-        train: r; train_clamped: min(r, 0); train_penalised: r - penalty; mask: r if it was graded;
-        drop: nothing.   Source: docs/semantics.md, Outcomes.
+        train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
+        mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.
 
-        Example: penalty .5, train_penalised: baseline_return(1, is_graded=True) -> .5
+        Args: worst_completed: the lowest return of the group's completed members; None: none has
+        completed.
+
+        Example: train_clamped: baseline_return(1, is_graded=True, worst_completed=-1) -> -1
         """
         match self.disposition:
             case Disposition.TRAIN:
                 return episode_return
             case Disposition.TRAIN_CLAMPED:
-                return min(episode_return, 0.0)
+                lowest = 0.0 if worst_completed is None else min(0.0, worst_completed)
+                return min(episode_return, lowest)
             case Disposition.TRAIN_PENALISED:
                 return episode_return - self.penalty
-            case Disposition.MASK:
+            case Disposition.SCORE | Disposition.MASK:
                 return episode_return if is_graded else None
             case Disposition.DROP:
                 return None

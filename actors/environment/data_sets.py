@@ -1,10 +1,11 @@
 """Task sets that were made for something else: rows with columns of their own, mapped by name.
 
-A data set is a JSONL, JSON, CSV or Parquet file, a directory (what `datasets.save_to_disk` writes,
+A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, the first ones also compressed by
+gzip (`.jsonl.gz`), a directory (what `datasets.save_to_disk` writes,
 or a data set's own files), or a name on the Hugging Face hub. The `datasets` library reads them,
 but for a single file of JSON or CSV: it gives a column one type, and would make the text "007" a
-number. Values of a CSV file are texts. A column becomes an entry of the task's data, and the names
-`task_id` and `seed` make the task's own; a row without an id gets one by its content, so that the
+number. Values of a CSV file are texts. A column becomes an entry of the task's data; `task_id` and
+`seed` also make the task's own. A row without an id gets one by its content, so that the
 same rows in any order are the same tasks. Called by the configuration.
 """
 
@@ -12,7 +13,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +24,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from actors.environment.task_data import DataCheck
-from actors.environment.tasks import BadTaskFile, derived_seed, json_rows
+from actors.environment.tasks import BadTaskFile, derived_seed, json_rows, open_text
 from actors.types import Task
 
 if TYPE_CHECKING:
     # Seconds of import, for those runs alone that have a data set.
     from datasets import Dataset
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
 # What datasets.save_to_disk writes: of one split, and of several.
 _SAVED = ("state.json", "dataset_dict.json")
+_logger = logging.getLogger(__name__)
 _OWN = ("task_id", "seed")
 MAX_ID = 512
 # The library itself does not expect a file without rows, and stops there.
@@ -49,7 +55,7 @@ def read_data_set(
 
     Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
     data, by the entry's name; None: that column is left out. Every other column keeps its name,
-    where the environment takes it; `task_id` and `seed` are the task's own. split: of a directory
+    if the environment takes it; `task_id` and `seed` make the task's own too. split: of a directory
     or a hub's data set; a file is taken whole. subset: which of several configurations of a data
     set. check: what every task's data have to satisfy.
     Raises: BadTaskFile, with the columns that there are where one is missing.
@@ -58,13 +64,23 @@ def read_data_set(
     """
     what = f"data set {source}"
     names, rows = _open(source, split=split, subset=subset)
+    taken = None if check is None else check.names
     entries = _entries(columns, names, check, what)
     tasks: dict[str, Task] = {}
     num_same: dict[str, int] = {}
+    left_out: set[str] = set()
     for number, row in enumerate(_checked(rows, what), start=1):
+        # A column that the configuration names is refused instead.
+        for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
+            left_out.add(column)
+            _logger.warning("%s: column %s is left out: its values are bytes", what, column)
         where = f"{what}, row {number}"
-        data = {name: row[column] for name, column in entries.items() if column in row}
-        task = _task(data, environment=environment, where=where)
+        entry = {
+            name: _as_json(row[column])
+            for name, column in entries.items()
+            if column in row and column not in left_out
+        }
+        task = _task(entry, taken, environment=environment, where=where)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
                 f"{where}: {problem}; got the columns {', '.join(names)}; map them by tasks.columns"
@@ -83,13 +99,29 @@ def read_data_set(
     return list(tasks.values())
 
 
+def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
+    return {name for name in columns if isinstance(row.get(name), bytes | bytearray | memoryview)}
+
+
+def _as_json(value: Any) -> Any:
+    """Return dates as ISO text and decimals as numbers, also in lists and objects."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, list) else value
+
+
 _Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 
 
 def _open(source: str, *, split: str, subset: str | None) -> _Rows:
     """The names of the columns, and the rows. Raises: BadTaskFile."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix in (".jsonl", ".json", ".csv"):
+    if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
         return _read_text(path)
     found = _dataset(source, path, split=split, subset=subset)
     return found.column_names, found
@@ -114,16 +146,18 @@ def _read_text(path: Path) -> _Rows:
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows, and where each stands. Raises: BadTaskFile, OSError, ValueError, csv.Error."""
-    if path.suffix == ".jsonl":
+    suffix = _suffix(path)
+    if suffix in (".jsonl", ".ndjson"):
         yield from json_rows(path)
         return
-    if path.suffix == ".json":
-        listed = json.loads(path.read_text(encoding="utf-8-sig"))
+    if suffix == ".json":
+        with open_text(path) as file:
+            listed = json.loads(file.read())
         for number, row in enumerate(listed if isinstance(listed, list) else [listed], start=1):
             yield f"{path}, row {number}", row
         return
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
+    with open_text(path, newline="") as file:
+        reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
@@ -132,6 +166,11 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
                     f"expected {len(reader.fieldnames or ())}; quote values that hold a comma"
                 )
             yield where, row
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that names the format: of rows.jsonl.gz .jsonl."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Dataset:
@@ -155,7 +194,7 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
         looks_local = (
             source.startswith((".", "/", "~"))
             or source.count("/") > 1
-            or path.suffix in _SUFFIXES
+            or _suffix(path) in _SUFFIXES
             or path.is_symlink()
             or not source.strip()
         )
@@ -211,10 +250,19 @@ def _entries(
     return {**own, **asked}
 
 
-def _task(row: dict[str, Any], *, environment: str, where: str) -> Task:
-    data = {name: value for name, value in row.items() if name not in _OWN}
+def _task(
+    row: dict[str, Any], taken: frozenset[str] | None, *, environment: str, where: str
+) -> Task:
+    """Make a row's task. taken: what its data may have; None: anything."""
+    data = {
+        name: value
+        for name, value in row.items()
+        if name not in _OWN or taken is None or name in taken
+    }
+    own = {name: value for name, value in row.items() if name not in _OWN}
     try:
-        content = json.dumps(data, ensure_ascii=False, allow_nan=False, sort_keys=True)
+        json.dumps(data, allow_nan=False)
+        content = json.dumps(own, ensure_ascii=False, allow_nan=False, sort_keys=True)
         content.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadTaskFile(

@@ -9,18 +9,20 @@
 
 The schema that the policy is shown comes from the signature, the descriptions from the docstring.
 Arguments are held to the types and converted before the call. Of a class each public method is a
-tool; an instance is made for each episode, and its `reset(**columns)`, where there is one, is
-called first: what TRL's trainers take as `environment_factory`. Called by
-`actors.environment.builtin.tools`.
+tool, except `reset`, `close` and `get_reward`; a class is made anew for each episode, and its
+`reset(**columns)` is called first. That is what TRL's trainers take as `environment_factory`. A
+function without arguments whose annotation is the class that it returns makes the instances:
+`def make() -> Desk`. Called by `actors.environment.builtin.tools`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -39,7 +41,7 @@ _NOT_TAKEN = (
     inspect.Parameter.POSITIONAL_ONLY,
 )
 # Methods of a class that are not the policy's to call.
-_OWN = frozenset({"reset", "close"})
+_OWN = frozenset({"reset", "close", "get_reward"})
 
 
 class BadTool(ValueError):
@@ -59,10 +61,17 @@ class FunctionTool:
     arguments: type[BaseModel]
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function's types have them. Raises: BadArguments."""
+        """Return the arguments as the function's types have them.
+
+        Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
+        schema is a reference or a choice: such a text is read if the type refuses it as it is.
+        Raises: BadArguments.
+        """
         try:
             read = self.arguments.model_validate(arguments)
         except BadValue as error:
+            if (parsed := _with_json_read(arguments, error)) is not None:
+                return self.read(parsed)
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise BadArguments(f"Argument {where}: {first['msg']}.") from None
@@ -92,6 +101,19 @@ class FunctionTool:
         return as_text(found)
 
 
+def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
+    """Return the arguments with refused JSON texts of objects and lists read; None: none is one."""
+    read = dict(arguments)
+    for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
+        text = read.get(str(name))
+        if isinstance(text, str) and text.lstrip()[:1] in ("{", "["):
+            try:
+                read[str(name)] = json.loads(text)
+            except (ValueError, RecursionError):
+                return None
+    return None if read == dict(arguments) else read
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolClass:
     """A class whose methods are tools."""
@@ -100,6 +122,8 @@ class ToolClass:
     make: Callable[[], Any]
     tools: tuple[FunctionTool, ...]
     """Not bound to an instance."""
+    has_reward: bool
+    """Whether its method `get_reward` scores the episode."""
 
     def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
         """Its tools, of one instance."""
@@ -166,7 +190,11 @@ def _load(name: str) -> FunctionTool | ToolClass:
     except BadName as error:
         raise BadTool(str(error)) from error
     if inspect.isclass(found):
-        return _read_class(name, found)
+        return _read_class(name, found, make=found)
+    if isinstance(found, functools.partial) and inspect.isclass(found.func):
+        return _read_class(name, found.func, make=found)
+    if inspect.isroutine(found) and (made := _class_made_by(found, name)) is not None:
+        return _read_class(name, made, make=found)
     if not inspect.isroutine(found):
         raise BadTool(
             f"tool {name} is a {type(found).__name__}, expected a function, or a class whose "
@@ -175,10 +203,41 @@ def _load(name: str) -> FunctionTool | ToolClass:
     return read_function(found, where=f"tool {name}")
 
 
-def _read_class(name: str, found: type) -> ToolClass:
+def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
+    """Return the class whose instances a factory function makes; None: the function is a tool.
+
+    Raises: BadTool for a function of which neither its arguments nor its annotation says which.
+    """
+    if inspect.signature(function).parameters:
+        return None
+    try:
+        returned = get_type_hints(function).get("return")
+    except Exception as error:
+        raise BadTool(
+            f"tool {name}: its annotations cannot be read ({error}); mend them"
+        ) from error
+    if returned is None and "return" not in function.__annotations__:
+        raise BadTool(
+            f"tool {name} takes no argument and does not say what it returns, expected "
+            f"`def {function.__name__}() -> str` for a tool, or the class that it returns for a "
+            "factory whose instances have the tools; annotate it, or name the class"
+        )
+    if inspect.iscoroutinefunction(function):
+        return None
+    if not inspect.isclass(returned) or returned.__module__ in ("builtins", "typing"):
+        return None
+    is_data = issubclass(returned, BaseModel) or dataclasses.is_dataclass(returned)
+    has_tools = any(
+        inspect.isfunction(each) and not method.startswith("_") and method not in _OWN
+        for method, each in vars(returned).items()
+    )
+    return returned if has_tools and not is_data else None
+
+
+def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass:
     required = [
         each.name
-        for each in inspect.signature(found).parameters.values()
+        for each in inspect.signature(make).parameters.values()
         if each.default is each.empty and each.kind not in _NOT_TAKEN[:2]
     ]
     if required:
@@ -193,8 +252,8 @@ def _read_class(name: str, found: type) -> ToolClass:
     ]
     if not methods:
         raise BadTool(
-            f"tool {name}: {found.__name__} has no public method besides reset and close, expected "
-            "one or more, which are its tools"
+            f"tool {name}: {found.__name__} has no public method besides reset, close and "
+            "get_reward, expected one or more, which are its tools"
         )
     tools = tuple(
         read_function(
@@ -206,7 +265,12 @@ def _read_class(name: str, found: type) -> ToolClass:
         )
         for method in methods
     )
-    return ToolClass(name=found.__name__, make=found, tools=tools)
+    return ToolClass(
+        name=found.__name__,
+        make=make,
+        tools=tools,
+        has_reward=callable(getattr(found, "get_reward", None)),
+    )
 
 
 def read_function(
@@ -269,7 +333,10 @@ def _arguments(
                 f"{parameter.name}: str; the policy is told it"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = Field(default, alias=parameter.name, description=described.get(parameter.name))
+        field = Field(default, alias=parameter.name)
+        # Without one of the docstring, a description by Annotated stays.
+        if (text := described.get(parameter.name)) is not None:
+            field = Field(default, alias=parameter.name, description=text)
         fields[f"a{number}"] = (types[parameter.name], field)
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
@@ -295,18 +362,76 @@ def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Without titles, and without what the checks see to."""
+    """Return a schema without titles, without what the checks see to, and without references."""
+    return _without_titles(_inlined(tree, tree.get("$defs", {}), frozenset()))
+
+
+def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
+    """Return a schema with its `$defs` put in place of the references to them.
+
+    vLLM's parsers qwen3_coder and qwen3_xml read an argument by the type that its schema has at
+    its own level. A type that contains itself keeps its references. within: the names on the way.
+    """
     if isinstance(tree, list):
-        return [_plain(each) for each in tree]
+        return [_inlined(each, defs, within) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    name = str(tree.get("$ref", "")).removeprefix("#/$defs/")
+    if name in defs and name not in within and not _contains_itself(name, defs):
+        beside = {key: value for key, value in tree.items() if key != "$ref"}
+        return _inlined({**defs[name], **beside}, defs, within | {name})
+    is_needed = any(_contains_itself(each, defs) for each in defs)
+    return {
+        key: _inlined(value, defs, within)
+        for key, value in tree.items()
+        if key != "$defs" or is_needed
+    }
+
+
+def _contains_itself(name: str, defs: Mapping[str, Any]) -> bool:
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for found in _references(defs.get(waiting.pop(), {})):
+            if found == name:
+                return True
+            if found not in seen:
+                seen.add(found)
+                waiting.append(found)
+    return False
+
+
+def _references(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        if isinstance(reference := tree.get("$ref"), str):
+            yield reference.removeprefix("#/$defs/")
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for each in tree:
+            yield from _references(each)
+
+
+# Keywords of JSON Schema whose values are data, or schemas by names that are the user's.
+_DATA = frozenset({"default", "const", "enum", "examples", "example"})
+_BY_NAME = frozenset({"properties", "$defs", "patternProperties", "dependentSchemas"})
+
+
+def _without_titles(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_without_titles(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
     type_first = sorted(
         tree.items(), key=lambda item: not (item[0] == "type" and isinstance(item[1], str))
     )
-    return {
-        name: _plain(value)
-        for name, value in type_first
-        # An argument may have one of these names: its schema is a mapping.
-        if not (name == "title" and isinstance(value, str))
-        and not (name == "additionalProperties" and value is False)
-    }
+    found = {}
+    for name, value in type_first:
+        if name == "title" or (name == "additionalProperties" and value is False):
+            continue
+        if name in _DATA:
+            found[name] = value
+        elif name in _BY_NAME and isinstance(value, dict):
+            found[name] = {key: _without_titles(each) for key, each in value.items()}
+        else:
+            found[name] = _without_titles(value)
+    return found

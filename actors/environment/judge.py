@@ -62,10 +62,12 @@ class Judge:
         self._replies = ReplyCache(settings.cache)
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
-    async def judge(self, completion: str, **columns: Any) -> Judgement:
-        """Ask for a judgement. columns: what the prompt needs of the task's data.
+    async def judge(self, completion: str, /, **columns: Any) -> Judgement:
+        """Ask for a judgement.
 
-        Raises: RewardError, where there is none.
+        Args: columns: what the prompt needs of the task's data. $completion is the answer, also if
+        there is a column of that name.
+        Raises: RewardError if there is none.
         """
         question = question_of(self.settings, completion, columns)
         # Two services may have models of one name.

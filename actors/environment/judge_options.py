@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ from actors.environment.protocol import RewardError
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.variables import expanded
 
+# With this pattern a reply may hold one number only: which of several is the score is a guess.
+ONLY_NUMBER = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
+_DIGITS = re.compile(r"[0-9][0-9.,]*")
 _OWN = frozenset({"prompt", "completion"})
 _TEXTS = ("url", "model", "prompt", "parse", "json_field", "system", "cache", "api_key")
 # Of the request, what no service may be told otherwise.
@@ -39,9 +43,10 @@ class JudgeOptions:
     prompt: str
     """$completion, $prompt and the columns stand for their values; $$ for a dollar."""
     system: str | None = None
-    parse: str = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
-    """A regular expression with one group, the score; of several matches the last counts. This one
-    takes no part of 1,000 for a number."""
+    parse: str = ONLY_NUMBER
+    """A regular expression with one group, the score; of several matches the last counts. The
+    default takes a reply with exactly one number in it: of "7/10", "9 or 10" or "1,000" it takes
+    none."""
     json_field: str | None = None
     """In the place of `parse`: the score is this field of the JSON object in the reply, of several
     objects of the last that has it; a dot leads into an object (grades.helpful). true is 1."""
@@ -234,6 +239,12 @@ def score_of(options: JudgeOptions, reply: str) -> float:
     """The score in a reply, scaled. Raises: RewardError where there is none."""
     where = f"judge {options.model}"
     found: Any
+    if options.json_field is None and options.parse == ONLY_NUMBER:
+        if (num_numbers := len(_DIGITS.findall(reply))) > 1:
+            raise RewardError(
+                f"{where}: {num_numbers} numbers in its reply, expected one; have it answer with "
+                "the score alone, or set parse or json_field"
+            )
     if options.json_field is None:
         found, how = last_of(options.parse, reply, what=where), f"parse {options.parse!r}"
     else:

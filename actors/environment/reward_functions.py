@@ -6,10 +6,12 @@
     def score(completions, answer, **columns):           # as TRL's trainers call it, with lists
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-Either may be a coroutine. The columns of the data set come by their names, those alone that the
-function names unless it takes `**columns`; so does `prompt` (`prompts`), as it stands in the data.
-Where tools were played with, `messages` is the conversation since the prompt and `environment`
-(`environments`) the instance of the class whose methods are the tools.
+Either may be a coroutine. A function gets the columns of the data set that it names, or all of them
+if it takes `**columns`; `prompt` (`prompts`) is the task's prompt as the data has it. An argument
+`columns` gets the whole row as a mapping. With tools, `messages` is the conversation since the
+prompt and `environment` (`environments`) the instance of the class whose methods are the tools.
+`completion`, `prompt`, `messages` and `environment` are Rayloom's names: a column of such a name is
+in `columns`. A function with lists gets a column `messages` by its name, as from TRL.
 Called by `actors.environment.builtin.single_turn` and `tools`.
 """
 
@@ -17,9 +19,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from decimal import Decimal
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -62,6 +65,8 @@ class RewardFunction:
     """The arguments that it names; None: it takes all."""
     required: frozenset[str]
     """Those without a default, which have to be columns."""
+    takes_row: bool
+    """Whether it names an argument `columns`, which is the whole row."""
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
         """extras: which of EXTRAS there are. Raises: ValueError where the data have not what it
@@ -85,18 +90,18 @@ class RewardFunction:
         extras: by EXTRAS' names.
         Raises: RewardError for what is no score, and whatever the function raises.
         """
-        columns = {**columns, **(extras or {})}
+        ours = extras or {}
         if not self.takes_lists:
-            found = await self._call({**columns, "completion": completion})
+            arguments = {**columns, **ours, **self._row(columns), "completion": completion}
+            found = await self._call(arguments)
             return None if found is None else self._read(found)
         prompt = columns["prompt"]
-        conversation = columns.get("messages", _as_conversation(completion))
+        conversation = ours.get("messages", _as_conversation(completion))
         answer = completion if isinstance(prompt, str) else conversation
-        lists = {
-            "environments" if name == "environment" else name: [value]
-            for name, value in columns.items()
-            if name != "prompt"
-        }
+        of_row = {**ours, **columns, **self._row(columns)}
+        lists = {name: [value] for name, value in of_row.items() if name != "prompt"}
+        if "environment" in ours:
+            lists["environments"] = [ours["environment"]]
         found = await self._call({**lists, "prompts": [prompt], "completions": [answer]})
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
             raise RewardError(
@@ -105,36 +110,67 @@ class RewardFunction:
             )
         return None if found[0] is None else self._read(found[0])
 
+    def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {"columns": dict(columns)} if self.takes_row else {}
+
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         wanted = {
             name: value
             for name, value in arguments.items()
             if self.named is None or name in self.named
         }
+        as_values = _as_list if self.takes_lists else _as_is
         if inspect.iscoroutinefunction(self.function):
-            return await self.function(**wanted)
+            return as_values(await self.function(**wanted))
         # It may take long, and other episodes share the event loop.
-        found = await in_thread(partial(self.function, **wanted))
-        return await found if inspect.isawaitable(found) else found
+        found = await in_thread(lambda: as_values(self.function(**wanted)))
+        return as_values(await found) if inspect.isawaitable(found) else found
 
     def _read(self, found: object) -> Score:
-        parts = found if isinstance(found, Mapping) else {"": found}
-        numbers = {}
-        for name, value in parts.items():
-            number = value.item() if hasattr(value, "item") else value
-            if not isinstance(number, Real) or not abs(float(number)) <= MAX_REWARD:
-                raise RewardError(
-                    f"reward function {self.name} gave {_told(found)}, expected a number, or "
-                    f"numbers by their names, none beyond {MAX_REWARD:g}"
-                )
-            numbers[str(name)[:MAX_NAME]] = float(number)
-        if not 0 < len(numbers) <= MAX_PARTS:
+        """Return what was given as a score.
+
+        Of named numbers the one called `score` is the reward and the others are only reported
+        (verl's form); without one their sum is. Raises: RewardError.
+        """
+        if not isinstance(found, Mapping):
+            return Score(value=self._number(found, found), parts={})
+        is_verl = "score" in found
+        parts = {
+            str(name)[:MAX_NAME]: self._number(value, found)
+            for name, value in found.items()
+            # What verl's graders report besides may be text.
+            if not is_verl or name == "score" or _is_number(value)
+        }
+        if not 0 < len(parts) <= MAX_PARTS:
             raise RewardError(
-                f"reward function {self.name} gave {len(numbers)} named numbers, expected 1 to "
+                f"reward function {self.name} gave {len(parts)} named numbers, expected 1 to "
                 f"{MAX_PARTS}"
             )
-        is_plain = not isinstance(found, Mapping)
-        return Score(value=sum(numbers.values()), parts={} if is_plain else numbers)
+        return Score(value=parts["score"] if is_verl else sum(parts.values()), parts=parts)
+
+    def _number(self, value: Any, found: object) -> float:
+        """Return one value of what was given as a number. Raises: RewardError."""
+        if not _is_number(value):
+            raise RewardError(
+                f"reward function {self.name} gave {_told(found)}, expected a number, or numbers "
+                f"by their names, none beyond {MAX_REWARD:g}"
+            )
+        return float(_plain(value))
+
+
+def _plain(value: Any) -> Any:
+    """Return an array's or a tensor's only element as Python's own number."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):
+        # It has several.
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    number = _plain(value)
+    is_real = isinstance(number, Real | Decimal)
+    return is_real and abs(float(number)) <= MAX_REWARD
 
 
 def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[RewardFunction, ...]:
@@ -190,7 +226,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
     }
     answers = named.keys() & {"completion", "completions"}
     takes_lists = bool(named.keys() & {"completions", "environments"})
-    reads_other = takes_all or named.keys() & {*EXTRAS, "environments"}
+    reads_other = takes_all or named.keys() & {*EXTRAS, "environments", "columns"}
     if len(answers) != 1 and not (reads_other and not answers):
         raise BadRewardFunction(
             f"reward: {text} takes ({', '.join(parameters)}), expected an argument completion, or "
@@ -210,8 +246,48 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
         weight=weight,
         takes_lists=takes_lists,
         named=None if takes_all else frozenset(named),
-        required=frozenset(required - answers - {prompt}),
+        required=frozenset(required - answers - {prompt, "columns"}),
+        takes_row="columns" in named,
     )
+
+
+def method_as_reward(name: str, method: Callable[..., Any]) -> RewardFunction:
+    """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
+
+    It needs no argument, and gets those of a reward function that it names.
+    """
+    parameters = inspect.signature(method).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = {
+        name: each.default is each.empty
+        for name, each in parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    required = {name for name, is_needed in named.items() if is_needed}
+    return RewardFunction(
+        name=name,
+        function=method,
+        weight=1.0,
+        takes_lists=False,
+        named=None if takes_all else frozenset(named),
+        required=frozenset(required - {"completion", "prompt", "columns"}),
+        takes_row="columns" in named,
+    )
+
+
+def _as_is(found: Any) -> Any:
+    return found
+
+
+def _as_list(found: Any) -> Any:
+    """Return what a function gave for a list of answers as a list: TRL iterates over it.
+
+    An array, a tensor and a series have `tolist`; a generator runs here.
+    """
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    is_values = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+    return list(found) if is_values else found
 
 
 def _as_conversation(text: str) -> list[dict[str, str]]:

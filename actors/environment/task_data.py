@@ -24,13 +24,44 @@ ANY_DATA: Mapping[str, Any] = {"type": "object"}
 """The schema of an environment that declares none."""
 NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 """The schema of an environment that makes its tasks from their seeds alone."""
+_TEXT_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": ["string", "null"]},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": ["object", "string", "null"]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_NAME = {"type": ["string", "null"]}
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": [Role.SYSTEM.value, Role.USER.value, Role.ASSISTANT.value]},
-        "content": {"type": "string"},
+        "role": {"enum": [*(role.value for role in Role), "developer"]},
+        "content": {"anyOf": [{"type": ["string", "null"]}, _TEXT_PARTS]},
+        "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "items": _CALL}]},
+        "tool_call_id": _NAME,
+        "name": _NAME,
+        "reasoning_content": _NAME,
+        "reasoning": _NAME,
     },
-    "required": ["role", "content"],
+    "required": ["role"],
+    # A message without text has calls.
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 PROMPT_DATA: Mapping[str, Any] = {
     "type": "object",

@@ -9,6 +9,7 @@ the loop, which numbers the groups, by the configuration's checks and by `rayloo
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -358,9 +359,16 @@ def _check_suffix(path: Path) -> None:
         )
 
 
+def open_text(path: Path, *, newline: str | None = None) -> IO[str]:
+    """Open a text file, compressed by gzip if its name ends in .gz."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
+    return path.open(encoding="utf-8-sig", newline=newline)
+
+
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of a JSONL file, and where each stands. Raises: BadTaskFile, OSError."""
-    with path.open(encoding="utf-8-sig") as file:
+    """Yield the values of a JSONL file, each after its place. Raises: BadTaskFile, OSError."""
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
             if not line.strip():

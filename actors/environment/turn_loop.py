@@ -34,6 +34,7 @@ from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import check_calls
 from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
+from actors.outcomes import Disposition, OutcomePolicy
 from actors.policy import (
     GenerateRequest,
     ParsedReply,
@@ -43,6 +44,7 @@ from actors.policy import (
     check_reply,
 )
 from actors.types import (
+    PLAYED_OUT,
     FinishReason,
     Outcome,
     RolloutAssignment,
@@ -133,6 +135,7 @@ class _Episode:
         self._policy = policy
         self._renderer = renderer
         self._settings = settings
+        self._outcomes = OutcomePolicy(overrides=settings.outcomes)
         self._max_context_tokens = max_context_tokens
         self._keeps_last_observation = keeps_last_observation
         self._environment: Environment | None = None
@@ -277,11 +280,21 @@ class _Episode:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
         if turn.finish_reason is FinishReason.LENGTH:
             is_context = limit < self._settings.max_tokens_per_turn
-            raise _Ended(
-                Outcome.TRUNCATED_CONTEXT if is_context else Outcome.TRUNCATED_TOKENS,
-                f"the turn was cut off after {limit} tokens",
-            )
+            outcome = Outcome.TRUNCATED_CONTEXT if is_context else Outcome.TRUNCATED_TOKENS
+            if self._outcomes.disposition(outcome) is Disposition.SCORE:
+                await self._score_cut_off(turn)
+            raise _Ended(outcome, f"the turn was cut off after {limit} tokens")
         return turn, parsed
+
+    async def _score_cut_off(self, turn: Turn) -> None:
+        """Have the environment score what there is of a turn, as if it were a whole answer."""
+        text = self._renderer.decode(turn.sampled_token_ids)
+        try:
+            await self._step(Action(text=text))
+        except _Ended as ended:
+            # The outcome is that of a cut-off turn, unless its score could not be computed.
+            if ended.outcome not in PLAYED_OUT:
+                raise
 
     async def _call_policy(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...], *, max_tokens: int

@@ -17,7 +17,7 @@ from actors.merge.member import Member
 from actors.merge.shaping import RewardSettings, add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
-from actors.types import Trajectory
+from actors.types import Outcome, Trajectory
 
 # Notices a step: a fault of one trajectory is usually that of many.
 MAX_NOTICES = 3
@@ -32,15 +32,18 @@ def classify(
     misfit: str | None = None,
     policies: Mapping[str, OutcomePolicy],
     reward: RewardSettings = _NO_SHAPING,
+    worst_completed: float | None = None,
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    train: as it is; train_clamped: with return min(r, 0); train_penalised: r - penalty; mask: in
-    the baseline if it was graded, not in the loss; drop: neither. A trajectory that does not fit
+    train: as it is; train_clamped: with return min(r, 0, worst_completed); train_penalised: r -
+    penalty; score: as it is if it was graded, else as mask; mask: in the baseline if it was graded,
+    not in the loss; drop: neither. A trajectory that does not fit
     the model, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
     one with nothing to train is not in the loss; each has its reason.
 
     Args: misfit: why its tokens do not fit the model that is trained; None: they do.
+    worst_completed: as `worst_completed_return` of its group.
     """
     left_out = Member(
         trajectory=trajectory,
@@ -67,9 +70,13 @@ def classify(
             reason: EvictionReason | None = EvictionReason.MASKED
         case Disposition.DROP:
             reason = EvictionReason.of(trajectory.outcome)
+        case Disposition.SCORE if not trajectory.is_graded:
+            reason = EvictionReason.MASKED
         case _:
             reason = _nothing_to_train(trajectory)
-    baseline_return = rule.baseline_return(shaped_return, is_graded=trajectory.is_graded)
+    baseline_return = rule.baseline_return(
+        shaped_return, is_graded=trajectory.is_graded, worst_completed=worst_completed
+    )
     if baseline_return is not None:
         rewards = add_at_end(rewards, baseline_return - shaped_return)
     return Member(
@@ -79,6 +86,18 @@ def classify(
         baseline_return=baseline_return,
         shaped_return=shaped_return,
     )
+
+
+def worst_completed_return(
+    trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
+) -> float | None:
+    """Return the lowest shaped return of a group's completed trajectories; None: there is none."""
+    returns = [
+        total(shaped_rewards(each, reward))
+        for each in trajectories
+        if each.outcome is Outcome.COMPLETED and math.isfinite(each.episode_return)
+    ]
+    return min(returns, default=None)
 
 
 def _bad_reward(member: Member, problem: str) -> Member:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from actors.merge.disposition import classify
+from actors.merge.disposition import classify, worst_completed_return
 from actors.merge.member import Member
 from actors.merge.misalignment import find_misfit
 from actors.merge.settings import StepSettings
@@ -75,13 +75,20 @@ def classify_groups(
             f"merge: rollout {repeated[0]} has {rollouts[repeated[0]]} trajectories in one step, "
             "expected one; give each rollout an id of its own"
         )
-    return tuple(tuple(_classify(trajectory, settings) for trajectory in group) for group in groups)
+    return tuple(_classify_group(group, settings) for group in groups)
 
 
-def _classify(trajectory: Trajectory, settings: StepSettings) -> Member:
-    return classify(
-        trajectory,
-        misfit=find_misfit(trajectory, shape=settings.shape),
-        policies=settings.policies,
-        reward=settings.algorithm.reward,
+def _classify_group(group: Sequence[Trajectory], settings: StepSettings) -> GroupMembers:
+    misfits = [find_misfit(trajectory, shape=settings.shape) for trajectory in group]
+    fitting = [each for each, misfit in zip(group, misfits, strict=True) if misfit is None]
+    worst_completed = worst_completed_return(fitting, settings.algorithm.reward)
+    return tuple(
+        classify(
+            trajectory,
+            misfit=misfit,
+            policies=settings.policies,
+            reward=settings.algorithm.reward,
+            worst_completed=worst_completed,
+        )
+        for trajectory, misfit in zip(group, misfits, strict=True)
     )

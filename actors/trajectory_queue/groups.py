@@ -213,7 +213,17 @@ class Group:
         if summary is None:
             return None
         rule = self.policy.rule(summary.outcome)
-        return rule.baseline_return(summary.episode_return, is_graded=summary.is_graded)
+        is_clamped = rule.disposition is Disposition.TRAIN_CLAMPED
+        return rule.baseline_return(
+            summary.episode_return,
+            is_graded=summary.is_graded,
+            worst_completed=self._worst_completed() if is_clamped else None,
+        )
+
+    def _worst_completed(self) -> float | None:
+        found = [rollout.summary for rollout in self.rollouts.values() if rollout.summary]
+        completed = [each for each in found if each.outcome is Outcome.COMPLETED]
+        return min((each.episode_return for each in completed), default=None)
 
 
 def check_request(request: GroupRequest, *, min_group_size: int) -> None:

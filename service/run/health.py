@@ -43,6 +43,8 @@ REMEDIES = {
     Outcome.EMPTY: "look at the model: it ends its answers before the first token",
     Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
 }
+# Steps without a difference in reward after which there is a notice.
+CONSTANT_STEPS = 3
 OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
 
 
@@ -365,6 +367,24 @@ class FailureWatch:
         """Since when no engine has been ready."""
         self._num_skipped = 0
         self._num_misaligned = 0
+        self._num_constant = 0
+
+    def constant_reward(self, step: int, report: StepReport) -> str | None:
+        """Return a notice if no group of the last CONSTANT_STEPS steps had returns that differ.
+
+        Returned once for each such stretch: with equal returns all advantages are 0.
+        """
+        is_constant = 0 < report.num_groups <= report.num_zero_variance_groups
+        self._num_constant = self._num_constant + 1 if is_constant else 0
+        if self._num_constant != CONSTANT_STEPS:
+            return None
+        mean = report.statistics.get("reward_mean")
+        value = "" if mean is None else f" (mean reward {mean:g})"
+        return (
+            f"step {step}: in the last {CONSTANT_STEPS} steps no group had returns that "
+            f"differ{value}, so nothing is learnt; look at the answers with `rayloom inspect`, and "
+            "at the reward function"
+        )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
         """notices: what the merge actor says of the step. Raises: RunFailed."""

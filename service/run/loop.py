@@ -455,6 +455,8 @@ class Loop:
             self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
+        if (notice := self._failures.constant_reward(step, built.report)) is not None:
+            handles.recorder.notice(notice)
         self._failures.check_merge(step, built.report, notices=built.notices)
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 

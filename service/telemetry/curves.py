@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
+from hashlib import blake2b
 
 from actors.merge.report import EnvironmentReport
 from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StepRecord
 
-# What every tracker takes in a name.
-_NOT_TAKEN = re.compile(r"[^A-Za-z0-9_./-]")
+# ASCII characters that not every tracker takes in a name.
+_NOT_TAKEN = re.compile(r"[^A-Za-z0-9_./\-\u0080-\U0010ffff]")
 # Of a step's numbers: where it stands, which every point says.
 _NO_CURVES = frozenset({"step", "wall_time"})
 
@@ -101,9 +104,28 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite curves by names that every tracker takes, one name for each.
+
+    Letters, marks and digits of any script stay. Names that would be one get a digest of theirs.
+    """
+    finite = {name: value for name, value in curves.items() if math.isfinite(value)}
+    names = {name: _clean_name(name) for name in finite}
+    num_same = Counter(names.values())
     return {
-        _NOT_TAKEN.sub("_", name): value for name, value in curves.items() if math.isfinite(value)
+        clean if num_same[clean] == 1 else f"{clean}_{_digest(name)}": finite[name]
+        for name, clean in names.items()
     }
+
+
+def _clean_name(name: str) -> str:
+    return "".join(
+        each if each.isascii() or unicodedata.category(each)[0] in "LMN" else f"u{ord(each):x}"
+        for each in _NOT_TAKEN.sub("_", name)
+    )
+
+
+def _digest(name: str) -> str:
+    return blake2b(name.encode(errors="surrogatepass"), digest_size=2).hexdigest()
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +106,8 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
     asked = {"columns": {"prompt": "query"}}
     tasks = read(tmp_path / "rows.csv", **asked)
     assert [(task.seed, task.data) for task in tasks] == [
-        (7, {"prompt": "What?", "answer": "4"}),
-        (8, {"prompt": "Who?", "answer": "5"}),
+        (7, {"prompt": "What?", "answer": "4", "seed": "7"}),
+        (8, {"prompt": "Who?", "answer": "5", "seed": "8"}),
     ]
     properties = {"prompt": {"type": "string"}, "level": {}}
     closed = DataCheck({"properties": properties, "additionalProperties": False})
@@ -136,7 +139,10 @@ def test_ids_and_seeds_come_from_columns_where_they_are_mapped(tmp_path: Path) -
     asked = {"task_id": "query", "seed": "n", "question": "query", **others}
     tasks = read(file, columns=asked)
     assert [(task.task_id, task.seed) for task in tasks] == [("Where?", 1), ("Who?", 2)]
-    assert [task.data for task in tasks] == [{"question": "Where?"}, {"question": "Who?"}]
+    assert [task.data for task in tasks] == [
+        {"task_id": "Where?", "seed": 1, "question": "Where?"},
+        {"task_id": "Who?", "seed": 2, "question": "Who?"},
+    ]
 
 
 def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
@@ -164,7 +170,7 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "can be printed"),
         (jsonl(tmp_path / "odd.jsonl", [[1]]), {}, "line 1: got a list"),  # type: ignore[list-item]
         (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
-        (odd, {"columns": {}}, "no JSON"),
+        (odd, {"columns": {"question": "query"}}, "no JSON"),
         (broken, {}, "cannot be read"),
         (jsonl(tmp_path / "none.jsonl", []), {}, "cannot be read|no rows"),
     ]  # fmt: skip
@@ -210,3 +216,31 @@ def test_another_split_can_be_evaluated_on(tmp_path: Path) -> None:
     tree = {"model": {"tiny": {}}, "tasks": {**tasks, "evaluation_tasks": 3}}
     with pytest.raises(ConfigError, match="got 3 held-out tasks of a split of 2"):
         open_tasks(parse_config(tree, source="test"))
+
+
+def test_compressed_files_and_tables_with_tabs_are_read(tmp_path: Path) -> None:
+    row = '{"prompt": "Where?"}\n'
+    (tmp_path / "rows.ndjson").write_text(row)
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write(row)
+    (tmp_path / "rows.tsv").write_text("prompt\tn\nWhere?\t1\n")
+    for name in ("rows.ndjson", "rows.jsonl.gz", "rows.tsv"):
+        [task] = read(tmp_path / name, columns={})
+        assert task.data["prompt"] == "Where?"
+
+
+def test_dates_and_decimals_are_converted_and_bytes_are_left_out_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = pa.table(
+        {
+            "prompt": ["Where?"],
+            "day": [date(2026, 11, 27)],
+            "price": [Decimal("1.50")],
+            "image": [b"\x00"],
+        }
+    )
+    pq.write_table(table, tmp_path / "rows.parquet")
+    [task] = read(tmp_path / "rows.parquet", columns={})
+    assert task.data == {"prompt": "Where?", "day": "2026-11-27", "price": 1.5}
+    assert "column image is left out" in caplog.text

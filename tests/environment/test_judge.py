@@ -306,15 +306,17 @@ async def test_the_last_match_counts_and_without_a_scale_the_score_is_the_judges
     ("reply", "score"),
     [
         ("7", 7.0),
-        ("From 1 to 10: 8.5.", 8.5),
+        ("Good: 8.5.", 8.5),
         ("-2", -2.0),
-        ("9-3", 3.0),
+        ("From 1 to 10: 8.5.", None),
+        ("7/10", None),
+        ("9-3", None),
         ("1,000", None),
         ("1.5,2", None),
         ("fine", None),
     ],
 )
-async def test_where_no_pattern_is_named_the_last_number_counts_and_no_part_of_one(
+async def test_without_a_pattern_the_only_number_of_a_reply_counts(
     model: Model, reply: str, score: float | None
 ) -> None:
     model.text = reply
@@ -323,7 +325,7 @@ async def test_where_no_pattern_is_named_the_last_number_counts_and_no_part_of_o
     judge = Judge(judge_options("good", given))
     model.judges.append(judge)
     if score is None:
-        with pytest.raises(RewardError, match="no score in its reply"):
+        with pytest.raises(RewardError, match="(no score|numbers) in its reply"):
             await ask(judge)
     else:
         assert (await ask(judge)).score == score

@@ -40,6 +40,23 @@ def trl_chat(prompts, completions, **kwargs):
     assert message["role"] == "assistant" and prompts[0][-1]["role"] == "user"
     return [len(message["content"])]
 
+def array(completions, **columns):
+    import numpy as np
+    return np.array([float(len(text) > 2) for text in completions])
+
+def generated(completions, **columns):
+    yield from (1.0 for _ in completions)
+
+def last_message(completions, answer, messages, **columns):
+    assert messages == [[{"role": "assistant", "content": "4"}]]
+    return [float(c[-1]["content"] == a) for c, a in zip(completions, answer)]
+
+def whole_row(completion, columns):
+    return float(columns["completion"] == "red" and completion == "blue")
+
+def verl(completion):
+    return {"score": 0.5, "acc": True, "pred": "four"}
+
 def silent(completions):
     return [None]
 
@@ -127,6 +144,43 @@ async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
     start = await environment.reset(task)
     assert [message.content for message in start.messages] == ["Be brief.", "2 + 2"]
     assert (await environment.step(Action(text="four"))).reward == 4.0
+
+
+async def test_a_column_of_any_name_leaves_the_answer_alone() -> None:
+    chat = [{"role": "user", "content": "2 + 2"}]
+    messages = [{"role": "assistant", "content": "4"}]
+    asked: dict[str, Any] = {"prompt": chat, "answer": "4", "messages": messages}
+    assert (await play("last_message", "5", **asked))[0] == 0.0
+    assert (await play("last_message", "4", **asked))[0] == 1.0
+    assert (await play("whole_row", "blue", prompt="A colour", completion="red"))[0] == 1.0
+
+
+async def test_what_trl_iterates_over_is_a_list() -> None:
+    assert (await play("array", "abc", prompt="?"))[0] == 1.0
+    assert (await play("generated", "abc", prompt="?"))[0] == 1.0
+
+
+async def test_the_number_called_score_is_the_reward_and_others_are_reported() -> None:
+    assert await play("verl", "4", prompt="?") == (0.5, {"score": 0.5, "acc": 1.0})
+
+
+async def test_a_chat_keeps_its_calls_names_and_roles_and_one_system_message() -> None:
+    function = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    chat = [
+        {"role": "developer", "content": [{"type": "text", "text": "You are a clerk."}]},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": function}]},
+        {"role": "tool", "content": "Rain", "name": "weather", "tool_call_id": "a"},
+        {"role": "assistant", "content": "Rain.", "reasoning_content": "It says so."},
+        {"role": "user", "content": "And?"},
+    ]
+    environment = resolve("single_turn", {"reward": named("quiet"), "system": "Be brief."})()
+    task = Task(task_id="t", environment="single_turn", seed=0, data={"prompt": chat})
+    first, _, call, answer, said, _ = (await environment.reset(task)).messages
+    assert first.role is Role.SYSTEM and first.content == "Be brief.\n\nYou are a clerk."
+    assert call.call_texts == (("a", "weather", '{"city": "Bern"}'),)
+    assert (answer.name, answer.tool_call_id) == ("weather", "a")
+    assert said.reasoning == "It says so."
 
 
 # As docs/evaluation.md has it.

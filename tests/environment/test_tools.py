@@ -8,13 +8,18 @@ import sys
 import time
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from actors.environment.builtin.tools import ToolsEnvironment
-from actors.environment.function_tools import BadTool, load_tools, read_function
+from actors.environment.function_tools import (
+    BadArguments,
+    BadTool,
+    load_tools,
+    read_function,
+)
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -99,6 +104,47 @@ class Counter:
 
     def close(self) -> None:
         self.closed.append(self.total)
+
+
+class Vault:
+    """TRL's form of an environment that has its own reward."""
+
+    def reset(self, secret: str, name: str, **columns: Any) -> None:
+        self.secret, self.is_open = secret, False
+
+    def try_digit(self, digit: int) -> str:
+        """Try a digit."""
+        self.is_open = str(digit) == self.secret
+        return "open" if self.is_open else "closed"
+
+    def get_reward(self) -> float:
+        return float(self.is_open)
+
+
+def make_vault() -> Vault:
+    return Vault()
+
+
+def make_something():  # type: ignore[no-untyped-def]
+    """Make something."""
+    return Vault()
+
+
+class Tree(BaseModel):
+    children: list[Tree] = []
+
+
+class Options(BaseModel):
+    title: str = "x"
+
+
+def draw(
+    stars: Annotated[int, Field(description="From 1 to 5.")],
+    tree: Tree,
+    options: dict[str, str] = {"title": "y"},  # noqa: B006
+) -> str:
+    """Draw."""
+    return str(stars)
 
 
 class NeedsMore:
@@ -208,7 +254,9 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         "type": "integer", "default": 5, "description": "How many\ncome back.",
     }  # fmt: skip
     assert schema.parameters["required"] == ["query"]
-    assert schema.parameters["$defs"]["Order"]["enum"] == ["newest", "oldest"]
+    # vLLM's parsers of Qwen's models read no references.
+    assert "$defs" not in schema.parameters and "$ref" not in str(schema.parameters)
+    assert properties["order"]["enum"] == ["newest", "oldest"]
     assert "'title'" not in str(schema.for_template())
     # As transformers writes it, so that the policy is shown what it is shown in TRL.
     assert list(properties["query"]) == ["type", "description"]
@@ -252,7 +300,7 @@ async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_su
         ("NOT_CALLABLE", "is a int, expected a function, or a class"),
         ("yielding", "yields, expected a function that returns"),
         ("NeedsMore", "NeedsMore needs url to be made"),
-        ("Empty", "has no public method besides reset and close"),
+        ("Empty", "has no public method besides reset, close and"),
         ("nowhere", "has no attribute 'nowhere'"),
     ],
 )
@@ -419,3 +467,38 @@ async def test_a_score_that_cannot_be_had_is_no_zero() -> None:
     await environment.reset(task())
     with pytest.raises(RewardError, match="by_environments raised AttributeError"):
         await environment.step(Action(text="Done."))
+
+
+@pytest.mark.parametrize("tools", ["Vault", "make_vault"])
+async def test_the_reward_of_a_class_is_no_tool_and_counts(tools: str) -> None:
+    environment = ToolsEnvironment(tools=named(tools))
+    start = await environment.reset(task(secret="3", name="the column of this name"))
+    assert [tool.name for tool in start.tools] == ["try_digit"]
+    await environment.step(call("try_digit", digit=3))
+    assert (await environment.step(Action(text="Done."))).reward == 1.0
+    await environment.close()
+    both = ToolsEnvironment(named("exact"), named(tools))
+    await both.reset(task(secret="3", name="", answer="Done."))
+    found = await both.step(Action(text="Done."))
+    assert found.reward == 1.0 and found.reward_components == {"exact": 1.0, "get_reward": 0.0}
+
+
+def test_a_function_that_may_be_a_tool_or_a_factory_has_to_say_which() -> None:
+    with pytest.raises(BadTool, match="takes no argument and does not say what it returns"):
+        load_tools(named("make_something"))
+
+
+def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
+    schema = read_function(draw, where="tool draw").schema.parameters
+    assert schema["properties"]["stars"]["description"] == "From 1 to 5."
+    assert schema["properties"]["options"]["default"] == {"title": "y"}
+    assert schema["properties"]["tree"] == {"$ref": "#/$defs/Tree"}
+    assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
+
+
+async def test_an_object_that_a_parser_gives_as_text_is_read() -> None:
+    tool = load_tools(named("visit")).functions[0]
+    given = {"city": '{"name": "Bern"}', "days": 2}
+    assert await tool.call(given, limit_s=5) == "Bern, 2"
+    with pytest.raises(BadArguments, match="Argument city"):
+        await tool.call({"city": "{Bern}"}, limit_s=5)

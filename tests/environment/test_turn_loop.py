@@ -32,6 +32,7 @@ from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.environment.rendering import ChatRenderer, Extension
 from actors.environment.turn_loop import play_episode
+from actors.outcomes import Disposition, OutcomeRule
 from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import NO_VERSION, FinishReason, Outcome, summarize
 
@@ -114,6 +115,17 @@ async def test_a_cut_off_turn_is_kept_and_never_shown_to_the_environment() -> No
     assert trajectory.outcome is Outcome.TRUNCATED_TOKENS
     assert trajectory.is_truncated and trajectory.num_sampled == len(cut.token_ids)
     assert environment.actions == [] and trajectory.episode_return == 0.0
+
+
+async def test_a_cut_off_turn_is_scored_as_a_whole_answer_if_its_rule_says_so() -> None:
+    rule = OutcomeRule(disposition=Disposition.SCORE)
+    settings = replace(SETTINGS, outcomes={Outcome.TRUNCATED_TOKENS: rule})
+    environment = FakeEnvironment(DONE)
+    cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
+    trajectory = await play(environment, FakePolicy(cut), settings=settings)
+    assert trajectory.outcome is Outcome.TRUNCATED_TOKENS and trajectory.is_graded
+    assert [action.text for action in environment.actions] == ["4 4 4"]
+    assert trajectory.episode_return == DONE.reward
 
 
 def length_of_the_first_prompt() -> int:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
+from actors.algorithm import AlgorithmSettings
 from actors.expert_records import ModelShape
 from actors.merge.disposition import classify
+from actors.merge.groups import classify_groups
 from actors.merge.member import Member
 from actors.merge.misalignment import find_misfit
+from actors.merge.settings import StepSettings
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
@@ -48,6 +53,43 @@ def test_the_default_dispositions(
 
 def test_clamping_leaves_a_negative_return_alone() -> None:
     assert decide(ended(Outcome.MAX_TURNS, reward=-2.0)).baseline_return == -2.0
+
+
+def test_being_cut_off_never_pays_more_than_the_worst_completed_answer() -> None:
+    rule = OutcomeRule(disposition=Disposition.TRAIN_CLAMPED)
+    policies = {"guessing": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
+    group = [
+        replace(ended(outcome, reward=reward), rollout_id=f"r{number}", environment="guessing")
+        for number, (outcome, reward) in enumerate(
+            [
+                (Outcome.COMPLETED, 1.0),
+                (Outcome.COMPLETED, -1.0),
+                (Outcome.TRUNCATED_TOKENS, 0.0),
+                (Outcome.TRUNCATED_TOKENS, -3.0),
+                (Outcome.MAX_TURNS, 2.0),
+            ]
+        )
+    ]
+    settings = StepSettings(
+        algorithm=AlgorithmSettings(),
+        trainer=TrainerSettings(),
+        max_context_tokens=100,
+        seed=0,
+        policies=policies,
+    )
+    (members,) = classify_groups([group], settings)
+    assert [member.baseline_return for member in members] == [1.0, -1.0, -1.0, -3.0, -1.0]
+
+
+def test_a_scored_trajectory_is_trained_if_it_was_graded_and_masked_otherwise() -> None:
+    rule = OutcomeRule(disposition=Disposition.SCORE)
+    policies = {"guessing": OutcomePolicy(overrides={Outcome.TRUNCATED_TOKENS: rule})}
+    graded = replace(ended(Outcome.TRUNCATED_TOKENS), environment="guessing")
+    member = decide(graded, policies)
+    assert (member.baseline_return, member.reason) == (1.0, None)
+    cut_off = make_trajectory([make_turn([1], [2, 3])], outcome=Outcome.TRUNCATED_TOKENS)
+    member = decide(replace(cut_off, environment="guessing"), policies)
+    assert (member.baseline_return, member.reason) == (None, EvictionReason.MASKED)
 
 
 def test_a_masked_trajectory_that_was_not_graded_is_not_in_the_baseline() -> None:

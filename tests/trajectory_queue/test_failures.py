@@ -226,3 +226,13 @@ def test_steps_in_a_row_of_which_nothing_could_be_merged_end_the_run() -> None:
     other = FailureWatch(LIMITS)
     for step in range(1, 6):
         other.check_merge(step, replace(report(step), num_trajectories=0), notices=[])
+
+
+def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> None:
+    watch = FailureWatch(LIMITS)
+    constant = replace(report(1), num_groups=2, num_zero_variance_groups=2)
+    some = replace(constant, num_zero_variance_groups=1)
+    steps = [constant, constant, some, constant, constant, constant, constant]
+    notices = [watch.constant_reward(step, each) for step, each in enumerate(steps, start=1)]
+    assert [step for step, notice in enumerate(notices, start=1) if notice] == [6]
+    assert "nothing is learnt" in str(notices[5])

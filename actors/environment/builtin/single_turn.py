@@ -6,7 +6,9 @@ the functions want. The reward is the weighted sum of what they give.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from actors.environment.judge import JudgeReward, load_judges
@@ -17,6 +19,7 @@ from actors.environment.protocol import (
     RewardError,
     Role,
     StepResult,
+    ToolCall,
 )
 from actors.environment.reward_functions import RewardFunction, Score, load_functions
 from actors.environment.task_data import PROMPT_DATA
@@ -49,7 +52,7 @@ class SingleTurnEnvironment:
         """
         if answer_pattern is not None and (problem := problem_of(answer_pattern)) is not None:
             raise ValueError(f"answer_pattern: {problem}; correct it")
-        functions = load_functions(reward) if reward or not judges else ()
+        functions = load_functions(reward) if reward or not self._has_reward(judges) else ()
         self._functions: tuple[RewardFunction | JudgeReward, ...] = (
             *functions,
             *load_judges(judges or {}),
@@ -57,6 +60,10 @@ class SingleTurnEnvironment:
         self._system = system
         self._answer_pattern = answer_pattern
         self._columns: Mapping[str, Any] = {}
+
+    def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
+        """Whether something other than a reward function scores the answer."""
+        return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
         for function in self._functions:
@@ -67,11 +74,9 @@ class SingleTurnEnvironment:
     def first_messages(self, data: Mapping[str, Any]) -> Sequence[Message]:
         """Of a task with these data, without beginning it."""
         prompt = data["prompt"]
-        chat = [{"role": Role.USER, "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [Message(role=Role(each["role"]), content=each["content"]) for each in chat]
-        if self._system is not None:
-            messages.insert(0, Message(role=Role.SYSTEM, content=self._system))
-        return messages
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        system = [] if self._system is None else [Message(role=Role.SYSTEM, content=self._system)]
+        return _with_one_system([*system, *map(chat_message, chat)])
 
     async def step(self, action: Action) -> StepResult:
         """Raises: RewardError."""
@@ -124,3 +129,51 @@ class SingleTurnEnvironment:
         return found
 
     async def close(self) -> None: ...
+
+
+def chat_message(row: Mapping[str, Any]) -> Message:
+    """Return a message of a data set's chat, in OpenAI's form, with its calls and names.
+
+    The role `developer` is the system's; parts of text are joined.
+    Raises: ValueError for a call that cannot be read.
+    """
+    role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
+    content = row.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    calls = row.get("tool_calls") or () if role is Role.ASSISTANT else ()
+    reasoning = row.get("reasoning_content") or row.get("reasoning")
+    is_tool = role is Role.TOOL
+    return Message(
+        role=role,
+        content=content,
+        name=row.get("name") if is_tool else None,
+        tool_calls=tuple(_call(call) for call in calls),
+        tool_call_id=row.get("tool_call_id") if is_tool else None,
+        reasoning=reasoning if role is Role.ASSISTANT else None,
+    )
+
+
+def _call(row: Mapping[str, Any]) -> ToolCall:
+    function = row.get("function", row)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"prompt: the arguments of a call of {function['name']} are no JSON object, expected "
+            "an object, or its JSON text; correct the data"
+        )
+    return ToolCall(name=function["name"], arguments=dict(arguments), id=row.get("id") or "")
+
+
+def _with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat with its first system messages merged: many templates take only one."""
+    first = list(takewhile(lambda each: each.role is Role.SYSTEM, messages))
+    if len(first) < 2:
+        return list(messages)
+    merged = Message(role=Role.SYSTEM, content="\n\n".join(each.content for each in first))
+    return [merged, *messages[len(first) :]]

@@ -36,7 +36,7 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
 )
-from actors.environment.reward_functions import EXTRAS
+from actors.environment.reward_functions import EXTRAS, RewardFunction, method_as_reward
 from actors.environment.tool_calls import visible_text
 from actors.environment.user_code import CallFailed, CallTimedOut, in_thread
 from actors.types import Task
@@ -69,8 +69,10 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
         Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
-        super().__init__(reward, system, judges, answer_pattern)
         names = [tools] if isinstance(tools, str) else list(tools)
+        self._toolset = load_tools(names)
+        super().__init__(reward, system, judges, answer_pattern)
+        self._configured = self._functions
         if not names and not mcp:
             raise ValueError(
                 "tools: got none, expected one or more, such as my_tools.py:search, or a server in "
@@ -87,7 +89,6 @@ class ToolsEnvironment(SingleTurnEnvironment):
                 f"max_malformed={max_malformed}; expected seconds above 0, one character or more, "
                 "and turns from 0"
             )
-        self._toolset = load_tools(names)
         self._servers = [server_options(name, given) for name, given in (mcp or {}).items()]
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
@@ -102,14 +103,18 @@ class ToolsEnvironment(SingleTurnEnvironment):
         """As `Observation.tools`, without beginning a task; those of MCP servers are not known."""
         return self._toolset.schemas
 
+    def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
+        return bool(judges) or any(each.has_reward for each in self._toolset.classes)
+
     async def reset(self, task: Task) -> Observation:
-        for function in self._functions:
+        for function in self._configured:
             function.check(task.data, extras=EXTRAS)
         self._columns = task.data
         self._malformed.begin_anew()
         self._messages, self._instances = [], []
         for each in self._toolset.classes:
             self._instances.append(await in_thread(each.make))
+        self._functions = (*self._configured, *self._own_rewards(task.data))
         bound = [
             tool
             for each, instance in zip(self._toolset.classes, self._instances, strict=True)
@@ -131,7 +136,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
             )
         messages = list(self.first_messages(task.data))
         for instance in self._instances:
-            seen = await _call_if_there(instance, "reset", **task.data)
+            seen = await _call_if_there(instance, "reset", task.data)
             if isinstance(seen, str) and seen:
                 messages[-1] = replace(messages[-1], content=messages[-1].content + seen)
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
@@ -142,6 +147,22 @@ class ToolsEnvironment(SingleTurnEnvironment):
         if action.calls:
             return await self._answer_calls(action.calls)
         return await super().step(action)
+
+    def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
+        """Return the methods `get_reward` of this episode's instances as reward functions."""
+        classes = self._toolset.classes
+        num_rewarded = sum(each.has_reward for each in classes)
+        rewards = [
+            method_as_reward(
+                "get_reward" if num_rewarded == 1 else f"{each.name}.get_reward",
+                instance.get_reward,
+            )
+            for each, instance in zip(classes, self._instances, strict=True)
+            if each.has_reward
+        ]
+        for each in rewards:
+            each.check(columns, extras=EXTRAS)
+        return rewards
 
     def _extras(self) -> Mapping[str, Any]:
         instance = self._instances[0] if self._instances else None
@@ -200,8 +221,9 @@ def _text_of(error: BaseException | None) -> str:
     return type(error).__name__
 
 
-async def _call_if_there(instance: Any, name: str, **arguments: Any) -> Any:
-    """A method of a user's class, with those arguments that it takes; in a thread if it blocks."""
+async def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any] | None = None) -> Any:
+    """Call a method of a user's class with the columns that it takes; in a thread if it blocks."""
+    arguments = dict(columns or {})
     method = getattr(instance, name, None)
     if method is None:
         return None
