@@ -325,7 +325,7 @@ async def test_without_a_pattern_the_only_number_of_a_reply_counts(
     judge = Judge(judge_options("good", given))
     model.judges.append(judge)
     if score is None:
-        with pytest.raises(RewardError, match="(no score|numbers) in its reply"):
+        with pytest.raises(RewardError, match=r"(no score|numbers) in its reply"):
             await ask(judge)
     else:
         assert (await ask(judge)).score == score
