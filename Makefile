@@ -59,7 +59,7 @@ stack: setup ## a service with Prometheus and Alertmanager, in the background; D
 image: ## build the CPU image and train in it (needs root, buildah, mmdebstrap)
 	$(MAKE) proof PART=images
 
-mutants: setup ## plant the eighty faults of tests/mutants.toml one by one: each must fail its tests
+mutants: setup ## plant the faults of tests/mutants.toml one by one: each must fail its tests
 	$(BIN)/python tests/mutants.py
 
 bench-merge: setup build/peers/skyrl/.installed ## merging turns beside SkyRL 0.3.0, in an environment of its own

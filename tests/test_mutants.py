@@ -1,4 +1,4 @@
-"""The list of planted faults fits the code: each can be planted, five for each package."""
+"""The list of planted faults fits the code: each can be planted, at least five for each package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def test_every_fault_of_the_list_can_be_planted() -> None:
     assert list(problems(read_mutants())) == []
 
 
-def test_each_package_has_five_faults() -> None:
+def test_each_package_has_at_least_five_faults() -> None:
     counts = Counter(mutant.package for mutant in read_mutants())
-    assert set(counts.values()) == {5} and len(counts) == 16
+    assert min(counts.values()) >= 5 and len(counts) >= 16
