@@ -546,7 +546,7 @@ class GatewayMetrics:
         )
         self.turns = self.gained.counter(
             "rayloom_session_turns",
-            "Turns of ended sessions: trained, auxiliary, or unseen by any client.",
+            "Turns of ended sessions: trained, auxiliary, unseen by any client, or title.",
             "use",
         )
         self.refused = self.gained.counter(

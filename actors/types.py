@@ -62,6 +62,17 @@ PLAYED_OUT = frozenset({Outcome.COMPLETED, Outcome.MAX_TURNS, Outcome.MALFORMED_
 TRUNCATIONS = frozenset({Outcome.TRUNCATED_TOKENS, Outcome.TRUNCATED_CONTEXT})
 
 
+class LeftOutReason(StrEnum):
+    """Why a sampled turn of a session is not trained."""
+
+    AUXILIARY = "auxiliary"
+    """The client marked it as no part of the task."""
+    UNSEEN = "unseen"
+    """No client ever got it."""
+    TITLE = "title"
+    """It names the conversation, and `sessions.titles` is `leave_out`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Sampled tokens [start, end) of one turn that one policy version sampled."""
@@ -300,6 +311,10 @@ class Trajectory(Attempt):
 
     samples: tuple[Sample, ...] = ()
     """In the order in which they began; every turn is in exactly one. None without turns."""
+    was_rewarded: bool | None = None
+    """Whether its reward was given as a number, 0 included. None: nobody says; the rewards tell."""
+    left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
+    """Turns of a session that are in no sample, by their number in the session."""
 
     @classmethod
     def of(cls, assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
@@ -346,13 +361,16 @@ class Trajectory(Attempt):
         """Whether its return may stand in a baseline as it is.
 
         True for what was played to an end of its own. What was cut off or broke off is graded only
-        where its last turn was scored. A reward that could not be computed is no grade.
+        where a reward was given, or where nobody says, its last turn was scored: it has a component
+        or a reward other than 0. A reward that could not be computed is no grade.
         """
         if self.outcome in PLAYED_OUT:
             return True
         turns = self.turns
         if self.outcome is Outcome.REWARD_ERROR or not turns:
             return False
+        if self.was_rewarded is not None:
+            return self.was_rewarded
         return bool(turns[-1].reward_components or turns[-1].reward != 0.0)
 
     @property

@@ -307,7 +307,6 @@ def prove(
         algorithm={"max_lag": 1, "groups_per_step": num_groups // 2, "group_size": GROUP_SIZE},
         inference={"max_num_seqs": 64},
         trainer={"num_ranks": 1, "learning_rate": 1e-5},
-        sessions={"trains_single_turns": True},
         service={"port": 0, "keep_ended_tasks": 1_000_000},
     )
     plan = Plan(session_faults(), rng)

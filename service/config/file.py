@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ class ConfigError(Exception):
     """The configuration cannot be run; the text says what, got, expected and the remedy."""
 
 
+_logger = logging.getLogger(__name__)
 # Of a file, or an override. The longest configuration here has a hundred.
 MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
@@ -45,7 +47,7 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
     """
     # All keys of a section commented out leave it empty: its defaults are meant.
     sections = {name: {} if section is None else section for name, section in tree.items()}
-    tree = _apply_overrides(deepcopy(sections), overrides)
+    tree = _apply_overrides(_without_removed(deepcopy(sections), source=source), overrides)
     try:
         config = _TREE.validate_python(tree)
     except ValidationError as error:
@@ -56,6 +58,22 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
             return config
     lines = "\n".join(f"  - {problem}" for problem in problems)
     raise ConfigError(f"configuration {source} is refused:\n{lines}")
+
+
+# Settings that are no more, by section, with what says it now; runs that are resumed still have
+# them, since a run's own configuration names every setting.
+_REMOVED = {
+    ("sessions", "trains_single_turns"): "every turn is trained; sessions.titles leaves titles out",
+}
+
+
+def _without_removed(tree: dict[str, Any], *, source: str) -> dict[str, Any]:
+    for (section, name), now in _REMOVED.items():
+        settings = tree.get(section)
+        if isinstance(settings, dict) and name in settings:
+            del settings[name]
+            _logger.warning("%s: %s.%s is ignored: %s", source, section, name, now)
+    return tree
 
 
 def dump_config(config: Config) -> str:

@@ -17,7 +17,7 @@ from pydantic import (
 from actors.environment.settings import RolloutSettings
 from actors.environment.tasks import derived_seed
 from actors.limits import MAX_REWARD
-from actors.types import SESSION, Outcome, Task
+from actors.types import SESSION, LeftOutReason, Outcome, Task
 from service.access.keys import Caller
 from service.access.names import own_id
 from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
@@ -63,6 +63,7 @@ Components = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
     Field(max_length=MAX_COMPONENTS),
 ]
+TurnNumber = Annotated[int, Field(ge=0, lt=10**9, strict=True)]
 TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
@@ -252,7 +253,7 @@ class FinishBody(StrictBody):
         }
     )
 
-    reward: Reward | None = Field(None, description="of the whole session")
+    reward: Reward | None = Field(None, description="of the whole session; 0 is a reward")
     reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
@@ -261,6 +262,11 @@ class FinishBody(StrictBody):
     )
     turn_rewards: TurnRewards = Field(
         default_factory=dict, description="by the number of the turn, beside the session's"
+    )
+    turn: TurnNumber | None = Field(
+        None,
+        description="the number of the judged turn, which reward and components go to; null: the "
+        "newest of a conversation that went on",
     )
     outcome: StatedOutcome | None = Field(None, description="null: as the gateway saw it")
     detail: str = Field("", max_length=2000, description="why, for people")
@@ -277,6 +283,7 @@ class FinishBody(StrictBody):
             is_reward_pending=self.reward_pending,
             components=self.components,
             turn_rewards=self.turn_rewards,
+            turn=self.turn,
             outcome=self.outcome,
             detail=self.detail,
         )
@@ -381,6 +388,13 @@ class SessionListAnswer(StrictBody):
         )
 
 
+class LeftOutTurn(StrictBody):
+    """A turn that is not trained."""
+
+    turn: int = Field(description="its number")
+    reason: LeftOutReason
+
+
 class SessionAnswer(SessionLineAnswer):
     """Where a session stands."""
 
@@ -390,7 +404,10 @@ class SessionAnswer(SessionLineAnswer):
         description="conversations that went on from one of two turns of equal text, and nobody "
         "knows from which: what was said before is not trained in them"
     )
-    left_out: int = Field(description="turns that are not trained: auxiliary or never seen")
+    left_out: int = Field(description="turns that are not trained")
+    left_out_turns: list[LeftOutTurn] = Field(
+        description="those turns; empty for a session that an older version ended"
+    )
     malformed: int = Field(description="turns with a call that could not be read")
     detail: str
 
@@ -408,6 +425,10 @@ class SessionAnswer(SessionLineAnswer):
             sampled_tokens=view.totals.num_sampled_tokens,
             ambiguous=view.totals.num_ambiguous,
             left_out=view.totals.num_left_out,
+            left_out_turns=[
+                LeftOutTurn(turn=number, reason=reason)
+                for number, reason in view.totals.left_out.items()
+            ],
             malformed=view.totals.num_malformed,
             reward=view.reward,
             reward_pending=view.is_reward_pending,

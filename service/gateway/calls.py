@@ -38,6 +38,8 @@ class Finish:
     """Named parts of the reward."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """By the number of the turn, beside the session's."""
+    turn: int | None = None
+    """The number of the judged turn, which the reward is given to; None: the gateway's rule."""
     outcome: Outcome | None = None
     """How it ended; None: as the gateway saw it."""
     detail: str = ""
@@ -45,7 +47,11 @@ class Finish:
     @property
     def digest(self) -> str:
         """Equal for an equal request."""
-        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        content = asdict(self)
+        if self.turn is None:
+            # As it was before a turn could be named: a request may be repeated to a newer version.
+            del content["turn"]
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from actors.metrics import GatewayMetrics
-from actors.types import Outcome
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.session import Session, broken_off, closed, ended_otherwise, totals_of
@@ -30,7 +29,7 @@ from service.gateway.turns import (
     TurnSeen,
     TurnUnseen,
 )
-from service.intake.session import SessionEnd, SessionStatus
+from service.intake.session import Cut, SessionEnd, SessionStatus
 from service.store.errors import StoreError
 
 
@@ -57,11 +56,13 @@ class SessionChanges:
         await self._commit(SessionClaimed(session_id=session.stored.id, name=name, claimed_at=at))
         session.stored = replace(session.stored, claimed_by=name, claimed_at=at)
 
-    def cut(self, session: Session, outcome: Outcome) -> None:
-        """Its agent is told to end."""
-        if session.stored.cut is not outcome:
-            session.stored = replace(session.stored, cut=outcome)
-            self._commits.add([SessionCut(session_id=session.stored.id, outcome=outcome)])
+    def cut(self, session: Session, cut: Cut) -> None:
+        """A request of its agent is refused for a limit."""
+        before = session.stored.cut
+        # A title that is refused says nothing of the conversation that was refused before.
+        if cut != before and (before is None or cut.follows is not None):
+            session.stored = replace(session.stored, cut=cut)
+            self._commits.add([SessionCut(session_id=session.stored.id, cut=cut)])
 
     def add_intent(self, session: Session, intent: SessionIntent) -> None:
         """The engine is about to be asked."""

@@ -6,17 +6,23 @@ A session ends once; the same request again waits for the first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from actors.types import FinishReason, Outcome
+from actors.types import FinishReason, LeftOutReason, Outcome
 from service.gateway.background import Background
 from service.gateway.calls import Finish
 from service.gateway.changes import SessionChanges
 from service.gateway.chat import RefusalCode, Refused
 from service.gateway.session import Ending, Session, broken_off, ended_otherwise
 from service.intake.session import SessionEnd, SessionStatus
+
+_WHY_LEFT_OUT = {
+    LeftOutReason.AUXILIARY: "the agent marked the call as auxiliary",
+    LeftOutReason.UNSEEN: "its client was gone before the answer",
+    LeftOutReason.TITLE: "it is a title, and sessions.titles is leave_out",
+}
 
 
 class Ends:
@@ -37,7 +43,7 @@ class Ends:
             if end.digest == finish.digest:
                 return
             raise ended_otherwise(session)
-        _check_turns(session, finish)
+        _check_turns(session, turn_rewards=finish.turn_rewards, judged=finish.turn)
         until = self._now() + session.stored.spec.reward_deadline_s
         await self._end(
             session,
@@ -47,6 +53,7 @@ class Ends:
                 reward=finish.reward,
                 components=finish.components,
                 turn_rewards=finish.turn_rewards,
+                judged=finish.turn,
                 detail=finish.detail,
                 ended_at=self._now(),
                 reward_until=until if finish.is_reward_pending else None,
@@ -72,7 +79,7 @@ class Ends:
             ):
                 return
             raise ended_otherwise(session)
-        _check_turns(session, given)
+        _check_turns(session, turn_rewards=given.turn_rewards, judged=None)
         rewarded = replace(
             end,
             reward=given.reward,
@@ -129,8 +136,11 @@ class Ends:
         _give_up(session)
         tasks = [sampling.task for sampling in session.sampling.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
-        if not is_stated and end.status is SessionStatus.FINISHED:
-            end = replace(end, outcome=_seen_outcome(session))
+        if end.status is SessionStatus.FINISHED:
+            # Again: turns that were being stored are there now.
+            _check_turns(session, turn_rewards=end.turn_rewards, judged=end.judged)
+            if not is_stated:
+                end = replace(end, outcome=_seen_outcome(session, end.judged))
         await self._changes.end(session, end)
 
     async def _once(self, session: Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
@@ -172,28 +182,43 @@ def _overdue(session: Session, now: float) -> SessionEnd | None:
     return broken_off(SessionStatus.EXPIRED, why, at=now)
 
 
-def _seen_outcome(session: Session) -> Outcome:
-    """How a session ended of which the client says nothing."""
-    last = session.tree.last_counted()
+def _seen_outcome(session: Session, judged: int | None) -> Outcome:
+    """How a session ended of which the client says nothing. judged: the turn that it names."""
+    tree, cut = session.tree, session.stored.cut
+    last = tree.last_of_main(judged)
     if last is None:
         return Outcome.EMPTY
-    if session.stored.cut is not None:
-        return session.stored.cut
+    if cut is not None and tree.is_ended_by(cut, judged):
+        return cut.outcome
     if last.finish_reason is FinishReason.LENGTH:
         return Outcome.TRUNCATED_TOKENS
     return Outcome.COMPLETED
 
 
-def _check_turns(session: Session, finish: Finish) -> None:
-    """Raises: Refused for rewards of turns that the session does not have."""
-    unknown = [number for number in finish.turn_rewards if not 0 <= number < session.tree.num_turns]
-    if unknown:
-        raise Refused(
-            RefusalCode.INVALID_REQUEST,
-            f"turn_rewards names turns {sorted(unknown)[:8]}, expected numbers of turns that the "
-            f"session has, which are below {session.tree.num_turns}",
-            param="turn_rewards",
-        )
+def _check_turns(
+    session: Session, *, turn_rewards: Mapping[int, float], judged: int | None
+) -> None:
+    """Raises: Refused for turns that the session does not have, or that are not trained."""
+    num_turns, left_out = session.tree.num_turns, session.tree.left_out()
+    for param, named in (
+        ("turn_rewards", sorted(turn_rewards)),
+        ("turn", [] if judged is None else [judged]),
+    ):
+        if unknown := [number for number in named if not 0 <= number < num_turns]:
+            raise Refused(
+                RefusalCode.INVALID_REQUEST,
+                f"{param} names turns {unknown[:8]}, expected numbers of turns that the session "
+                f"has, which are below {num_turns}",
+                param=param,
+            )
+        for number in named:
+            if (reason := left_out.get(number)) is not None:
+                raise Refused(
+                    RefusalCode.INVALID_REQUEST,
+                    f"{param} names turn {number}, which is not trained ({reason}: "
+                    f"{_WHY_LEFT_OUT[reason]}), expected turns that are; reward another",
+                    param=param,
+                )
 
 
 def _give_up(session: Session) -> None:

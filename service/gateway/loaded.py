@@ -31,14 +31,14 @@ class LoadedSessions:
         *,
         keys: KeyBook,
         background: Background,
-        single_roots_are_auxiliary: bool,
+        leaves_titles_out: bool,
         now: Callable[[], float],
     ) -> None:
-        """single_roots_are_auxiliary: as `SessionTree`. now: seconds since 1970."""
+        """leaves_titles_out: as `SessionTree`. now: seconds since 1970."""
         self._store = store
         self._keys = keys
         self._background = background
-        self._single_roots_are_auxiliary = single_roots_are_auxiliary
+        self._leaves_titles_out = leaves_titles_out
         self._now = now
         self._tasks: dict[str, asyncio.Task[Session | None]] = {}
         """By name: sessions that are in memory, or on the way there."""
@@ -157,7 +157,7 @@ class LoadedSessions:
         stored, turns, _ = found
         session = Session(
             stored=stored,
-            tree=SessionTree(name, single_roots_are_auxiliary=self._single_roots_are_auxiliary),
+            tree=SessionTree(name, leaves_titles_out=self._leaves_titles_out),
             last_request_at=self._now(),
         )
         for turn in turns:

@@ -21,11 +21,10 @@ from service.gateway.replies import shown_reply
 from service.gateway.session import Sampling, Session, closed
 from service.gateway.tree import Place, Prompt, next_prompt
 from service.gateway.turns import SessionIntent, SessionTurn
+from service.intake.session import Cut
 
 # Of a text before it is normalised, over those after it.
 MOST_CHARACTERS_FACTOR = 4
-# A session's turns, auxiliary ones too, over those of its limit.
-MOST_TURNS_FACTOR = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ class Sampler:
         if not session.is_open:
             raise closed(session)
         self._rates.take(session.stored.key_name)
-        self._check_turns(session)
+        self._check_turns(session, call, place)
         session.tree.note_request(place.request_digest)
         sampling = Sampling(
             request_id=call.request_id,
@@ -115,19 +114,25 @@ class Sampler:
         sampling.task.add_done_callback(lambda _: session.sampling.pop(call.request_id, None))
         return sampling
 
-    def _check_turns(self, session: Session) -> None:
-        """Raises: Refused for a session that has all its turns."""
-        most, num_begun = session.stored.spec.max_turns, len(session.sampling)
-        num_counted = session.tree.num_counted + num_begun
-        # Calls that are no part of the task are not counted, but cost as much.
-        is_over = session.tree.num_turns + num_begun >= MOST_TURNS_FACTOR * most
-        if is_over or num_counted >= most:
-            self._changes.cut(session, Outcome.MAX_TURNS)
+    def _check_turns(self, session: Session, call: ChatCall, place: Place) -> None:
+        """Raises: Refused for a session that has all its turns; those left out count too."""
+        most, num_turns = session.stored.spec.max_turns, _num_begun(session)
+        if num_turns >= most:
+            self._cut(session, call, place, Outcome.MAX_TURNS, num_turns=num_turns)
             raise Refused(
                 RefusalCode.ROLLOUT_STOPPED,
-                f"session {session.stored.id} has {num_counted} turns, expected at most {most}; "
+                f"session {session.stored.id} has {num_turns} turns, expected at most {most}; "
                 "finish it",
             )
+
+    def _cut(
+        self, session: Session, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int
+    ) -> None:
+        """Note that a request is refused, unless it is no part of the task."""
+        if not call.request.is_auxiliary:
+            follows = session.tree.follows(place)
+            cut = Cut(outcome=outcome, num_turns=num_turns, follows=follows)
+            self._changes.cut(session, cut)
 
     async def _sample(self, wanted: _Wanted, sampling: Sampling) -> SessionTurn:
         """Raises: Refused."""
@@ -159,10 +164,14 @@ class Sampler:
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
         if num_characters > self._max_context_tokens * longest:
-            raise self._too_long(wanted.session, f"{num_characters} characters")
+            raise self._too_long(wanted, f"{num_characters} characters")
 
-    def _too_long(self, session: Session, told: str) -> Refused:
-        self._changes.cut(session, Outcome.TRUNCATED_CONTEXT)
+    def _too_long(self, wanted: _Wanted, told: str) -> Refused:
+        session = wanted.session
+        # Itself is under way, and will be no turn.
+        num_turns = _num_begun(session) - 1
+        outcome = Outcome.TRUNCATED_CONTEXT
+        self._cut(session, wanted.call, wanted.place, outcome, num_turns=num_turns)
         return Refused(
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
             f"the messages have {told}, which leaves no room for a reply; expected less than "
@@ -175,7 +184,7 @@ class Sampler:
         session, place = wanted.session, wanted.place
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
-            raise self._too_long(session, f"{prompt.token_ids.shape[0]} tokens")
+            raise self._too_long(wanted, f"{prompt.token_ids.shape[0]} tokens")
         most = min(room, session.stored.spec.max_tokens_per_turn)
         parent = None if place.parent is None else session.tree.turn(place.parent)
         left_s = wanted.deadline_at - asyncio.get_running_loop().time()
@@ -251,3 +260,9 @@ class Sampler:
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
         )
+
+
+def _num_begun(session: Session) -> int:
+    """Its turns, with those that are under way and not yet among them."""
+    waiting = (each for each in session.sampling.values() if not each.is_committing)
+    return session.tree.num_turns + sum(1 for _ in waiting)

@@ -76,8 +76,9 @@ def totals_of(session: Session) -> SessionTotals:
         num_turns=tree.num_turns,
         num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
         num_ambiguous=counts.num_ambiguous,
-        num_left_out=counts.num_auxiliary + counts.num_unseen,
+        num_left_out=len(counts.left_out),
         num_malformed=counts.num_malformed,
+        left_out=counts.left_out,
     )
 
 

@@ -39,7 +39,7 @@ from service.gateway.groups import Groups
 from service.gateway.loaded import LoadedSessions
 from service.gateway.sampling import Sampler, TurnRates
 from service.gateway.session import Session, closed, view_of
-from service.gateway.settings import SessionSettings
+from service.gateway.settings import SessionSettings, Titles
 from service.gateway.trajectory import trajectory_of
 from service.intake.session import session_id
 from service.store.errors import StoreError
@@ -94,7 +94,7 @@ class Sessions:
             store,
             keys=self._keys,
             background=self._background,
-            single_roots_are_auxiliary=not settings.sessions.trains_single_turns,
+            leaves_titles_out=settings.sessions.titles is Titles.LEAVE_OUT,
             now=now,
         )
         self._rates = TurnRates(self._keys, default_limits=settings.default_limits, now=now)
@@ -232,8 +232,8 @@ class Sessions:
         counts, turns = session.tree.counts(), self._metrics.turns
         self._metrics.ended.labels(outcome=trajectory.outcome.value).inc()
         turns.labels(use="trained").inc(counts.num_counted)
-        turns.labels(use="auxiliary").inc(counts.num_auxiliary)
-        turns.labels(use="unseen").inc(counts.num_unseen)
+        for reason in counts.left_out.values():
+            turns.labels(use=reason.value).inc()
 
     # -- what the actor asks ------------------------------------------------------------------
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from actors.limits import STRICT, Positive, Seconds
+
+
+class Titles(StrEnum):
+    """What becomes of the calls by which an agent names its conversation."""
+
+    TRAIN = "train"
+    """They are trained as every turn is."""
+    LEAVE_OUT = "leave_out"
+    """What is a title beyond doubt is not trained (docs/semantics.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +35,6 @@ class SessionSettings:
     """How long after its finish a session may wait for a reward that is to come."""
     max_body_mib: Positive = 48
     """MiB of one request's body; of uploaded trajectories too."""
-    trains_single_turns: bool = False
-    """Train conversations of one turn beside a longer one too; they are mostly titles and
-    classifiers, which the session's reward says nothing of."""
+    titles: Titles = Titles.TRAIN
+    """Whether titles of conversations are trained, which the session's reward says nothing of:
+    `leave_out` for agents that ask for them without marking the call as auxiliary."""

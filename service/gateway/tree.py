@@ -9,9 +9,9 @@ turns do not give again when they are added in their order. Called by the gatewa
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,13 @@ import numpy as np
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
-from actors.types import BranchReason, Sample, TokenIds, Turn
+from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
 from service.gateway.canonical import Link, links_of, request_digest, tools_key
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.quotes import Prompt as PromptText
+from service.gateway.quotes import Reply, user_texts, values_of
 from service.gateway.turns import SessionTurn
+from service.intake.session import Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +68,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCounts:
-    """The turns of a session by what becomes of them; each is in one of the first three."""
+    """The turns of a session by what becomes of them; each is in one of the first two."""
 
     num_counted: int
     """Trained."""
-    num_auxiliary: int
-    num_unseen: int
-    """Left out because no client ever got them."""
+    left_out: Mapping[int, LeftOutReason]
+    """By the number of the turn, in order."""
     num_malformed: int
     """Of the counted ones, as are the rest."""
     num_inserted: int
@@ -137,8 +139,6 @@ class _Node:
     tools: tuple[ToolSchema, ...]
     key: bytes
     """Of the conversation up to and with its reply."""
-    first_key: bytes
-    """Of the conversation's first message."""
     num_messages: int
     """Of the conversation up to and with its reply."""
     first_call: int
@@ -148,8 +148,21 @@ class _Node:
     reason: BranchReason
     """Why it begins a sample, should it extend none."""
     is_ambiguous: bool
+    reply: Reply = field(init=False)
+    """As it is looked for in later prompts."""
+    root: _Node = field(init=False)
+    """The turn that its conversation began with; itself, perhaps."""
+    num_in_root: int = 0
+    """Of a root: the turns of all that goes on from it, itself among them."""
     is_continued: bool = False
     """Whether a client came back with its reply, and so has got it."""
+    is_quoting: bool | None = None
+    """Of a root: whether its messages hold something that was sampled before; None: not known."""
+
+    def __post_init__(self) -> None:
+        self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
+        self.root = self if self.parent is None else self.parent.root
+        self.root.num_in_root += 1
 
     @property
     def num_calls(self) -> int:
@@ -199,11 +212,10 @@ class SessionTree:
     samples, of turns 0 and 1 and of turn 2.
     """
 
-    def __init__(self, session_id: str, *, single_roots_are_auxiliary: bool = True) -> None:
-        """single_roots_are_auxiliary: a question that nothing follows, beside a conversation that
-        begins otherwise and goes on, is no part of the task (a title, a classifier)."""
+    def __init__(self, session_id: str, *, leaves_titles_out: bool = False) -> None:
+        """leaves_titles_out: titles, as docs/semantics.md describes them, are not trained."""
         self._session_id = session_id
-        self._single_roots_are_auxiliary = single_roots_are_auxiliary
+        self._leaves_titles_out = leaves_titles_out
         self._nodes: list[_Node] = []
         self._sampled: dict[bytes, list[_Node]] = {}  # by the key that ends with their reply
         self._copies: dict[bytes, Message | None] = {}  # None: there are several, which differ
@@ -225,7 +237,7 @@ class SessionTree:
 
     @property
     def num_counted(self) -> int:
-        """Turns that are trained, as it stands; what a session's limit of turns bounds."""
+        """Turns that are trained, as it stands."""
         return len(self._counted())
 
     def turn(self, number: int) -> SessionTurn:
@@ -315,7 +327,9 @@ class SessionTree:
     ) -> SessionTurn | None:
         """The turn that answers this very request already; None: it is to be sampled.
 
-        Raises: Refused, where another request had the same idempotency key.
+        A marked retry is answered with the newest request's turn where the two are equal, and
+        nothing says that they are two: another idempotency key, or a client that came back with
+        the turn's reply. Raises: Refused, where another request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
         if number is None and idempotency_key in self._by_idempotency_key:
@@ -328,16 +342,73 @@ class SessionTree:
                 )
         if number is None and is_retry and digest == self._newest_digest:
             number = self._by_digest.get(digest)
+            if number is not None and self._is_another(self._nodes[number], idempotency_key):
+                number = None
         return None if number is None else self._nodes[number].turn
+
+    @staticmethod
+    def _is_another(node: _Node, idempotency_key: str) -> bool:
+        """Whether a retry under a key, or none, repeats another request than a turn's."""
+        own = node.turn.idempotency_key
+        return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
     def number_of(self, request_id: str) -> int | None:
         """Of the turn that answers an HTTP request; None: there is none."""
         return self._by_request.get(request_id)
 
-    def last_counted(self) -> SessionTurn | None:
-        """The newest turn that is trained, which has the session's reward."""
+    def left_out(self) -> dict[int, LeftOutReason]:
+        """The turns that are not trained, by number and in order, as it stands."""
+        topics = self._topics() if self._leaves_titles_out else {}
+        found: dict[int, LeftOutReason] = {}
+        for node in self._nodes:
+            if node.turn.is_auxiliary:
+                found[node.turn.number] = LeftOutReason.AUXILIARY
+            elif node.is_orphan:
+                found[node.turn.number] = LeftOutReason.UNSEEN
+            elif topics and self._is_title(node, topics):
+                found[node.turn.number] = LeftOutReason.TITLE
+        return found
+
+    def judged(self, named: int | None = None) -> int | None:
+        """The number of the turn that the session's reward is given to.
+
+        The named one; else the newest trained turn of a conversation that has another turn, or
+        whose prompt holds something that was sampled; else the newest of those with the longest
+        prompt. A named turn that is left out counts as none. Returns: None: nothing is trained.
+        """
+        node = self._judged(self._counted(), named)
+        return None if node is None else node.turn.number
+
+    def last_of_main(self, named: int | None = None) -> SessionTurn | None:
+        """The newest trained turn of the judged turn's conversation; None: nothing is trained."""
         counted = self._counted()
-        return counted[-1].turn if counted else None
+        judged = self._judged(counted, named)
+        if judged is None:
+            return None
+        return next(n.turn for n in reversed(counted) if n.root is judged.root)
+
+    def follows(self, place: Place) -> int | None:
+        """The newest turn that a request goes on from, or whose reply its messages hold."""
+        if place.parent is not None:
+            return place.parent
+        found = self._quoted(place.new_messages, before=len(self._nodes))
+        return None if found is None else found.turn.number
+
+    def is_ended_by(self, cut: Cut, named: int | None = None) -> bool:
+        """Whether a request that was refused is the last thing of the judged conversation.
+
+        named: as of `judged`.
+        """
+        if cut.num_turns is None:
+            return True
+        counted = self._counted()
+        judged = self._judged(counted, named)
+        later = [node for node in counted if node.turn.number >= cut.num_turns]
+        if judged is None or not all(self._is_like_a_title(node) for node in later):
+            return False
+        if named is not None:
+            return cut.follows is not None and self._nodes[cut.follows].root is judged.root
+        return cut.follows is not None or not self._goes_on(judged)
 
     def num_prompt_tokens(self, number: int) -> int:
         return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())
@@ -357,17 +428,19 @@ class SessionTree:
         reward: float | None = None,
         components: Mapping[str, float] | None = None,
         turn_rewards: Mapping[int, float] | None = None,
+        judged: int | None = None,
     ) -> tuple[Sample, ...]:
         """The training samples of the counted turns.
 
-        Args: reward, components: of the session; the newest counted turn has them, beside a reward
-        of its own. turn_rewards: by the number of the turn; those of turns that are left out are
-        left out with them.
+        Args: reward, components: of the session; the judged turn has them, beside a reward of its
+        own. turn_rewards: by the number of the turn; those of turns that are left out are left out
+        with them. judged: the number that the client named, as of `judged`.
         """
         builder = SampleBuilder(trajectory_id)
         counted, by_turn = self._counted(), turn_rewards or {}
+        judged_node = self._judged(counted, judged)
         for node in counted:
-            turn, is_last = node.turn, node is counted[-1]
+            turn, is_judged = node.turn, node is judged_node
             builder.add(
                 Turn(
                     prompt_token_ids=np.concatenate(node.prompt()),
@@ -375,8 +448,8 @@ class SessionTree:
                     logprobs=turn.logprobs,
                     finish_reason=turn.finish_reason,
                     version_spans=turn.version_spans,
-                    reward=by_turn.get(turn.number, 0.0) + ((reward or 0.0) if is_last else 0.0),
-                    reward_components=dict(components or {}) if is_last else {},
+                    reward=by_turn.get(turn.number, 0.0) + ((reward or 0.0) if is_judged else 0.0),
+                    reward_components=dict(components or {}) if is_judged else {},
                     is_malformed=turn.is_malformed,
                     expert_indices=turn.expert_indices,
                 ),
@@ -387,12 +460,10 @@ class SessionTree:
     def counts(self) -> SessionCounts:
         """The turns by what becomes of them, as it stands."""
         counted = self._counted()
-        unseen = [n for n in self._nodes if n.is_orphan and not n.turn.is_auxiliary]
         breaks = [n.turn.break_reason for n in counted if n.turn.break_reason is not None]
         return SessionCounts(
             num_counted=len(counted),
-            num_auxiliary=len(self._nodes) - len(counted) - len(unseen),
-            num_unseen=len(unseen),
+            left_out=self.left_out(),
             num_malformed=sum(node.turn.is_malformed for node in counted),
             num_inserted=sum(node.turn.num_inserted for node in counted),
             render_breaks=Counter(reason.value for reason in breaks),
@@ -457,7 +528,6 @@ class SessionTree:
             tools_key=key,
             tools=tools,
             key=links[-1].key,
-            first_key=links[0].key if parent is None else parent.first_key,
             num_messages=len(links) + (0 if parent is None else parent.num_messages),
             first_call=0 if parent is None else parent.num_calls,
             calls=_calls_of((*turn.new_messages, turn.reply)),
@@ -483,16 +553,77 @@ class SessionTree:
             self._newest_digest = turn.request_digest
 
     def _counted(self) -> list[_Node]:
-        kept = [node for node in self._nodes if not (node.turn.is_auxiliary or node.is_orphan)]
-        if not self._single_roots_are_auxiliary:
-            return kept
-        # What begins alike is one conversation, also where it was compacted or rewritten. It goes
-        # on where replies of it have different histories.
-        lengths: defaultdict[bytes, set[int]] = defaultdict(set)
-        for node in kept:
-            lengths[node.first_key].add(node.num_messages)
-        long = {key for key, found in lengths.items() if len(found) > 1}
-        return [node for node in kept if node.first_key in long] if long else kept
+        left_out = self.left_out()
+        return [node for node in self._nodes if node.turn.number not in left_out]
+
+    def _topics(self) -> dict[str, list[_Node]]:
+        """The roots by the first text of the user's in them."""
+        found: dict[str, list[_Node]] = {}
+        for root in self._nodes:
+            if root.parent is None and (texts := user_texts(root.turn.new_messages)):
+                found.setdefault(texts[0], []).append(root)
+        return found
+
+    def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
+        """Whether it asks for no more than a name for another conversation, which went on."""
+        if not self._is_lonely(node):
+            return False
+        roots = (
+            each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ())
+        )
+        if not any(root is not node and self._goes_on(root) for root in roots):
+            return False
+        return not self._quotes(node) and not self._is_used(node)
+
+    def _is_like_a_title(self, node: _Node) -> bool:
+        """As `_is_title`, of one whose question holds that of a conversation before it."""
+        if not self._is_lonely(node) or self._quotes(node):
+            return False
+        asked = "\n".join(user_texts(node.turn.new_messages))
+        before = (each for each in self._nodes[: node.turn.number] if each.parent is None)
+        return any(
+            text in asked for root in before for text in user_texts(root.turn.new_messages)[:1]
+        )
+
+    def _is_lonely(self, node: _Node) -> bool:
+        """Whether its conversation has this turn alone, which was offered no tools."""
+        return node.parent is None and node.num_in_root == 1 and not node.tools
+
+    def _is_used(self, node: _Node) -> bool:
+        """Whether its whole reply is a later message, or a value in the arguments of a call."""
+        said = node.turn.reply.content.strip()
+        later = self._nodes[node.turn.number + 1 :]
+        messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
+        return bool(said) and any(value == said for value in values_of(messages))
+
+    def _judged(self, counted: Sequence[_Node], named: int | None) -> _Node | None:
+        for node in counted:
+            if node.turn.number == named:
+                return node
+        for node in reversed(counted):
+            if self._goes_on(node):
+                return node
+        return max(
+            counted,
+            key=lambda node: (self.num_prompt_tokens(node.turn.number), node.turn.number),
+            default=None,
+        )
+
+    def _goes_on(self, node: _Node) -> bool:
+        """Whether its conversation has another turn, or holds what was sampled before it."""
+        return node.root.num_in_root > 1 or self._quotes(node.root)
+
+    def _quotes(self, root: _Node) -> bool:
+        if root.is_quoting is None:
+            found = self._quoted(root.turn.new_messages, before=root.turn.number)
+            root.is_quoting = found is not None
+        return root.is_quoting
+
+    def _quoted(self, messages: Sequence[Message], *, before: int) -> _Node | None:
+        """The newest of the first `before` turns of whose reply something stands in messages."""
+        prompt = PromptText(messages)
+        found = (node for node in reversed(self._nodes[:before]) if prompt.quotes(node.reply))
+        return next(found, None)
 
 
 def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:

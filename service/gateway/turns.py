@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.expert_records import ExpertIndices
-from actors.types import FinishReason, LogProbs, Outcome, TokenIds, VersionSpan
-from service.intake.session import SessionEnd
+from actors.types import FinishReason, LogProbs, TokenIds, VersionSpan
+from service.intake.session import Cut, SessionEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +145,10 @@ class SessionClaimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCut:
-    """A client was told to end by a limit, or by a context that is full; the newest counts."""
+    """A request was refused for a limit, or for a context that is full; the newest counts."""
 
     session_id: str
-    outcome: Outcome
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

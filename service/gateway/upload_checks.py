@@ -67,6 +67,8 @@ class Fault(StrEnum):
     TOKEN_OUT_OF_VOCABULARY = "token-out-of-vocabulary"
     INVALID_MASK = "invalid-mask"
     INVALID_TURNS = "invalid-turns"
+    DUPLICATE_TURN = "duplicate-turn"
+    """The same sampling stands in two samples."""
     NOTHING_TRAINED = "nothing-trained"
     CONTEXT_LENGTH_EXCEEDED = "context-length-exceeded"
     INVALID_LOGPROB = "invalid-logprob"
@@ -108,6 +110,7 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
             "no token has mask 1, expected at least one that the policy sampled",
         )
     _check_order(columns)
+    _check_duplicates(columns)
     turns = _rewarded(body, columns)
     samples: list[Sample] = []
     for number, each in enumerate(columns):
@@ -122,6 +125,7 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
         outcome=Outcome(body.outcome),
         detail=body.detail,
         samples=tuple(samples),
+        was_rewarded=_is_rewarded(body),
     )
     content = stored_content(trajectory)
     versions = trajectory.versions
@@ -389,6 +393,45 @@ def _check_order(columns: Sequence[_Columns]) -> None:
             "sample and from one sample's first to the next one's; leave them all out for turns "
             "that are listed as they were played",
         )
+
+
+def _check_duplicates(columns: Sequence[_Columns]) -> None:
+    """Raises: Violation for a turn that would be trained twice: with the same prompt, ids and
+    log-probabilities as one of another sample."""
+    seen: dict[bytes, list[tuple[int, TurnSpan]]] = {}
+    for number, each in enumerate(columns):
+        hashed, at = sha256(), 0
+        for place, turn in enumerate(each.turns):
+            hashed.update(each.token_ids[at : turn.end].tobytes())
+            at = turn.end
+            known = seen.setdefault(hashed.digest() + turn.start.to_bytes(8, "big"), [])
+            for other, same in known:
+                if _are_one(each, columns[other], turn):
+                    raise Violation(
+                        Fault.DUPLICATE_TURN,
+                        ["samples", number, "turns", place],
+                        f"sample {number} has the turn from {turn.start} to {turn.end} that sample "
+                        f"{other} has from {same.start} to {same.end}, with the same prompt, ids "
+                        "and log-probabilities; expected each sampled turn in one sample; in the "
+                        "later one leave it out of `turns`, and give its tokens mask 0 and "
+                        "log-probability 0, as the rest of the prompt",
+                    )
+            known.append((number, turn))
+
+
+def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
+    """Whether a turn of equal ids is one sampling, of which a token would be trained twice."""
+    trained = left.mask[turn.tokens] & right.mask[turn.tokens]
+    same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
+    return bool(trained.any() and same[trained].all())
+
+
+def _is_rewarded(body: TrajectoryBody) -> bool:
+    """Whether the body gives a number; 0 is one."""
+    has_token_rewards = any(each.token_rewards is not None for each in body.samples)
+    return (
+        body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards
+    )
 
 
 def _rewarded(body: TrajectoryBody, columns: Sequence[_Columns]) -> list[tuple[TurnSpan, ...]]:

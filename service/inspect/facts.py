@@ -35,6 +35,9 @@ def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> lis
         ("tokens", tokens),
         ("policy versions", _versions(step, entry)),
     ]
+    if trajectory.left_out:
+        turns = ", ".join(f"{number} {why.value}" for number, why in trajectory.left_out.items())
+        found.append(("turns left out", f"{turns} (numbers in the session)"))
     if trajectory.render_breaks:
         breaks = ", ".join(f"{name} {count}" for name, count in trajectory.render_breaks.items())
         found.append(("rendered anew", visible_text(breaks)))

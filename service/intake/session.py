@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from actors.types import Outcome
+from actors.types import LeftOutReason, Outcome
 from service.access.names import tenant_of
 
 
@@ -73,8 +73,10 @@ class SessionTotals:
     num_ambiguous: int
     """Conversations that were rendered anew, because two turns of theirs have equal texts."""
     num_left_out: int
-    """Turns that are not trained: auxiliary ones, and those that no client has seen."""
+    """Turns that are not trained."""
     num_malformed: int
+    left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
+    """Those turns, by number; empty in what older versions stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ class SessionEnd:
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """By the number of the turn."""
+    judged: int | None = None
+    """The number of the turn that the client named as the judged one; None: it named none."""
     detail: str = ""
     ended_at: float
     """Seconds since 1970."""
@@ -98,6 +102,20 @@ class SessionEnd:
     """Of the request that ended it: the same one again changes nothing."""
     totals: SessionTotals | None = None
     """Kept longer than the turns; None: it was ended without a look at them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A request that was refused for a limit, or for a context that is full.
+
+    It ends the session where nothing of the conversation came after it.
+    """
+
+    outcome: Outcome
+    num_turns: int | None = None
+    """Turns that were stored or under way then: later ones came after it. None: not known."""
+    follows: int | None = None
+    """The newest turn that it went on from, or whose reply stood in it; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +136,8 @@ class StoredSession:
     claimed_by: str = ""
     """What the client that has claimed it calls it; empty: nobody has, or need not."""
     claimed_at: float | None = None
-    cut: Outcome | None = None
-    """What its agent was told to end by: a limit, or a context that is full."""
+    cut: Cut | None = None
+    """The newest request that was refused for a limit, or for a context that is full."""
     end: SessionEnd | None = None
     """None: it is not over."""
 

@@ -33,7 +33,14 @@ from service.gateway.turns import (
 )
 from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
-from service.intake.session import SessionEnd, SessionKeys, SessionStatus, StoredSession, status_of
+from service.intake.session import (
+    Cut,
+    SessionEnd,
+    SessionKeys,
+    SessionStatus,
+    StoredSession,
+    status_of,
+)
 from service.store import tables
 from service.store.feed import add_entries
 from service.store.lineage import first_versions
@@ -216,7 +223,7 @@ class _Rows:
     """Of turns that were stored before."""
     opened: dict[str, float] = field(default_factory=dict)
     claims: dict[str, SessionClaimed] = field(default_factory=dict)
-    cuts: dict[str, Outcome] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     new_ends: dict[str, SessionEnd] = field(default_factory=dict)
     told: list[FeedEntry] = field(default_factory=list)
     now: float = field(default_factory=time.time)
@@ -239,8 +246,8 @@ class _Rows:
                 self._open(session, opened_at)
             case SessionClaimed():
                 self.claims.setdefault(session, change)
-            case SessionCut(outcome=outcome):
-                self.cuts[session] = outcome
+            case SessionCut(cut=cut):
+                self.cuts[session] = cut
             case SessionEnded(end=end):
                 return self._end(session, end)
         return True
@@ -394,8 +401,8 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
     )
     _execute(
         connection,
-        of_session.values(cut=bindparam("outcome", type_=sessions.cut.type)),
-        ({"of_session": session, "outcome": cut} for session, cut in rows.cuts.items()),
+        of_session.values(cut=bindparam("refused", type_=sessions.cut.type)),
+        ({"of_session": session, "refused": cut} for session, cut in rows.cuts.items()),
     )
     _execute(
         connection,

@@ -43,7 +43,7 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import FinishReason, Outcome, VersionSpan
 from service.access.keys import KeyLimits, Scope
 from service.intake.feed import FeedKind
-from service.intake.session import SessionEnd, SessionSpec, SessionStatus
+from service.intake.session import Cut, SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.run.pauses import Pausable
 from service.store.errors import Damaged
@@ -112,6 +112,37 @@ class AsWord(TypeDecorator[Any]):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         return None if value is None else word_of(self.kind, value)
+
+
+class AsCut(TypeDecorator[Cut]):
+    """A column of a session's cut: its outcome, num_turns and follows with spaces between them.
+
+    The outcome alone is what older versions stored. Raises: Damaged when it is read.
+    """
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self) -> None:
+        super().__init__(length=64)
+
+    def process_bind_param(self, value: Cut | None, dialect: Dialect) -> str | None:
+        if value is None:
+            return None
+        numbers = (value.num_turns, value.follows)
+        return " ".join([value.outcome, *("-" if each is None else str(each) for each in numbers)])
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Cut | None:
+        if value is None:
+            return None
+        word, *numbers = value.split(" ")
+        try:
+            num_turns, follows = (None if n == "-" else int(n) for n in numbers or ("-", "-"))
+        except ValueError as error:
+            raise Damaged(
+                f"a stored cut is {value!r:.80}, expected a word and two numbers"
+            ) from error
+        return Cut(outcome=word_of(Outcome, word), num_turns=num_turns, follows=follows)
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
@@ -384,7 +415,7 @@ sessions = Table(
     Column("opened_at", Float, nullable=True),
     Column("claimed_by", String, nullable=False, default=""),
     Column("claimed_at", Float, nullable=True),
-    Column("cut", AsWord(Outcome), nullable=True),
+    Column("cut", AsCut(), nullable=True),
     Column("end", AsJson(SessionEnd), nullable=True),
 )
 

@@ -144,7 +144,7 @@ class Play:
         self._gateway.store.close()
 
     def _new_gateway(self) -> Gateway:
-        settings = SessionSettings(hold_s=5.0, trains_single_turns=True)
+        settings = SessionSettings(hold_s=5.0)
         return Gateway(
             self.directory, policy=self.policy, settings=settings, max_context_tokens=100_000
         )

@@ -80,7 +80,7 @@ def play(
 
     says_one_thing: the policy's replies differ in nothing but the ids of their calls.
     """
-    player = SessionPlayer(family, single_roots_are_auxiliary=False)
+    player = SessionPlayer(family)
     said: list[Said] = []
     for number, ask in enumerate(script):
         before = None if ask.begins or not said else said[ask.behind % len(said)]

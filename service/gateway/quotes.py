@@ -1,0 +1,123 @@
+"""What of a sampled reply stands in the messages of a later prompt, and what is equal to it.
+
+A conversation that is begun anew (a hand-off, a helper, a summary) says by its text alone that it
+goes on from what was sampled before. Pure; called by a session's tree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from actors.environment.protocol import Message, Role
+
+# Of one prompt; a longer one is refused, but is looked at before.
+MOST_CHARACTERS = 1 << 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What is looked for of a sampled reply."""
+
+    message: Message
+    history: Callable[[], Sequence[Message]]
+    """The messages that it was sampled from."""
+
+    @cached_property
+    def calls(self) -> frozenset[tuple[str, str]]:
+        """Name and arguments of each."""
+        return frozenset((name, _ordered(text)) for _, name, text in self.message.call_texts)
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """Its content and the texts in the arguments of its calls; none is empty."""
+        given = [text for _, _, text in self.message.call_texts]
+        inner = (each for text in given for each in _strings(json.loads(text)))
+        found = (each.strip() for each in (self.message.content, *given, *inner))
+        return tuple(each for each in found if each and each != "{}")
+
+    def was_given(self, text: str) -> bool:
+        """Whether a text stood before it already: then it is no sign of this reply."""
+        return any(_stands_in(text, each) for each in _texts(self.history()))
+
+
+class Prompt:
+    """The messages in which replies are looked for."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._texts, room = [], MOST_CHARACTERS
+        for text in _texts(messages):
+            self._texts.append(text[:room])
+            room -= len(text)
+            if room <= 0:
+                break
+        said = [each for each in messages if each.role is Role.ASSISTANT]
+        self._contents = {each.content.strip() for each in said}
+        self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
+
+    def quotes(self, reply: Reply) -> bool:
+        """Whether the reply, a call of it, or a text of either that was new in it stands here."""
+        content = reply.message.content.strip()
+        if (content and content in self._contents) or self._calls & reply.calls:
+            return True
+        return any(
+            any(_stands_in(text, each) for each in self._texts) and not reply.was_given(text)
+            for text in reply.texts
+        )
+
+
+def values_of(messages: Iterable[Message]) -> Iterator[str]:
+    """What a whole reply may be equal to: each message's content, and each value in a call."""
+    for message in messages:
+        yield message.content.strip()
+        for _, _, arguments in message.call_texts:
+            yield from (each.strip() for each in _strings(json.loads(arguments), all_values=True))
+
+
+def user_texts(messages: Iterable[Message]) -> list[str]:
+    """Of the user's messages that have one."""
+    found = (each.content.strip() for each in messages if each.role is Role.USER)
+    return [text for text in found if text]
+
+
+def _texts(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        yield message.content
+        yield from (arguments for _, _, arguments in message.call_texts)
+
+
+def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:
+    """The texts in a JSON value. all_values: numbers and the like too, as JSON writes them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _strings(each, all_values=all_values)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each, all_values=all_values)
+    elif all_values:
+        yield json.dumps(value)
+
+
+def _ordered(arguments: str) -> str:
+    return json.dumps(json.loads(arguments), sort_keys=True)
+
+
+def _stands_in(text: str, whole: str) -> bool:
+    """Whether it is there as words of its own. Example: "a0" stands in "so: a0.", not in "a01"."""
+    at = whole.find(text)
+    while at >= 0:
+        end = at + len(text)
+        is_begun = at > 0 and _joins(whole[at - 1], text[0])
+        if not is_begun and not (end < len(whole) and _joins(text[-1], whole[end])):
+            return True
+        at = whole.find(text, at + 1)
+    return False
+
+
+def _joins(left: str, right: str) -> bool:
+    """Whether two characters are of one word; languages without spaces have none here."""
+    return all(each.isascii() and each.isalnum() for each in (left, right))
