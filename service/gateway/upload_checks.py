@@ -401,7 +401,7 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
     seen: dict[bytes, list[tuple[int, TurnSpan]]] = {}
     for number, each in enumerate(columns):
         hashed, at = sha256(), 0
-        for place, turn in enumerate(each.turns):
+        for turn in each.turns:
             hashed.update(each.token_ids[at : turn.end].tobytes())
             at = turn.end
             known = seen.setdefault(hashed.digest() + turn.start.to_bytes(8, "big"), [])
@@ -409,7 +409,7 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
                 if _are_one(each, columns[other], turn):
                     raise Violation(
                         Fault.DUPLICATE_TURN,
-                        ["samples", number, "turns", place],
+                        ["samples", number],
                         f"sample {number} has the turn from {turn.start} to {turn.end} that sample "
                         f"{other} has from {same.start} to {same.end}, with the same prompt, ids "
                         "and log-probabilities; expected each sampled turn in one sample; in the "

@@ -19,7 +19,7 @@ from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.environment.settings import History
-from actors.types import BranchReason, FinishReason
+from actors.types import BranchReason, FinishReason, LeftOutReason
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.tree import next_prompt
 
@@ -280,7 +280,7 @@ def test_siblings_that_cannot_be_told_apart_are_left_and_counted_case_12() -> No
     assert parents(player) == [None, None, None]
 
 
-def test_a_title_is_kept_apart_and_is_not_the_answer_case_13() -> None:
+def test_a_title_is_not_the_judged_turn_and_is_left_out_on_request_case_13() -> None:
     def play(*, is_auxiliary: bool = False, **options: bool) -> SessionPlayer:
         player = SessionPlayer(**options)
         one = player.ask([system("agent"), HI], says("1"))
@@ -289,22 +289,59 @@ def test_a_title_is_kept_apart_and_is_not_the_answer_case_13() -> None:
         player.ask([system("title"), HI], says("Greetings"), request=request)
         return player
 
-    for player in (
-        play(),
-        play(is_auxiliary=True),
-        play(is_auxiliary=True, single_roots_are_auxiliary=False),
+    for player, reason in (
+        (play(leaves_titles_out=True), LeftOutReason.TITLE),
+        (play(is_auxiliary=True), LeftOutReason.AUXILIARY),
+        (play(is_auxiliary=True, leaves_titles_out=True), LeftOutReason.AUXILIARY),
     ):
         (sample,) = player.samples(reward=1.0, components={"hit": 1.0})
         assert [turn.reward for turn in sample.turns] == [0.0, 1.0]
         assert sample.turns[1].reward_components == {"hit": 1.0}
         counts = player.tree.counts()
-        assert (counts.num_counted, counts.num_auxiliary, counts.num_unseen) == (2, 1, 0)
+        assert (counts.num_counted, counts.left_out) == (2, {2: reason})
         assert player.tree.num_counted == 2
-    assert len(play(single_roots_are_auxiliary=False).samples()) == 2
+    player = play()
+    rewards = [turn.reward for each in player.samples(reward=1.0) for turn in each.turns]
+    assert (rewards, player.tree.judged()) == ([0.0, 1.0, 0.0], 1)
 
-    alone = SessionPlayer()
-    alone.ask([system("title"), HI], says("Greetings"))
-    assert len(alone.samples()) == alone.tree.num_counted == 1
+    for options in ({}, {"leaves_titles_out": True}):
+        alone = SessionPlayer(**options)
+        alone.ask([system("title"), HI], says("Greetings"))
+        assert len(alone.samples()) == alone.tree.num_counted == 1
+
+
+def test_without_a_conversation_that_goes_on_the_longest_prompt_is_judged() -> None:
+    player = SessionPlayer()
+    for number, question in enumerate(("a long question", "a", "a long one of it", "b")):
+        player.ask([user(question)], says("xyz"[number % 3]))
+    longest = max(range(4), key=lambda n: (player.tree.num_prompt_tokens(n), n))
+    assert player.tree.judged() == longest and player.tree.judged(1) == 1
+    (last,) = (
+        turn for s in player.samples(reward=1.0, judged=1) for turn in s.turns if turn.reward
+    )
+    assert last.index == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "text", "quotes"),
+    [
+        ("a0", "so a0.", True),
+        ("a0", "so a01", False),
+        ("a", "Name this chat", False),
+        ("\u7b54", "\u4e00\u7b54\u6848", True),
+        ("", "anything", False),
+        # It stood in the question of its own turn.
+        ("hi", "name this: hi", False),
+    ],
+)
+def test_a_text_stands_in_a_later_prompt_as_words_that_were_new(
+    reply: str, text: str, quotes: bool
+) -> None:
+    player = SessionPlayer()
+    player.ask([HI], says(reply), said="x<|end|>")
+    player.ask([system("s"), user(text)], says("1"))
+    player.ask([system("t"), user("a question that is longer than all the others here")], says("2"))
+    assert player.tree.judged() == (1 if quotes else 2)
 
 
 def test_what_begins_like_the_conversation_is_no_auxiliary_call_case_13() -> None:
@@ -428,7 +465,7 @@ def test_a_turn_that_its_client_never_got_is_left_out_case_19() -> None:
     ]
     assert [turn.reward for turn in samples[0].turns] == [0.0, 1.0]
     counts = player.tree.counts()
-    assert (counts.num_counted, counts.num_unseen, counts.num_auxiliary) == (2, 1, 0)
+    assert (counts.num_counted, counts.left_out) == (2, {1: LeftOutReason.UNSEEN})
     # A client that asked again has got it.
     assert not player.tree.mark_unseen(1, is_unseen=False).is_unseen
     assert len(player.samples()) == 2 and player.rebuilt().num_counted == 3

@@ -18,7 +18,7 @@ from worlds.session_player import SessionPlayer, call, result, says, system, use
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from actors.types import Sample, TokenIds
+from actors.types import LeftOutReason, Sample, TokenIds
 from service.gateway.chat import ChatRequest
 from service.gateway.tree import SessionTree
 
@@ -241,3 +241,99 @@ def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
     assert_same_samples(player.rebuilt().samples("t"), samples)
     num_sampled = sum(len(player.tree.turns[n].sampled_token_ids) for n in counted(player.tree))
     assert sum(sample.num_trained for sample in samples) == num_sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request of one of a session's agents."""
+
+    agent: int
+    behind: int
+    """Of the agent's conversations, the one that it goes on with; 0: it begins one."""
+    quotes: bool
+    """It tells what was said last."""
+    words: int
+    with_tools: bool
+    is_auxiliary: bool
+    is_unseen: bool
+    reward: float | None
+
+
+calls_of_agents = st.lists(
+    st.builds(
+        Call,
+        agent=st.integers(0, 2),
+        behind=st.integers(0, 3),
+        quotes=st.booleans(),
+        words=st.integers(0, 3),
+        with_tools=st.booleans(),
+        is_auxiliary=st.integers(0, 4).map(lambda drawn: drawn == 0),
+        is_unseen=st.integers(0, 4).map(lambda drawn: drawn == 0),
+        reward=st.none() | st.sampled_from([-0.5, 0.0, 0.25, 2.0]),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls_of_agents, st.booleans(), st.sampled_from([0.0, 1.0, -3.0]), st.integers(0, 9))
+def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost(
+    script: list[Call], leaves_titles_out: bool, reward: float, named: int
+) -> None:
+    player = SessionPlayer(leaves_titles_out=leaves_titles_out)
+    said: list[tuple[int, list[Message], tuple[ToolSchema, ...]]] = []
+    for number, each in enumerate(script):
+        own = [chat for chat in said if chat[0] == each.agent]
+        if each.behind and own:
+            _, chat, tools = own[each.behind % len(own)]
+            messages = [*chat, user(f"on {each.words}")]
+        else:
+            told = f" {said[-1][1][-1].content}" if each.quotes and said else ""
+            messages = [system(f"agent {each.agent}"), user(f"task {each.words}{told}")]
+            tools = TOOLS[each.with_tools]
+        answer = player.ask(
+            messages,
+            says(f"reply {number % 5}"),
+            tools=tools,
+            request={"is_auxiliary": each.is_auxiliary},
+            is_unseen=each.is_unseen,
+        )
+        said.append((each.agent, [*messages, answer], tools))
+    tree = player.tree
+    left_out = tree.left_out()
+    rewards = {
+        number: each.reward
+        for number, each in enumerate(script)
+        if each.reward is not None and number not in left_out
+    }
+    judged = named if named < len(script) and named not in left_out else None
+    samples = player.samples(reward=reward, turn_rewards=rewards, judged=judged)
+    trained = [n for n in range(len(script)) if n not in left_out]
+    # Each turn by the log-probability and the version that are its own.
+    found = [
+        (int(sample.versions[turn.start]), turn.reward)
+        for sample in samples
+        for turn in sample.turns
+    ]
+    assert sorted(number for number, _ in found) == trained
+    goes_to = tree.judged(judged)
+    assert (goes_to is None) == (not trained) and (judged is None or goes_to == judged)
+    for number, given_reward in found:
+        expected = rewards.get(number, 0.0) + (reward if number == goes_to else 0.0)
+        assert given_reward == expected
+    total = sum(turn.reward for sample in samples for turn in sample.turns)
+    assert total == pytest.approx(sum(rewards.values()) + (reward if trained else 0.0))
+    # What is kept gives the same, also another time.
+    again = player.rebuilt()
+    assert (again.left_out(), again.judged(judged)) == (left_out, goes_to)
+    for number, reason in left_out.items():
+        turn, asked = tree.turns[number], script[number]
+        if reason is LeftOutReason.TITLE:
+            assert leaves_titles_out and turn.parent is None and not turn.tools
+            assert all(other.parent != number for other in tree.turns)
+            assert not (asked.is_auxiliary or (asked.quotes and number))
+        elif reason is LeftOutReason.AUXILIARY:
+            assert asked.is_auxiliary
+        else:
+            assert asked.is_unseen

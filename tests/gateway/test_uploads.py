@@ -31,7 +31,7 @@ from worlds.upload_world import (
 from actors.types import UNDONE, Outcome, Trajectory, Turn
 from service.config.tree import ServiceSettings
 from service.gateway.upload_bodies import TrajectoryBody, decode_body
-from service.gateway.upload_checks import Fault, checked_upload
+from service.gateway.upload_checks import Fault, Violation, checked_upload
 from service.gateway.upload_content import decoded_content, stored_content
 from service.intake.uploads import Upload
 
@@ -122,6 +122,46 @@ def test_token_rewards_say_what_the_turns_earned() -> None:
     assert read(agreeing, packed=True).content == read(sums, packed=False).content
 
 
+def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_it() -> None:
+    """Other samplings of the same prompt, and of the same text, are turns of their own."""
+    whole = item()["samples"][0]
+    ids, logprobs, mask = whole["token_ids"], whole["logprobs"], whole["mask"]
+    branch = {**whole, "token_ids": [*ids[:4], 51, 61]}
+    context = {**branch, "mask": [0, 0, 0, 0, *mask[4:]], "logprobs": [0, 0, 0, 0, *logprobs[4:]]}
+    half = {
+        **branch,
+        "mask": [*mask[:3], 0, *mask[4:]],
+        "logprobs": [*logprobs[:3], 0, *logprobs[4:]],
+    }
+    again = {**branch, "logprobs": [*logprobs[:2], -0.5, *logprobs[3:]]}
+    turns = [{"start": 2, "end": 4}, {"start": 5, "end": 6}]
+    for second in (
+        branch,
+        whole,
+        {**half, "turns": turns},
+        {**branch, "mask": None, "turns": turns},
+    ):
+        with pytest.raises(Violation) as refused:
+            read({**item(), "samples": [whole, second]}, packed=False)
+        assert refused.value.fault is Fault.DUPLICATE_TURN
+        assert refused.value.place == ("samples", 1) and "mask 0" in refused.value.message
+    for second, num_trained in ((context, 1), (again, 3)):
+        found = trajectory_of(read({**item(), "samples": [whole, second]}, packed=False))
+        assert [each.num_trained for each in found.samples] == [3, num_trained]
+        assert found.samples[1].num_shared == 4 or second is again
+
+
+@pytest.mark.parametrize(
+    ("given", "is_graded"),
+    [({"reward": 0.0}, True), ({"reward": 1.0}, True), ({"reward": None}, False)],
+)
+def test_a_reward_of_0_is_a_reward_of_what_was_cut_off(
+    given: dict[str, Any], is_graded: bool
+) -> None:
+    found = trajectory_of(read(item(outcome="truncated_tokens", **given), packed=False))
+    assert found.is_graded is is_graded and found.episode_return == (given["reward"] or 0.0)
+
+
 # -- refused whole --------------------------------------------------------------------------------
 
 SAMPLE = ["trajectories", 0, "samples", 0]
@@ -156,6 +196,11 @@ def indexed(*indices: int | None) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], Fault, list[Any]]] = [
+    (
+        {**item(), "samples": item()["samples"] * 2},
+        Fault.DUPLICATE_TURN,
+        ["trajectories", 0, "samples", 1],
+    ),
     (sampled(token_ids=pack([1] * 6, "<i8")), Fault.WRONG_TYPE, [*SAMPLE, "token_ids"]),
     (sampled(logprobs=pack([0] * 6, "<f8")), Fault.WRONG_TYPE, [*SAMPLE, "logprobs"]),
     (sampled(mask=pack([0] * 6, "<i4")), Fault.WRONG_TYPE, [*SAMPLE, "mask"]),
@@ -452,7 +497,9 @@ async def test_what_waits_is_bounded_and_the_same_request_goes_on_later(tmp_path
         "token_ids": [1] * 400, "mask": [0] + [1] * 399, "logprobs": [0] + [-1] * 399,
         "versions": [{"version": 0, "start": 1, "end": 400}],
     })  # fmt: skip
-    large["samples"] *= 250
+    large["samples"] = [
+        {**large["samples"][0], "token_ids": [1 + number] * 400} for number in range(250)
+    ]
     assert (await world.send(large)).status_code == 200
     full = await world.send({**large, "id": "bigger"})
     assert full.headers["retry-after"] and problem(full, 429, "too-many-requests")
