@@ -131,6 +131,7 @@ class Uploads:
             whole,
             outcome=found.outcome,
             detail=found.detail,
+            was_rewarded=found.was_rewarded,
             samples=tuple(
                 replace(
                     _marked(sample, stored.kept_version), trajectory_id=assignment.trajectory_id

@@ -68,6 +68,21 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
     assert config.model.tiny is not None and config.model.tiny.seed == 3
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: bool
+) -> None:
+    """A run's own configuration names every setting, and is read when the run is resumed."""
+    file = tmp_path / "config.yaml"
+    stored = yaml.safe_load(dump_config(parse_config(tree(), source="")))
+    stored["sessions"]["trains_single_turns"] = value
+    file.write_text(yaml.safe_dump(stored))
+    assert load_config(file) == parse_config(tree(), source="")
+    assert "sessions.trains_single_turns is ignored" in caplog.text
+    with pytest.raises(ConfigError, match=r"sessions\.titles"):
+        load_config(file, ["sessions.titles=some"])
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [

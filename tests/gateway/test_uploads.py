@@ -133,7 +133,7 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
         "mask": [*mask[:3], 0, *mask[4:]],
         "logprobs": [*logprobs[:3], 0, *logprobs[4:]],
     }
-    again = {**branch, "logprobs": [*logprobs[:2], -0.5, *logprobs[3:]]}
+    again = {**branch, "logprobs": [*logprobs[:2], -3.0, *logprobs[3:]]}
     turns = [{"start": 2, "end": 4}, {"start": 5, "end": 6}]
     for second in (
         branch,
@@ -525,6 +525,19 @@ async def test_an_uploaded_group_is_trained_as_it_was_uploaded(world: UploadWorl
     assert view["status"] == "finished"
     assert [sample["reward"] for sample in view["samples"]] == [0.0, 1.0]
     assert [sample["turns"] for sample in view["samples"]] == [3, 3]
+
+
+async def test_what_was_cut_off_is_delivered_as_graded_where_it_had_a_reward(
+    world: UploadWorld,
+) -> None:
+    sent = [
+        item(name, outcome="truncated_tokens", reward=reward)
+        for name, reward in (("a", 0.0), ("b", 1.0), ("c", None))
+    ]
+    answer = await world.send(*sent, groups=[{"id": "g", "members": 3}])
+    assert answer.status_code == 200, answer.text
+    delivered = await world.deliver(await world.admitted())
+    assert [each.is_graded for each in delivered] == [True, True, False]
 
 
 async def test_it_is_delivered_again_after_any_death(world: UploadWorld) -> None:

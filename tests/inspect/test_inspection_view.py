@@ -27,6 +27,8 @@ from worlds.trajectory_builders import make_trajectory
 
 from actors.journal.record import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END
+from actors.trajectory_queue.codec import decode, encode
+from actors.types import LeftOutReason
 from service.inspect.build import (
     HEADER_TRAINED,
     HEADER_WRITTEN,
@@ -35,6 +37,7 @@ from service.inspect.build import (
     build_view,
 )
 from service.inspect.document import trajectory_document
+from service.inspect.facts import facts
 from service.inspect.page import write_page
 from service.inspect.terminal import show
 from service.inspect.token_text import BareIds
@@ -70,6 +73,16 @@ def test_each_token_is_told_by_who_wrote_it() -> None:
     assert kinds(sample.segments[3].tokens) == [("5", "trained"), ("<|end|>", "trained")]
     assert kinds(sample.segments[0].tokens)[:2] == [("<|user|>", "template"), ("Guess", "prompt")]
     assert view.num_faulty == 0
+
+
+def test_turns_of_a_session_that_are_left_out_are_listed_with_their_reasons() -> None:
+    step = example_step()
+    left_out = {2: LeftOutReason.TITLE, 5: LeftOutReason.AUXILIARY}
+    trajectory = replace(step.entries[0].trajectory, left_out=left_out)
+    listed = dict(facts(step, replace(step.entries[0], trajectory=trajectory), is_refused=False))
+    assert listed["turns left out"] == "2 title, 5 auxiliary (numbers in the session)"
+    assert decode(encode([trajectory]), 0).left_out == left_out
+    assert "turns left out" not in dict(facts(step, step.entries[0], is_refused=False))
 
 
 def test_an_observation_behind_the_last_turn_is_shown() -> None:

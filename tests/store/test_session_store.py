@@ -34,6 +34,7 @@ from actors.environment.rendering import BreakReason
 from actors.types import FinishReason, Outcome, VersionSpan
 from service.gateway.turns import (
     IntentDropped,
+    SessionCut,
     SessionEnded,
     SessionIntent,
     SessionOpened,
@@ -42,7 +43,7 @@ from service.gateway.turns import (
     TurnSeen,
     TurnUnseen,
 )
-from service.intake.session import SessionStatus, StoredSession
+from service.intake.session import Cut, SessionStatus, StoredSession
 from service.intake.submission import RolloutRequest, Status, SubmissionView
 from service.store import tables
 from service.store.place import schema_name
@@ -339,6 +340,32 @@ def test_what_was_played_goes_with_the_submission_and_how_it_ended_stays_as_long
     assert sessions.find(["a-0", "b-1", "c-0", "d-0"]).keys() == {"c-0", "d-0"}
     assert num_rows(store) == (4, 1, 1)
     assert sessions.apply([SessionEnded(session_id="b-0", end=end)], term=term) == {0}
+
+
+def test_a_cut_comes_back_as_it_was_and_as_older_versions_stored_it(tmp_path: Path) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    sessions, term = begun(store, "s")
+
+    def cut_in_store(cut: str) -> Cut | None:
+        with closing(sqlite3.connect(tmp_path / "run.db")) as connection:
+            connection.execute("UPDATE sessions SET cut = ? WHERE id = 's-0'", (cut,))
+            connection.commit()
+        found = sessions.load("s-0")
+        assert found is not None
+        return found[0].cut
+
+    for cut in (
+        Cut(outcome=Outcome.TRUNCATED_CONTEXT, num_turns=12, follows=11),
+        Cut(outcome=Outcome.MAX_TURNS, num_turns=0),
+    ):
+        sessions.apply([SessionCut(session_id="s-0", cut=cut)], term=term)
+        found = sessions.load("s-0")
+        assert found is not None and found[0].cut == cut
+    assert cut_in_store("max_turns") == Cut(outcome=Outcome.MAX_TURNS)
+    for damaged in ("max_turns 1", "max_turns 1 x", "full 1 2"):
+        with pytest.raises(StoreError, match="is damaged"):
+            cut_in_store(damaged)
+    store.close()
 
 
 DAMAGES = {

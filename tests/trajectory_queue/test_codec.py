@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,8 +18,8 @@ from worlds.trajectory_builders import (
     trajectories_strategy,
 )
 
-from actors.trajectory_queue.codec import decode, encode, without_shared
-from actors.types import Trajectory, Turn, summarize
+from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode, without_shared
+from actors.types import Outcome, Trajectory, Turn, summarize
 
 
 @given(st.lists(trajectories_strategy(), max_size=4))
@@ -87,3 +88,19 @@ def test_rows_are_told_by_their_bytes() -> None:
 def test_a_row_that_is_not_there_is_refused() -> None:
     with pytest.raises(IndexError, match="row 1 of a block of 1"):
         decode(encode([make_trajectory([])]), 1)
+
+
+@pytest.mark.parametrize(("reward", "is_graded"), [(0.0, False), (1.0, True)])
+def test_what_an_older_version_wrote_says_by_its_rewards_whether_it_was_graded(
+    reward: float, is_graded: bool
+) -> None:
+    cut_off = make_trajectory(
+        [make_turn([1], [2], reward=reward)], outcome=Outcome.TRUNCATED_TOKENS
+    )
+    assert cut_off.is_graded is is_graded
+    assert all(replace(cut_off, was_rewarded=each).is_graded is each for each in (True, False))
+    older = msgspec.msgpack.decode(encode([replace(cut_off, was_rewarded=True)]).data.data)
+    del older["was_rewarded"], older["left_out"]
+    message = np.frombuffer(msgspec.msgpack.encode(older), np.uint8)
+    found = decode(TrajectoryBlock(data=message, offsets=(0, len(message))), 0)
+    assert (found.is_graded, found.left_out) == (is_graded, {})
