@@ -21,7 +21,7 @@ from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
 from service.gateway.bodies import NewSession
-from service.gateway.settings import SessionSettings
+from service.gateway.settings import SessionSettings, Titles
 from worlds.episode_builders import parsed_reply
 from worlds.gateway_world import NAME, SPEC, Gateway
 from worlds.session_app import SessionRun
@@ -67,7 +67,7 @@ class Served:
 @asynccontextmanager
 async def serving(directory: Path, policy: ForcedPolicy) -> AsyncIterator[Served]:
     """One session, open, as long as the block lasts."""
-    settings = SessionSettings(hold_s=LIMIT_S)
+    settings = SessionSettings(hold_s=LIMIT_S, titles=Titles.LEAVE_OUT)
     gateway = Gateway(
         directory,
         settings=settings,
