@@ -143,6 +143,7 @@ class _Episode:
         self._break: BreakReason | None = None  # of the prompt in hand
         self._best_return: float | None = None
         self._answer: str | None = None
+        self._was_rewarded: bool | None = None
         self._cache_salt: str | None = None
         self._replica = ""
         self._num_inserted = 0
@@ -180,6 +181,7 @@ class _Episode:
         return replace(
             Trajectory.of(self._assignment, end.outcome, detail=end.detail),
             samples=self._samples.samples(),
+            was_rewarded=self._was_rewarded,
             best_return=self._best_return,
             answer=self._answer,
             num_inserted_tokens=self._num_inserted,
@@ -295,6 +297,8 @@ class _Episode:
             # The outcome is that of a cut-off turn, unless its score could not be computed.
             if ended.outcome not in PLAYED_OUT:
                 raise
+            # It took the turn for the end of the task: what it gave is a grade, 0 too.
+            self._was_rewarded = True
 
     async def _call_policy(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...], *, max_tokens: int

@@ -117,15 +117,18 @@ async def test_a_cut_off_turn_is_kept_and_never_shown_to_the_environment() -> No
     assert environment.actions == [] and trajectory.episode_return == 0.0
 
 
-async def test_a_cut_off_turn_is_scored_as_a_whole_answer_if_its_rule_says_so() -> None:
+@pytest.mark.parametrize("result", [DONE, StepResult(reward=0.0, terminated=True)])
+async def test_a_cut_off_turn_is_scored_as_a_whole_answer_if_its_rule_says_so(
+    result: StepResult,
+) -> None:
     rule = OutcomeRule(disposition=Disposition.SCORE)
     settings = replace(SETTINGS, outcomes={Outcome.TRUNCATED_TOKENS: rule})
-    environment = FakeEnvironment(DONE)
+    environment = FakeEnvironment(result)
     cut = reply("4 4 4", finish_reason=FinishReason.LENGTH)
     trajectory = await play(environment, FakePolicy(cut), settings=settings)
     assert trajectory.outcome is Outcome.TRUNCATED_TOKENS and trajectory.is_graded
     assert [action.text for action in environment.actions] == ["4 4 4"]
-    assert trajectory.episode_return == DONE.reward
+    assert trajectory.episode_return == result.reward
 
 
 def length_of_the_first_prompt() -> int:
