@@ -20,7 +20,7 @@ from service.config.tree import Config
 from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
-from service.launch.resume import check_lease_free, finished_step
+from service.launch.resume import check_lease_free, finished_step, move_finished
 from service.launch.run_dir import (
     RunDir,
     check_new,
@@ -147,7 +147,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
 
 
 def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
-    """Raises: StoreError."""
+    """Raises: ConfigError, StoreError."""
+    move_finished(run_dir)
     with run_dir.looked_into() as store:
         trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)
         if trackers is not None:

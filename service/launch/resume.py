@@ -17,7 +17,7 @@ from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint
-from service.store.run_store import TOLERANCE_S, LeaseLost, RunStore, StoreError
+from service.store.run_store import TOLERANCE_S, LeaseHeld, LeaseLost, RunStore, StoreError
 
 # A supervisor outlives the kill -9 of its command for a moment.
 LEASE_LIMIT_S = 10.0
@@ -28,7 +28,7 @@ _STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 def check_lease_free(run_dir: RunDir) -> None:
     """Wait a moment for a lease owner that is ending. Raises: ConfigError for one that lives on."""
-    with run_dir.looked_into() as store:
+    with run_dir.looked_into(may_be_older=True) as store:
         poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
         owner = store.live_owner()
     if owner is not None:
@@ -80,7 +80,7 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     lost: HOST:PID of that supervisor; empty where it never said.
     Raises: LeaseLost when another living process owns the newest lease; StoreError.
     """
-    with run_dir.looked_into(patience_s=PATIENCE_S) as store:
+    with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
         owner = store.live_owner()
     if owner is not None and owner.name != lost:
         raise LeaseLost(f"{owner} has taken the run over")
@@ -142,12 +142,32 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
 
     Raises: StoreError when no checkpoint is left to go on from.
     """
-    with run_dir.looked_into() as store:
+    with run_dir.looked_into(may_be_older=True) as store:
         newest = newest_usable(run_dir.checkpoints, store.checkpoints())
     if newest is None or newest.step < steps:
         return None
     # A run that died between its last checkpoint and its report has its report to write.
     return newest.step if _reported_steps(run_dir) == newest.step else None
+
+
+def move_finished(run_dir: RunDir) -> None:
+    """Move the stored run to this Rayloom's format, as a term would that it does not begin.
+
+    Raises: ConfigError for a run in an older format that somebody holds; StoreError.
+    """
+    with run_dir.looked_into(may_be_older=True) as looked:
+        if not looked.is_older():
+            return
+    store = RunStore(run_dir.database_url, patience_s=run_dir.patience_s, may_be_older=True)
+    try:
+        store.move_forward()
+    except LeaseHeld as error:
+        raise ConfigError(
+            f"--resume {run_dir.path}: {error}; it is in an older format and can be moved forward "
+            "once nobody holds it: end that process first"
+        ) from error
+    finally:
+        store.close()
 
 
 def _reported_steps(run_dir: RunDir) -> int | None:

@@ -88,10 +88,17 @@ class RunDir:
             return True
 
     @contextmanager
-    def looked_into(self, *, patience_s: float | None = None) -> Iterator[ReadOnlyStore]:
-        """The database of a run that is there. patience_s: None: its own. Raises: StoreError."""
+    def looked_into(
+        self, *, patience_s: float | None = None, may_be_older: bool = False
+    ) -> Iterator[ReadOnlyStore]:
+        """The database of a run that is there.
+
+        patience_s: None: its own. may_be_older: as of `ReadOnlyStore`. Raises: StoreError.
+        """
         store = ReadOnlyStore(
-            self.database_url, patience_s=self.patience_s if patience_s is None else patience_s
+            self.database_url,
+            patience_s=self.patience_s if patience_s is None else patience_s,
+            may_be_older=may_be_older,
         )
         try:
             yield store
@@ -307,7 +314,7 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
                 " as `rayloom train` makes it; where it was moved, name its place in "
                 f"{run_dir.store_file.name}"
             )
-        with run_dir.looked_into() as store:
+        with run_dir.looked_into(may_be_older=True) as store:
             store.check()
             check_kind(store.kind(), kind)
             is_blank = store.newest_term() == 0

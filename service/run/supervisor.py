@@ -140,7 +140,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._model = engines.model
         self._run_id = run_id
-        self._store = RunStore(run_dir.database_url)
+        self._store = RunStore(run_dir.database_url, may_be_older=True)
         self._first_term = self._store.newest_term() + 1
         self._metrics = Metrics()
         self._thread = StoreThread()

@@ -11,10 +11,12 @@ import logging
 import os
 import random
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -203,6 +205,31 @@ class Database:
             return "" if found == "ok" else str(found)
 
         return self.read(check)
+
+    def copy_to(self, target: Path) -> None:
+        """Copy SQLite's file as of its newest commit; what lies at `target` is replaced.
+
+        Also while a transaction is under way, of which the copy then has nothing.
+        Raises: StoreError.
+        """
+        assert self._file is not None, "PostgreSQL has its own means"
+        part = target.with_name(f"{target.name}.part")
+        try:
+            part.unlink(missing_ok=True)
+            part.touch(mode=stat.S_IMODE(self._file.stat().st_mode))
+            with (
+                closing(_connect_reader(self._file)) as source,
+                closing(sqlite3.connect(part)) as copy,
+            ):
+                source.backup(copy)
+            part.replace(target)
+        except (OSError, sqlite3.Error) as error:
+            part.unlink(missing_ok=True)
+            raise StoreError(
+                f"the database {self.location} cannot be copied to {target} "
+                f"({' '.join(str(error).split())}); expected a directory that can be written, with "
+                "room for it"
+            ) from error
 
     def has_tables(self, connection: Connection) -> bool:
         found = inspect(connection).get_table_names(schema=self.schema)
@@ -398,17 +425,23 @@ def _sqlite_reader(file: Path) -> Engine:
     Where a log lies beside the database, SQLite keeps its index of it (-shm) up to date.
     """
 
-    def connect() -> sqlite3.Connection:
-        wal = file.with_name(f"{file.name}-wal")
-        is_whole = not wal.exists() or wal.stat().st_size == 0
-        # Without a log all is in the file itself, and SQLite need make no index of a log beside it.
-        mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
-        uri = f"file:{quote(str(file))}?{mode}"
-        return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
-
-    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
+    engine = create_engine(
+        "sqlite://",
+        creator=partial(_connect_reader, file),
+        poolclass=NullPool,
+        hide_parameters=True,
+    )
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _connect_reader(file: Path) -> sqlite3.Connection:
+    wal = file.with_name(f"{file.name}-wal")
+    is_whole = not wal.exists() or wal.stat().st_size == 0
+    # Without a log all is in the file itself, and SQLite need make no index of a log beside it.
+    mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
+    uri = f"file:{quote(str(file))}?{mode}"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -8,12 +8,14 @@ look at a run that may be running, cut off or copied, and never makes a writer w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, Table, bindparam, func, insert, select, update
@@ -32,6 +34,7 @@ from service.store.lineage import (
     every_checkpoint,
     lineage_totals,
 )
+from service.store.migrations import FIRST_FORMAT, STEPS, Step, move_forward, newest_format
 from service.store.owner import is_alive_here, own_name, process_of
 from service.store.place import check_local, sqlite_file
 from service.store.tables import RunKind
@@ -48,6 +51,8 @@ __all__ = [
     "StoreError",
     "own_name",
 ]
+
+log = logging.getLogger("rayloom.store")
 
 RENEW_EVERY_S = 3.0
 # An owner on another machine that has not renewed for so long shows no life.
@@ -98,23 +103,42 @@ class LeaseOwner:
 class ReadOnlyStore:
     """A run's database for those who look at it.
 
+    What is in an older format is read from a copy that is moved forward, which shows the database
+    as it was when it was opened; of PostgreSQL it is refused.
     Raises: StoreError for what cannot be read, or is of another format.
     """
 
-    def __init__(self, url: str | Path, *, is_read_only: bool = True, patience_s: float = 0.0):
-        """url: a place as in `service.store.place`, or the file of an SQLite database."""
+    def __init__(
+        self,
+        url: str | Path,
+        *,
+        is_read_only: bool = True,
+        patience_s: float = 0.0,
+        may_be_older: bool = False,
+        steps: Mapping[int, Step] = STEPS,
+    ) -> None:
+        """url: a place as in `service.store.place`, or the file of an SQLite database.
+
+        may_be_older: leave what is in an older format as it is: the caller reads no more than the
+        tables that no step changes (`service.store.migrations`). steps: those of this Rayloom.
+        """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(place, is_read_only=is_read_only, patience_s=patience_s)
-        self._parent = file.parent if (file := sqlite_file(place)) else None
+        self._file = sqlite_file(place)
+        self._steps, self._format = steps, newest_format(steps)
+        self._may_be_older = may_be_older
+        self._scratch: TemporaryDirectory[str] | None = None
         try:
             self._open()
         except BaseException:
-            self._database.dispose()
+            self.close()
             raise
 
     def close(self) -> None:
         """End all connections."""
         self._database.dispose()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     @property
     def location(self) -> str:
@@ -173,8 +197,31 @@ class ReadOnlyStore:
         if found:
             raise self._database.damaged(found)
 
+    def is_older(self) -> bool:
+        """Whether it is in an older format than this Rayloom's."""
+
+        def is_older(connection: Connection) -> bool:
+            return self._has_tables(connection) and self._read_format(connection) < self._format
+
+        return self.read(is_older)
+
     def _open(self) -> None:
-        self.read(self._has_tables)
+        if not self.is_older() or self._may_be_older:
+            return
+        if self._file is None:
+            raise self._not_moved()
+        self._scratch = TemporaryDirectory(prefix="rayloom-")
+        file = Path(self._scratch.name) / self._file.name
+        self._database.copy_to(file)
+        copy = Database(f"sqlite:///{file}", is_read_only=False)
+        copy.write(self._move_forward)
+        copy.location = self._database.location
+        self._database.dispose()
+        self._database = copy
+
+    def _move_forward(self, connection: Connection) -> None:
+        move_forward(connection, self._read_format(connection), self._steps)
+        connection.execute(update(tables.formats).values(number=self._format))
 
     def _newest_lease(self, connection: Connection) -> Row[Any] | None:
         return _newest_lease(connection) if self._database.has_tables(connection) else None
@@ -201,18 +248,35 @@ class ReadOnlyStore:
         return True
 
     def _check_format(self, connection: Connection) -> None:
+        """Raises: StoreError for one that cannot be read, nor moved forward."""
+        number = self._read_format(connection)
+        place = self._file.parent if self._file else self.location
+        written = f"the run in {place} was written in format {number}, this Rayloom reads format "
+        if number > self._format:
+            raise StoreError(
+                f"{written}{self._format}; go on with the newer Rayloom that wrote it, or with the "
+                "copy that it made before"
+            )
+        if number < FIRST_FORMAT:
+            raise StoreError(
+                f"{written}{self._format}; finish it with the version that began it, or start a "
+                "new run"
+            )
+
+    def _read_format(self, connection: Connection) -> int:
         """Raises: StoreError."""
         formats = tables.formats
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1
         if number is None:
             raise self._database.damaged("no format number")
-        if number != tables.FORMAT:
-            raise StoreError(
-                f"the run in {self._parent or self.location} was written in format {number}, this "
-                f"Rayloom reads format {tables.FORMAT}; finish it with the version that began it, "
-                "or start a new run"
-            )
+        return int(number)
+
+    def _not_moved(self) -> StoreError:
+        return StoreError(
+            f"the database {self.location} is in an older format than this Rayloom's "
+            f"{self._format}; move it forward first: go on with the run by --resume"
+        )
 
 
 class RunStore(ReadOnlyStore):
@@ -224,9 +288,24 @@ class RunStore(ReadOnlyStore):
         SQLite on a network or FUSE file system.
     """
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        may_be_older: bool = False,
+        steps: Mapping[int, Step] = STEPS,
+    ) -> None:
+        """may_be_older: the caller takes the lease, or moves it forward, before it uses more than
+        the tables that no step changes. Otherwise an older format is refused."""
         check_local(url)
-        super().__init__(url, is_read_only=False, patience_s=patience_s)
+        super().__init__(
+            url,
+            is_read_only=False,
+            patience_s=patience_s,
+            may_be_older=may_be_older,
+            steps=steps,
+        )
 
     def close(self) -> None:
         """End all connections; an SQLite database is then whole in its own file."""
@@ -246,7 +325,8 @@ class RunStore(ReadOnlyStore):
     ) -> Lease:
         """Take the next term; the owner of an older one can write nothing from here on.
 
-        It goes on from the newest checkpoint whose directory is not one of `passed_over`.
+        It goes on from the newest checkpoint whose directory is not one of `passed_over`. What is
+        in an older format is moved forward in the same transaction (`move_forward`).
         directory: of the run. follows: the caller's own term so far, which has to be the newest
         still. unless_held: leave a run alone whose owner is alive. replaces: HOST:PID of an owner
         that is known to be dead. returns_to: the directory of the checkpoint to go on from, of
@@ -255,13 +335,11 @@ class RunStore(ReadOnlyStore):
         Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
             for a run of another kind.
         """
+        moved: list[int] = []
 
         def check_free(connection: Connection) -> None:
-            if unless_held and (held := self._live_owner(connection)) and held.name != replaces:
-                raise LeaseHeld(
-                    f"the run is held by {held}; its last sign of life came {held.silent_s:.0f} s "
-                    "ago"
-                )
+            if unless_held:
+                self._check_free(connection, replaces=replaces)
 
         def acquire(connection: Connection) -> Lease:
             newest = _newest_lease(connection)
@@ -269,6 +347,7 @@ class RunStore(ReadOnlyStore):
                 raise _lost(follows, newest)
             check_free(connection)
             check_kind(newest.kind if newest else None, kind)
+            moved.append(self._move_after_copy(connection))
             parent = _newest_checkpoint(connection, passed_over)
             if returns_to:
                 found = committed_checkpoints(connection)
@@ -295,7 +374,54 @@ class RunStore(ReadOnlyStore):
 
         # Who waits for the owner's end asks again and again, and takes no lock for it.
         self.read(check_free)
-        return self._database.write(acquire)
+        lease = self._database.write(acquire)
+        self._tell_moved(moved[-1])
+        return lease
+
+    def move_forward(self) -> None:
+        """Move a run that nobody holds to this Rayloom's format, after a copy of SQLite's file.
+
+        Raises: LeaseHeld; StoreError.
+        """
+
+        def move(connection: Connection) -> int:
+            self._check_free(connection)
+            return self._move_after_copy(connection)
+
+        self._tell_moved(self._database.write(move))
+
+    def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
+        """Raises: LeaseHeld. replaces: as of `acquire_lease`."""
+        held = self._live_owner(connection)
+        if held is not None and held.name != replaces:
+            raise LeaseHeld(
+                f"the run is held by {held}; its last sign of life came {held.silent_s:.0f} s ago"
+            )
+
+    def _move_after_copy(self, connection: Connection) -> int:
+        """Returns: the format that it was in. Raises: StoreError."""
+        number = self._read_format(connection)
+        if number < self._format:
+            # The transaction, in which nothing is written yet, keeps every other writer out.
+            if self._file is not None:
+                self._database.copy_to(self._copy_of(self._file, number))
+            self._move_forward(connection)
+        return number
+
+    def _tell_moved(self, number: int) -> None:
+        if number == self._format:
+            return
+        copy = "the copy from before is a dump of yours, if you made one"
+        if self._file is not None:
+            copy = f"the copy from before is {self._copy_of(self._file, number)}"
+        log.warning(
+            "the database %s was moved forward from format %d to %d; %s",
+            *(self.location, number, self._format, copy),
+        )
+
+    @staticmethod
+    def _copy_of(file: Path, number: int) -> Path:
+        return file.with_name(f"{file.name}.format-{number}.bak")
 
     def check_lease(self, term: int) -> None:
         """Raises: LeaseLost when `term` is not the newest; StoreError."""
@@ -423,17 +549,25 @@ class RunStore(ReadOnlyStore):
         self.write(term, store)
 
     def _open(self) -> None:
-        self._database.prepare(self._has_tables, self._create_tables)
+        self._database.prepare(self._is_ready, self._create_tables)
+
+    def _is_ready(self, connection: Connection) -> bool:
+        """Raises: StoreError for tables that cannot be written."""
+        if not self._has_tables(connection):
+            return False
+        if self._read_format(connection) < self._format and not self._may_be_older:
+            raise self._not_moved()
+        return True
 
     def _create_tables(self, connection: Connection) -> None:
-        if not self._has_tables(connection):
+        if not self._is_ready(connection):
             tables.metadata.create_all(connection)
             connection.execute(insert(tables.formats).values(number=tables.FORMAT))
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
     """Whether a run has ever had a lease in this PostgreSQL database. Raises: StoreError."""
-    store = ReadOnlyStore(url, patience_s=patience_s)
+    store = ReadOnlyStore(url, patience_s=patience_s, may_be_older=True)
     try:
         return store.newest_term() > 0
     finally:

@@ -47,6 +47,7 @@ from service.intake.session import Cut, SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
 from service.run.pauses import Pausable
 from service.store.errors import Damaged
+from service.store.migrations import newest_format
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
 
@@ -58,8 +59,8 @@ class RunKind(StrEnum):
     SERVE = "serve"
 
 
-# Raise it with every change of a table or of a stored record that an older Rayloom cannot read.
-FORMAT = 9
+# A change of a table, or of a stored record that an older Rayloom cannot read, is a step there.
+FORMAT = newest_format()
 
 metadata = MetaData()
 

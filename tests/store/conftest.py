@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,30 @@ from service.store.run_store import RunStore
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenStore]:
-    """Opens a store; the same one for the same directory. All are closed at the end."""
-    stores: list[RunStore] = []
+def place_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path], str]:
+    """The place of a directory's store, as a run's record has it."""
     server: PostgresqlServer | None = None
     if request.param == "postgresql":
         server = request.getfixturevalue("postgresql_server")
         monkeypatch.setenv("PGPASSWORD", PASSWORD)
 
-    def open_one(directory: Path) -> RunStore:
-        place = f"sqlite:///{directory / 'run.db'}"
+    def find(directory: Path) -> str:
         if server is not None:
-            place = server.store_url(schema_name(str(directory)))
-        stores.append(RunStore(place, patience_s=5.0))
+            return server.store_url(schema_name(str(directory)))
+        return f"sqlite:///{directory / 'run.db'}"
+
+    return find
+
+
+@pytest.fixture
+def opened(place_of: Callable[[Path], str]) -> Iterator[OpenStore]:
+    """Opens a store; the same one for the same directory. All are closed at the end."""
+    stores: list[RunStore] = []
+
+    def open_one(directory: Path) -> RunStore:
+        stores.append(RunStore(place_of(directory), patience_s=5.0))
         return stores[-1]
 
     yield open_one

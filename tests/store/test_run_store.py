@@ -342,10 +342,15 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
     with write_under_way(store) as writing:
         writing.execute(update(tables.formats).values(number=tables.FORMAT + 1))
     store.close()
+    remedies = {
+        1: "finish it with the version that began it, or start a new run",
+        tables.FORMAT + 1: "go on with the newer Rayloom that wrote it, or with the copy that it "
+        "made before",
+    }
     for directory, number in ((old, 1), (newer, tables.FORMAT + 1)):
         words = (
             f"the run in {directory} was written in format {number}, this Rayloom reads format "
-            f"{tables.FORMAT}; finish it with the version that began it, or start a new run"
+            f"{tables.FORMAT}; {remedies[number]}"
         )
         before = (directory / "run.db").read_bytes()
         for opening in (lambda path: RunStore(f"sqlite:///{path}"), ReadOnlyStore):

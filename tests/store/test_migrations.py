@@ -1,0 +1,206 @@
+"""A stored run moves forward: whole or not at all, once, after a copy, and under the lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, select
+from worlds.record_builders import step_record
+from worlds.store_builders import write_under_way
+
+from service.launch.resume import move_finished
+from service.launch.run_dir import RunDir
+from service.store import tables
+from service.store.migrations import FIRST_FORMAT, STEPS, Step, add_column, newest_format
+from service.store.run_store import LeaseHeld, ReadOnlyStore, RunStore, StoreError, own_name
+
+PlaceOf = Callable[[Path], str]
+NEXT = tables.FORMAT
+# The table of steps in the format after the next step.
+MOVED = Table("steps", MetaData(), Column("step"), Column("colour", String))
+
+
+class Painting:
+    """A step that adds a column. Counts how often it ran."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.num_runs, self._fails = 0, fails
+
+    def __call__(self, connection: Connection) -> None:
+        self.num_runs += 1
+        add_column(
+            connection, "steps", Column("colour", String, nullable=False, server_default="red")
+        )
+        connection.execute(MOVED.update().where(MOVED.c.step == 2).values(colour="blue"))
+        if self._fails:
+            raise KeyError("a fault in a step")
+
+    @property
+    def steps(self) -> dict[int, Step]:
+        return {**STEPS, NEXT: self}
+
+
+def write_run(place: str, *, owner: str = "gone:nobody") -> None:
+    """A run of this format, of two steps."""
+    with closing(RunStore(place)) as store:
+        term = store.acquire_lease(owner=owner).term
+        for step in (1, 2):
+            store.add_step(step_record(step), term=term, new_events=())
+
+
+def colours(store: ReadOnlyStore) -> list[str]:
+    query = select(MOVED.c.colour).order_by(MOVED.c.step)
+    return list(store.read(lambda connection: connection.execute(query).scalars().all()))
+
+
+def stored_format(place: str) -> int:
+    with closing(ReadOnlyStore(place, steps={**STEPS, NEXT: Painting()}, may_be_older=True)) as at:
+        return int(at.read(lambda connection: connection.scalar(select(tables.formats.c.number))))
+
+
+def test_the_steps_lead_from_the_first_format_to_this_one_without_a_gap() -> None:
+    assert list(STEPS) == list(range(FIRST_FORMAT, tables.FORMAT))
+    assert newest_format() == tables.FORMAT
+
+
+def test_the_next_lease_moves_a_run_forward_once(
+    tmp_path: Path, place_of: PlaceOf, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, painting = place_of(tmp_path), Painting()
+    write_run(place)
+    for term in (2, 3):
+        with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
+            # What is looked at before the lease is there in both formats.
+            assert store.newest_term() == term - 1 and store.checkpoints() == []
+            assert store.acquire_lease(owner="b").term == term
+            assert colours(store) == ["red", "blue"]
+    assert painting.num_runs == 1 and stored_format(place) == NEXT + 1
+    [said] = [record.getMessage() for record in caplog.records if "moved" in record.getMessage()]
+    assert f"was moved forward from format {NEXT} to {NEXT + 1}" in said
+    with pytest.raises(StoreError, match="go on with the newer Rayloom that wrote it"):
+        RunStore(place)
+    copy = tmp_path / f"run.db.format-{NEXT}.bak"
+    if place.startswith("sqlite"):
+        assert said.endswith(str(copy))
+        with closing(ReadOnlyStore(copy)) as before:
+            assert before.newest_term() == 1
+            names = before.read(lambda connection: inspect(connection).get_columns("steps"))
+            assert "colour" not in [column["name"] for column in names]
+
+
+def test_a_step_that_fails_leaves_the_run_as_it_was(tmp_path: Path, place_of: PlaceOf) -> None:
+    place = place_of(tmp_path)
+    write_run(place)
+    failing = Painting(fails=True)
+    with closing(RunStore(place, may_be_older=True, steps=failing.steps)) as store:
+        with pytest.raises(KeyError, match="a fault in a step"):
+            store.acquire_lease(owner="b")
+        assert store.newest_term() == 1
+    assert stored_format(place) == NEXT
+    with closing(RunStore(place)) as store:
+        assert store.acquire_lease(owner="c").term == 2
+
+
+def test_two_that_move_a_run_at_once_move_it_once(tmp_path: Path, place_of: PlaceOf) -> None:
+    place, painting, together = place_of(tmp_path), Painting(), Barrier(2)
+    write_run(place)
+
+    def take(owner: str) -> int:
+        with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
+            together.wait()
+            try:
+                return store.acquire_lease(owner=owner, unless_held=True).term
+            except LeaseHeld:
+                return 0
+
+    with ThreadPoolExecutor(2) as threads:
+        # Its own process is alive.
+        assert sorted(threads.map(take, [own_name()] * 2)) == [0, 2]
+    assert painting.num_runs == 1
+
+
+def test_a_run_that_somebody_holds_is_not_moved(tmp_path: Path, place_of: PlaceOf) -> None:
+    place, painting = place_of(tmp_path), Painting()
+    write_run(place, owner=own_name())
+    with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
+        with pytest.raises(LeaseHeld):
+            store.acquire_lease(owner="b", unless_held=True)
+        with pytest.raises(LeaseHeld):
+            store.move_forward()
+    assert painting.num_runs == 0 and stored_format(place) == NEXT
+    with closing(RunStore(place)) as before:
+        before.release(1)
+    with closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store:
+        store.move_forward()
+        assert store.newest_term() == 1 and colours(store) == ["red", "blue"]
+
+
+def test_who_writes_without_a_lease_refuses_a_run_that_is_not_moved(
+    tmp_path: Path, place_of: PlaceOf
+) -> None:
+    place = place_of(tmp_path)
+    write_run(place)
+    with pytest.raises(StoreError, match=f"older format than this Rayloom's {NEXT + 1}; move it"):
+        RunStore(place, steps=Painting().steps)
+    assert stored_format(place) == NEXT
+
+
+def test_who_looks_sees_an_older_run_as_it_will_be_and_leaves_it(
+    tmp_path: Path, place_of: PlaceOf
+) -> None:
+    place, painting = place_of(tmp_path), Painting()
+    write_run(place)
+    if not place.startswith("sqlite"):
+        with pytest.raises(StoreError, match="move it forward first: go on with the run by --res"):
+            ReadOnlyStore(place, steps=painting.steps)
+        return
+    before = (tmp_path / "run.db").read_bytes()
+    with closing(ReadOnlyStore(place, steps=painting.steps)) as looking:
+        assert looking.newest_term() == 1 and colours(looking) == ["red", "blue"]
+        assert looking.location == str(tmp_path / "run.db") and not looking.is_older()
+    assert (tmp_path / "run.db").read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["run.db"]
+
+
+def test_without_its_copy_no_run_is_moved(tmp_path: Path) -> None:
+    place, painting = f"sqlite:///{tmp_path / 'run.db'}", Painting()
+    write_run(place)
+    copy = tmp_path / f"run.db.format-{NEXT}.bak"
+    copy.mkdir()
+    (copy / "in the way").touch()
+    with (
+        closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store,
+        pytest.raises(StoreError, match=r"cannot be copied to .*\.bak .*; expected a directory"),
+    ):
+        store.acquire_lease(owner="b")
+    assert painting.num_runs == 0 and stored_format(place) == NEXT
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.db", copy.name]
+
+
+def test_the_copy_has_what_was_committed_and_nothing_of_the_transaction(tmp_path: Path) -> None:
+    place = f"sqlite:///{tmp_path / 'run.db'}"
+    write_run(place)
+    (tmp_path / "run.db").chmod(0o600)
+    with closing(RunStore(place)) as store:
+        term = store.acquire_lease(owner="b").term
+        store.add_step(step_record(3), term=term, new_events=())
+        with write_under_way(store) as writing:
+            writing.execute(tables.steps.delete())
+            store._database.copy_to(tmp_path / "copy.db")
+    with closing(ReadOnlyStore(tmp_path / "copy.db")) as copy:
+        query = select(tables.steps.c.step).order_by(tables.steps.c.step)
+        assert copy.read(lambda reading: reading.execute(query).scalars().all()) == [1, 2, 3]
+    assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_finished_run_is_moved_without_a_term_of_its_own(tmp_path: Path) -> None:
+    run_dir = RunDir(path=tmp_path)
+    write_run(run_dir.database_url)
+    move_finished(run_dir)
+    with run_dir.looked_into() as store:
+        assert store.newest_term() == 1 and not store.is_older()
