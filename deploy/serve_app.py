@@ -12,12 +12,13 @@ as a Secret gives it; else in state_dir; else in run_dir.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from deploy.run_arguments import RunArguments
 from service.api.ingress import ingress_application
 from service.api.settings import http_settings
-from service.launch.run_dir import RunDir, run_id_of
+from service.launch.run_dir import RunDir, run_id_of, session_secret
 from service.launch.serve_host import run_host
 from service.store.database import PATIENCE_S
 from service.store.place import StoreOptions
@@ -33,4 +34,7 @@ def build(args: dict[str, Any]) -> Any:
     # PostgreSQL may be starting as well.
     run_dir = RunDir(path=arguments.run_dir, patience_s=PATIENCE_S)
     host = run_host(config, run_dir, StoreOptions(state_dir=arguments.state_dir))
-    return ingress_application(run_id_of(config, run_dir), http_settings(config), host=host)
+    api = http_settings(config)
+    if api.key_digest is None:
+        api = replace(api, session_secret=session_secret(run_dir))
+    return ingress_application(run_id_of(config, run_dir), api, host=host)

@@ -61,13 +61,12 @@ class Callers:
         """When the newest reading that has ended was begun."""
         self._reading: asyncio.Task[None] | None = None
 
-    async def admit(self, headers: Mapping[str, str]) -> Caller:
+    async def known(self, headers: Mapping[str, str]) -> Caller:
         """Who sends a request with these headers. Raises: Problem; RunUnavailable."""
         key = bearer_of(headers)
         caller = await self.find(key)
         if caller is None:
             raise _wrong_key(has_sent="authorization" in headers)
-        self.count(caller)
         return caller
 
     async def find(self, key: str) -> Caller | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.metrics import ApiMetrics
+from service.api.bodies import ASKS_HEADER
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
@@ -32,8 +34,13 @@ class CountedRequests:
             await send(message)
 
         await self._app(scope, receive, noted)
+        asked_of = Headers(scope=scope).get(ASKS_HEADER)
+        if asked_of is not None and status == 204:
+            # The request itself is to come.
+            return
         # The router leaves here what it found.
         route = getattr(scope.get("route"), "path", "")
-        method = scope["method"] if scope["method"] in METHODS else "other"
+        method = asked_of or scope["method"]
+        method = method if method in METHODS else "other"
         self._metrics.requests.labels(route=route, method=method, status=status or "gone").inc()
         self._metrics.seconds.labels(route=route).observe(time.monotonic() - began)

@@ -1,5 +1,9 @@
-"""What is checked before a route runs: the host that is asked for, the headers' size, the bearer
-key with its scope and rate, the body.
+"""What is checked before a route runs: the host that is asked for, the headers' size, the key with
+its scope and rate, and then the body.
+
+Invariants: nothing of a body is read before its key was looked up; of large bodies no more than
+`MAX_BODIES_BYTES` are in memory at once, from their first byte until the route has read them. A
+request that is refused before its body was read is answered at once, and its connection closed.
 
 An error that no route expects is answered as a problem here: Starlette's own handler raises it
 again, to a server that may then spoil the answer.
@@ -10,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.bodies import ASKS_HEADER, BodyRoom, announced_bytes, is_large
 from service.api.callers import Callers, check_scope, note_caller
 from service.api.problems import (
     Problem,
@@ -41,6 +48,12 @@ _TYPES = ("application/json",)
 _COLUMN_TYPES = (*_TYPES, "application/msgpack")
 # From the first look at a body to its end.
 BODY_LIMIT_S = 30.0
+# Of requests that need no key, which have no body to send.
+OPEN_BODY_BYTES = 4 << 10
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
+"""Path and headers of a request to a session -> the answer to one whose key is none of its own."""
 
 
 class Guards:
@@ -55,24 +68,38 @@ class Guards:
         callers: Callers,
         hosts: frozenset[str] | None = None,
         body_limit_s: float = BODY_LIMIT_S,
+        room: BodyRoom | None = None,
     ) -> None:
-        """hosts: names that a request may be for; None: any."""
+        """hosts: names that a request may be for; None: any. room: for bodies, its own if None."""
         self._app = app
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
         self._max_session_body_bytes = max_session_body_bytes
         self._callers = callers
         self._body_limit_s = body_limit_s
+        self._room = room or BodyRoom()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        asked_of = headers.get(ASKS_HEADER, "")
         try:
-            body = await self._checked(scope, receive)
+            refusal = await self._refusal(scope, headers, asked_of or scope["method"])
+            if refusal is None and asked_of:
+                refusal = Response(status_code=204)
         except (Problem, RunUnavailable) as error:
-            problem = error if isinstance(error, Problem) else unavailable(str(error))
-            await problem_response(problem, instance=scope["path"])(scope, receive, send)
+            refusal = _answer_to(error, scope)
+        if refusal is not None:
+            if asked_of:
+                refusal.headers[ASKS_HEADER] = "answered"
+            await _close_unread(refusal, headers)(scope, receive, send)
+            return
+        try:
+            body = await self._read(scope, headers, receive)
+        except Problem as error:
+            await _close_unread(_answer_to(error, scope), headers)(scope, receive, send)
             return
         has_begun = False
 
@@ -82,38 +109,67 @@ class Guards:
             await send(message)
 
         try:
-            await self._app(scope, _replay(body, receive), noted)
+            await self._app(scope, body.replay, noted)
         except Exception:
             log.exception("%s %s", scope["method"], scope["path"])
             if has_begun:
                 raise
             answer = problem_response(internal_error(), instance=scope["path"])
             await answer(scope, receive, send)
+        finally:
+            body.drop()
 
-    async def _checked(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body of a request that may pass. Raises: Problem; RunUnavailable."""
+    async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
+        """None: the request may pass, by what its head says. Raises: Problem; RunUnavailable."""
+        path = scope["path"]
         _check_headers(scope["headers"])
-        headers = Headers(scope=scope)
         if self._hosts is not None and _host_of(headers) not in self._hosts:
             raise _wrong_host(headers)
-        if scope["path"] not in OPEN_PATHS and not has_own_keys(scope["path"]):
-            caller = await self._callers.admit(headers)
-            check_scope(caller, path=scope["path"])
-            note_caller(scope, caller)
-        has_columns = scope["path"] in _COLUMN_PATHS
-        is_large = has_columns or _TURN_PATH.match(scope["path"]) is not None
-        most = self._max_session_body_bytes if is_large else self._max_body_bytes
-        announced = headers.get("content-length", "0")
-        # Digits beyond these make no length that could be taken.
-        if announced.isdecimal() and int(announced[:20]) > most:
+        if path in OPEN_PATHS:
+            return None
+        if has_own_keys(path):
+            # A model's name is told without a key.
+            check = None if method in _BODILESS else _session_check(scope)
+            return None if check is None else await check(path, headers)
+        caller = await self._callers.known(headers)
+        if ASKS_HEADER not in headers:
+            # The request itself is to come.
+            self._callers.count(caller)
+        check_scope(caller, path=path)
+        note_caller(scope, caller)
+        return None
+
+    async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
+        """The whole body of a request that may pass. Raises: Problem."""
+        path = scope["path"]
+        has_columns = path in _COLUMN_PATHS
+        most = self._max_body_bytes
+        if has_columns or _TURN_PATH.match(path) is not None:
+            most = self._max_session_body_bytes
+        if path in OPEN_PATHS or (scope["method"] in _BODILESS and has_own_keys(path)):
+            most = OPEN_BODY_BYTES
+        announced = announced_bytes(headers)
+        if announced is not None and announced > most:
             raise _too_large(most)
+        types = _COLUMN_TYPES if has_columns else _TYPES
+        if announced:
+            _check_format(headers, types)
+        num_bytes = most if announced is None else announced
+        room = self._room if is_large(num_bytes) else None
+        if room is not None and not await room.take(num_bytes, limit_s=self._body_limit_s):
+            raise _no_room()
+        body = _Body(receive, room, num_bytes)
         try:
             async with asyncio.timeout(self._body_limit_s):
-                body = await _read(receive, most)
+                await body.read(most)
+            if body:
+                _check_format(headers, types)
         except TimeoutError:
+            body.drop()
             raise self._too_slow() from None
-        if body:
-            _check_format(headers, _COLUMN_TYPES if has_columns else _TYPES)
+        except BaseException:
+            body.drop()
+            raise
         return body
 
     def _too_slow(self) -> Problem:
@@ -131,19 +187,68 @@ def has_own_keys(path: str) -> bool:
     return _SESSION_PATH.match(path) is not None
 
 
-async def _read(receive: Receive, most: int) -> bytes:
-    """Raises: Problem when the body is larger than `most` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+class _Body:
+    """A request's body, from its first byte until the route has read it."""
+
+    def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
+        """room: where num_bytes are taken for it, to be given back."""
+        self._receive = receive
+        self._room, self._num_bytes = room, num_bytes
+        self._whole: bytes | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._whole)
+
+    async def read(self, most: int) -> None:
+        """Raises: Problem when it is larger than `most` bytes."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise _too_large(most)
+            parts.append(part)
+            if not message.get("more_body", False):
+                self._whole = parts[0] if len(parts) == 1 else b"".join(parts)
+                return
+
+    async def replay(self) -> Message:
+        """Hand the route the body, then what comes after it.
+
+        Who asks for that has read the body, and nothing here holds it any more.
+        """
+        if self._whole is None:
+            self.drop()
+            return await self._receive()
+        whole, self._whole = self._whole, None
+        return {"type": "http.request", "body": whole, "more_body": False}
+
+    def drop(self) -> None:
+        """Give back its room; nothing where that was done."""
+        self._whole = None
+        room, self._room = self._room, None
+        if room is not None:
+            room.give_back(self._num_bytes)
+
+
+def _session_check(scope: Scope) -> CheckSessionKey | None:
+    """None: of an application without sessions, where nothing is at their paths."""
+    app = scope.get("app")
+    return None if app is None else getattr(app.state, "check_session_key", None)
+
+
+def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
+    problem = error if isinstance(error, Problem) else unavailable(str(error))
+    return problem_response(problem, instance=scope["path"])
+
+
+def _close_unread(answer: Response, headers: Headers) -> Response:
+    """Have the server close the connection where the body of the request was not read."""
+    if announced_bytes(headers) != 0:
+        answer.headers["connection"] = "close"
+    return answer
 
 
 def _too_large(most: int) -> Problem:
@@ -152,6 +257,15 @@ def _too_large(most: int) -> Problem:
         "body-too-large",
         f"the body is larger than {most} bytes; send fewer tasks a request, or raise "
         "service.max_body_kib, for sessions sessions.max_body_mib",
+    )
+
+
+def _no_room() -> Problem:
+    return Problem(
+        503,
+        "no-room",
+        "too many large bodies are being read at once; send it again in a moment",
+        headers={"Retry-After": "2"},
     )
 
 
@@ -185,20 +299,6 @@ def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
             f"Content-Type is {shown(media_type)!r}, expected {' or '.join(media_types)}; send one "
             f"JSON object with Content-Type: application/json",
         )
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Hand the app a body that was read already, then what comes after it."""
-    is_given = False
-
-    async def replayed() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
 
 
 def _host_of(headers: Headers) -> str:

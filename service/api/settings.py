@@ -42,6 +42,8 @@ class HttpSettings:
     key_digest: str | None = None
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
     no named ones (`service.access.keys`)."""
+    session_secret: str = field(default="", repr=False)
+    """From which the keys of sessions are derived that a client without a key creates."""
 
     @property
     def hosts(self) -> frozenset[str] | None:

@@ -27,6 +27,7 @@ from service.launch.run_dir import (
     default_run_dir,
     prepared_run,
     run_id_of,
+    session_secret,
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals, stopped_in_order
 from service.launch.watcher import POLL_S, SupervisorWatcher
@@ -110,6 +111,8 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             # On a cluster the next run may want an API, and Serve opens its port at its start only.
             start_serve(host=config.service.host, port=config.service.port)
         if api is not None:
+            if api.key_digest is None:
+                api = replace(api, session_secret=session_secret(run_dir))
             check_listens(host=config.service.host, port=config.service.port)
         start = partial(
             start_supervisor,

@@ -140,6 +140,10 @@ class Gateway:
         """As `Sessions.chat`; like all that follow."""
         return await _answer(self._sessions.chat(call))
 
+    async def check_key(self, session_id: str, key_digest: str) -> Refused | None:
+        refused: Refused | None = await _answer(self._sessions.check_key(session_id, key_digest))
+        return refused
+
     async def abandon(self, session_id: str, request_id: str) -> None:
         await self._sessions.abandon(session_id, request_id)
 

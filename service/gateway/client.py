@@ -75,6 +75,14 @@ class GatewayClient:
             if was_asked and not is_answered:
                 self.abandon(call.session_id, call.request_id)
 
+    async def check_key(self, session_id: str, key_digest: str) -> None:
+        """Raises: Refused; RunUnavailable."""
+
+        async def ask(actor: Any, left_s: float) -> None:
+            _raised(await self._reply(actor.check_key.remote(session_id, key_digest), left_s))
+
+        await self._until_answered(ask, deadline_s=SUPERVISOR_DEADLINE_S)
+
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Raises: Refused."""
 

@@ -3,8 +3,9 @@
 Each names its session, so that an agent may be told the key alone.
 
 They are derived from the key of the client that creates the session, so that the same request again
-is answered with the same keys, and only digests of them are kept. Where the API asks for no key,
-on loopback, whoever can reach it can create and end sessions anyway.
+is answered with the same keys, and only digests of them are kept. Where the API asks for no key, on
+loopback, they are derived from a random secret of the run (`service.launch.run_dir`), so that an
+agent, which knows its session's name, cannot compute the key that rewards it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ AGENT, REWARD = "agent", "reward"
 def session_key(client_key: str, session_id: str, scope: str) -> str:
     """A session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
 
-    Args: client_key: empty where the API asks for none. scope: agent or reward.
+    Args: client_key: the run's secret where the API asks for none. scope: agent or reward.
     """
     text = f"rayloom session\n{scope}\n{session_id}"
     mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()

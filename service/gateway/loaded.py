@@ -10,6 +10,7 @@ import hmac
 from collections.abc import Callable
 
 from service.access.keys import Caller, KeyBook, digest_of, may_see
+from service.gateway.admission import unknown_session
 from service.gateway.background import Background
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.session import Session, closed, stopping
@@ -93,8 +94,17 @@ class LoadedSessions:
             raise stopping()
         session = await self.shown(name, client.sees)
         if session is None:
-            raise _unknown(name)
+            raise unknown_session(name)
         return session
+
+    async def check_key(self, name: str, key_digest: str) -> None:
+        """Raises: Refused for what is neither of the session's keys."""
+        try:
+            await self._of_key(name, key_digest, wanted="agent")
+        except Refused as refused:
+            # The other one of them: the route says what it is not good for.
+            if refused.code is not RefusalCode.FORBIDDEN:
+                raise
 
     def all(self) -> list[Session]:
         """Those in memory."""
@@ -125,12 +135,12 @@ class LoadedSessions:
             raise stopping()
         session = await self.find(name)
         if session is None:
-            raise _unknown(name)
+            raise unknown_session(name)
         keys = session.stored.keys
         own, other = (keys.agent, keys.reward) if wanted == "agent" else (keys.reward, keys.agent)
         is_own = hmac.compare_digest(own, key_digest)
         if not is_own and not hmac.compare_digest(other, key_digest):
-            raise _unknown(name)
+            raise unknown_session(name)
         if self._keys.is_revoked(session.stored.key_name):
             raise Refused(
                 RefusalCode.INVALID_KEY,
@@ -166,12 +176,3 @@ class LoadedSessions:
         if end is not None and end.reward_until is None:
             session.over.set()
         return session
-
-
-def _unknown(name: str) -> Refused:
-    """There is no such session, or the key is none of its own: the two look the same."""
-    return Refused(
-        RefusalCode.UNKNOWN_SESSION,
-        f"this run knows no session {name!r} of this key; take the key that its creation was "
-        "answered with, or create it with POST /api/v1/sessions",
-    )

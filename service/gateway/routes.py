@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -18,8 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.access.keys import Caller, digest_of
-from service.access.keys import Scope as AccessScope
-from service.access.names import WHOLE_PATTERN, tenant_of
+from service.access.names import WHOLE_PATTERN
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
@@ -32,8 +32,16 @@ from service.api.rollouts import (
     refuse_if_needed,
 )
 from service.api.schemas import KnownId
-from service.api.settings import HttpSettings, bearer_of
+from service.api.settings import HttpSettings
 from service.api.waiting import Prefer, patiently
+from service.gateway.admission import (
+    SESSION_HEADER,
+    SessionAdmission,
+    as_problem,
+    holder_of,
+    no_key,
+    sent_key,
+)
 from service.gateway.bodies import (
     CloseAnswer,
     FinishBody,
@@ -57,7 +65,6 @@ from service.intake.session import SessionStatus, session_id
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
-SESSION_HEADER = "x-rayloom-session"
 UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"description": "the run knows no such session, or knows it no more"}
 }
@@ -79,6 +86,10 @@ class SessionPort(Protocol):
     """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
 
     async def chat(self, call: ChatCall) -> ChatReply: ...
+
+    async def check_key(self, session_id: str, key_digest: str) -> None:
+        """As `ChecksKeys`."""
+        ...
 
     def abandon(self, session_id: str, request_id: str) -> None:
         """The client may not have got its answer."""
@@ -110,7 +121,8 @@ class SessionPort(Protocol):
 
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
-    """Add the routes of sessions."""
+    """Add the routes of sessions, and the check of their keys before a body is read."""
+    app.state.check_session_key = SessionAdmission(port, app.state.callers)
     _add_creation(app, run, port, settings)
     _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:
@@ -138,12 +150,14 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
         caller = caller_of(request)
+        # Else whoever knows a session's name could compute its keys.
+        maker = replace(caller, secret=caller.secret or settings.session_secret)
         group_size = settings.algorithm.group_size
         # First: keys are made for as many as are asked for.
         check_samples(body.id, body.num_sessions or group_size, body.min_usable_sessions, settings)
         try:
             wanted = body.request(
-                caller=caller,
+                caller=maker,
                 group_size=group_size,
                 rollouts=settings.rollouts,
                 sessions=settings.sessions,
@@ -171,7 +185,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
             is_new=is_new,
             sessions=[
                 NewSession.of(
-                    session_id(wanted.id, member), client_key=caller.secret, address=address
+                    session_id(wanted.id, member), client_key=maker.secret, address=address
                 )
                 for member in members
             ],
@@ -240,9 +254,9 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
         """End a session, by the reward's key or its client's."""
-        key = _sent_key(request.headers)
+        key = sent_key(request.headers)
         client = await _client(key)
-        caller = client or _holder_of(key)
+        caller = client or holder_of(key)
         work = port.finish(caller.whole(name), digest_of(key), body.finish(), client)
         return SessionAnswer.of(await native(work), caller)
 
@@ -250,9 +264,9 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
         """Give a finished session the reward that it waits for, by the reward's key or its
         client's."""
-        key = _sent_key(request.headers)
+        key = sent_key(request.headers)
         client = await _client(key)
-        caller = client or _holder_of(key)
+        caller = client or holder_of(key)
         work = port.give_reward(caller.whole(name), digest_of(key), body.finish(), client)
         return SessionAnswer.of(await native(work), caller)
 
@@ -270,13 +284,7 @@ async def native(work: Awaitable[Answer]) -> Answer:
     try:
         return await work
     except Refused as refused:
-        raise Problem(
-            refused.code.status,
-            refused.code.value.replace("_", "-"),
-            refused.message,
-            errors=[{"loc": ["body", refused.param]}] if refused.param else (),
-            headers=error_headers(refused),
-        ) from refused
+        raise as_problem(refused) from refused
 
 
 def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer:
@@ -297,7 +305,7 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         return await _chat(dialect, port, settings, request, name)
 
     async def free(request: Request) -> Response:
-        name = request.headers.get(SESSION_HEADER) or session_of_key(_sent_key(request.headers))
+        name = request.headers.get(SESSION_HEADER) or session_of_key(sent_key(request.headers))
         return await _chat(dialect, port, settings, request, name)
 
     for path, route in ((f"/sessions/{{name}}{dialect.path}", bound), (dialect.path, free)):
@@ -329,12 +337,13 @@ async def _chat(
 ) -> Response:
     try:
         key = _key_of(request.headers)
-        body = await _parsed(await request.body())
+        # Not by `body()`, which keeps it as long as the request: a turn may be waited for minutes.
+        body = await _parsed(b"".join([part async for part in request.stream()]))
         wanted, style = await asyncio.to_thread(dialect.read, body, request.headers)
     except Refused as refused:
         return _error(dialect, refused)
     call = ChatCall(
-        session_id=_holder_of(key).whole(name),
+        session_id=holder_of(key).whole(name),
         key_digest=digest_of(key),
         request_id=uuid.uuid4().hex,
         request=wanted,
@@ -433,20 +442,8 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _key_of(headers: Mapping[str, str]) -> str:
-    """The key that a client sent: as a bearer's, or as Anthropic's clients do. Raises: Refused."""
-    key = _sent_key(headers)
+    """The key that a client sent. Raises: Refused."""
+    key = sent_key(headers)
     if not key:
-        raise Refused(
-            RefusalCode.INVALID_KEY,
-            "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
-        )
+        raise no_key()
     return key
-
-
-def _holder_of(key: str) -> Caller:
-    """Who sends a session's key: somebody of its tenant."""
-    return Caller(scope=AccessScope.CLIENT, tenant=tenant_of(session_of_key(key)))
-
-
-def _sent_key(headers: Mapping[str, str]) -> str:
-    return bearer_of(headers) or headers.get("x-api-key", "")

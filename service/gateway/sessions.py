@@ -138,6 +138,10 @@ class Sessions:
         await _until_admitted(session, deadline_at)
         return await self._answers.answer(session, call, deadline_at=deadline_at)
 
+    async def check_key(self, session_id: str, key_digest: str) -> None:
+        """As `LoadedSessions.check_key`. Raises: Refused."""
+        await self._loaded.check_key(session_id, key_digest)
+
     async def abandon(self, session_id: str, request_id: str) -> None:
         """As `Answers.abandon`. Raises: Refused."""
         session = await self._loaded.find(session_id)

@@ -53,6 +53,11 @@ def cpus_wanted(config: Config) -> float:
     )
 
 
+# Read by each process in which Ray Serve opens an HTTP server: on a cluster, of its nodes' Ray.
+DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+DOOR = "service.api.door.middlewares"
+
+
 def prepare_environment(config: Config) -> None:
     """Set what Ray and vLLM read from the process environment, before either starts."""
     defaults = {
@@ -61,6 +66,7 @@ def prepare_environment(config: Config) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        DOOR_VARIABLE: DOOR,
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

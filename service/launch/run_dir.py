@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -62,6 +63,11 @@ class RunDir:
     def store_file(self) -> Path:
         """Says where the database lies, unless it lies here."""
         return self.path / "store.json"
+
+    @property
+    def secret_file(self) -> Path:
+        """From which sessions' keys are derived where the API asks for no key."""
+        return self.path / "session.key"
 
     @property
     def database_url(self) -> str:
@@ -233,9 +239,29 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
     """Remove what a start has written that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
-    for file in (run_dir.config_file, run_dir.sources_file, run_dir.store_file):
+    files = (run_dir.config_file, run_dir.sources_file, run_dir.store_file, run_dir.secret_file)
+    for file in files:
         with suppress(OSError):
             file.unlink()
+
+
+def session_secret(run_dir: RunDir) -> str:
+    """The run's own secret, made at the first call and readable for its owner alone.
+
+    Raises: ConfigError where it can be neither read nor written.
+    """
+    with _refusing(run_dir):
+        file = run_dir.secret_file
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_name(f"{file.name}.part")
+            part.unlink(missing_ok=True)
+            with open(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as made:
+                made.write(secrets.token_urlsafe(32))
+                made.flush()
+                os.fsync(made.fileno())
+            part.replace(file)
+        return file.read_text()
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:
@@ -268,6 +294,8 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
 
         return (path / MARKER).is_file()
     if path in (run_dir.store_file, run_dir.sources_file):
+        return True
+    if path.name.startswith(run_dir.secret_file.name):
         return True
     if path.name.startswith(f".{run_dir.tiny_model.name}."):
         # A model that a killed start was building.

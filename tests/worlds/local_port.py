@@ -21,6 +21,9 @@ class LocalPort:
     async def chat(self, call: ChatCall) -> ChatReply:
         return await self.sessions.chat(call)
 
+    async def check_key(self, session_id: str, key_digest: str) -> None:
+        await self.sessions.check_key(session_id, key_digest)
+
     def abandon(self, session_id: str, request_id: str) -> None:
         task = asyncio.create_task(self.sessions.abandon(session_id, request_id))
         self.abandoned.add(task)

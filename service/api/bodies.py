@@ -1,0 +1,82 @@
+"""How much of requests' bodies a process holds, and what of it goes back to the system.
+
+Called by `guards`, in the API's replicas, and by `door`, in the servers of Ray Serve before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+
+from starlette.datastructures import Headers
+
+# Beyond these a body is large: only then its key is asked for first, and its bytes are counted.
+LARGE_BYTES = 64 << 10
+# Of large bodies, in one process at once; one that is larger comes alone.
+MAX_BODIES_BYTES = 256 << 20
+# Of a body: what it came with goes back to the system when it is done.
+_TRIM_BYTES = 1 << 20
+_TRIM_EVERY_S = 1.0
+# Sent by `door` with OPTIONS and the method: would the body of such a request be read? The answer,
+# 204 or a refusal, has it too.
+ASKS_HEADER = "x-rayloom-asks"
+
+
+class BodyRoom:
+    """Room for bodies, given out in the order in which it is asked for. Of one event loop."""
+
+    def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._trimming: asyncio.TimerHandle | None = None
+        self.num_bytes = 0
+        """Taken now."""
+
+    async def take(self, num_bytes: int, *, limit_s: float) -> bool:
+        """Wait until there is room; False at the limit."""
+        try:
+            async with asyncio.timeout(limit_s), self._turn:
+                while self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self.num_bytes += num_bytes
+                return True
+        except TimeoutError:
+            return False
+
+    def give_back(self, num_bytes: int) -> None:
+        """Also to the system, a moment later."""
+        self.num_bytes -= num_bytes
+        self._freed.set()
+        if num_bytes >= _TRIM_BYTES and self._trimming is None:
+            loop = asyncio.get_running_loop()
+            self._trimming = loop.call_later(_TRIM_EVERY_S, self._trim, loop)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._trimming = None
+        # Not in the loop: it walks through all that the process has free.
+        loop.run_in_executor(None, give_back_memory)
+
+
+def give_back_memory() -> None:
+    """Return free pages to the system: glibc keeps those between two blocks that are in use."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def announced_bytes(headers: Headers) -> int | None:
+    """The length of a request's body by its head; None: it does not say."""
+    if "transfer-encoding" in headers:
+        return None
+    announced = headers.get("content-length", "0")
+    # Digits beyond these make no length that could be taken.
+    return int(announced[:20]) if announced.isdecimal() else None
+
+
+def is_large(num_bytes: int | None) -> bool:
+    """Whether a body is counted, and its key asked for before it is read. None: any length."""
+    return num_bytes is None or num_bytes > LARGE_BYTES

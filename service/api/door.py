@@ -1,0 +1,188 @@
+"""What stands before every route of Ray Serve's HTTP servers: its proxy, and replicas that HAProxy
+reaches themselves.
+
+Serve calls `middlewares` in each process that opens such a server, because
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (`service.launch.cluster`). Without it Serve's
+proxy reads a body as fast as it comes, whoever sends it, tells everybody the names of all
+applications, and keeps connections that send half a head for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.bodies import ASKS_HEADER, BodyRoom, announced_bytes, is_large
+
+ROUTES_PATH = "/-/routes"
+# From the first byte of a request's head, or the opening of a connection, to the head's end.
+HEAD_LIMIT_S = 20.0
+# Counted for a body that does not announce its length.
+UNKNOWN_BYTES = 48 << 20
+# How long what a refused client goes on sending is let go by before its connection is closed.
+LINGER_S = 2.0
+# How long a large body waits for others before it is read.
+ROOM_LIMIT_S = 30.0
+
+
+def middlewares() -> list[Middleware]:
+    """Called by Ray Serve before it opens a server in this process."""
+    limit_heads()
+    return [Middleware(Door)]
+
+
+class Door:
+    """ASGI middleware. Of a large body nothing is read before the application has let its head
+    pass; what is being read at once is bounded."""
+
+    def __init__(self, app: ASGIApp, *, room: BodyRoom | None = None) -> None:
+        self._app = app
+        self._room = room or BodyRoom()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].rstrip("/").lower() == ROUTES_PATH:
+            # It lists every run and its address, to whoever asks.
+            await PlainTextResponse("nothing is here\n", status_code=404)(scope, receive, send)
+            return
+        num_bytes = announced_bytes(Headers(scope=scope))
+        if not is_large(num_bytes):
+            await self._app(scope, receive, send)
+            return
+        refusal = await self._ask(scope)
+        if refusal:
+            await _refuse(refusal, receive, send)
+            return
+        counted = UNKNOWN_BYTES if num_bytes is None else num_bytes
+        if not await self._room.take(counted, limit_s=ROOM_LIMIT_S):
+            answer = PlainTextResponse(
+                "too many large bodies are being read at once; send it again in a moment\n",
+                status_code=503,
+                headers={"retry-after": "2", "connection": "close"},
+            )
+            await answer(scope, receive, send)
+            return
+        body = _Counted(receive, self._room, counted)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.give_back()
+
+    async def _ask(self, scope: Scope) -> list[Message]:
+        """The API's answer to a request whose body it would not read; empty: it would, or the
+        application is none of ours, which takes OPTIONS for what it is."""
+        asking = {
+            **scope,
+            "method": "OPTIONS",
+            "headers": [*scope["headers"], (ASKS_HEADER.encode(), scope["method"].encode())],
+            "state": dict(scope.get("state", {})),
+        }
+        answer: list[Message] = []
+        is_given = False
+
+        async def nothing() -> Message:
+            nonlocal is_given
+            if is_given:
+                # The client is still there, as far as the application needs to know.
+                await asyncio.Event().wait()
+            is_given = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def keep(message: Message) -> None:
+            answer.append(message)
+
+        await self._app(asking, nothing, keep)
+        if not answer or answer[0]["status"] == 204:
+            return []
+        return answer if ASKS_HEADER in Headers(raw=answer[0]["headers"]) else []
+
+
+async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
+    """Answer at once, and let what the client still sends go by for a moment.
+
+    A connection that is closed while bytes are coming is reset, and its client never reads why.
+    """
+    for message in refusal:
+        is_body = message["type"] == "http.response.body"
+        await send({**message, "more_body": True} if is_body else message)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Counted:
+    """Gives back a body's room once its last byte was handed on."""
+
+    def __init__(self, receive: Receive, room: BodyRoom, num_bytes: int) -> None:
+        self._receive, self._room, self._num_bytes = receive, room, num_bytes
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self.give_back()
+        return message
+
+    def give_back(self) -> None:
+        """Nothing where that was done."""
+        self._room.give_back(self._num_bytes)
+        self._num_bytes = 0
+
+
+def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
+    """Have uvicorn close connections on which a request's head does not come whole in time.
+
+    uvicorn has no such limit and Serve no option for it, so that its protocol is replaced in this
+    process, in the place where uvicorn looks for it.
+    """
+    from uvicorn.protocols.http import auto
+
+    base: Any = auto.AutoHTTPProtocol
+    if not hasattr(base, "head_limit_s"):
+        auto.AutoHTTPProtocol = type("PatientProtocol", (_HeadLimit, base), {})
+    auto.AutoHTTPProtocol.head_limit_s = limit_s  # type: ignore[attr-defined]
+
+
+class _HeadLimit:
+    """Over one of uvicorn's HTTP protocols: closes a connection that waits for a head too long."""
+
+    head_limit_s: float
+    transport: Any
+    cycle: Any
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # type: ignore[misc]
+        is_upgraded = self.transport.get_protocol() is not self
+        if not is_upgraded and (self.cycle is None or self.cycle.response_complete):
+            # The rest of a body that nobody reads counts as a head: the connection ends with it.
+            self._wait()
+        else:
+            self._stop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(error)  # type: ignore[misc]
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.call_later(self.head_limit_s, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None

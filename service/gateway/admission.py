@@ -1,0 +1,129 @@
+"""Whether a request to a session has a key of its own, by its head: asked before its body is read.
+
+A key that names another session, or none, is refused at once; before a large body is read the
+gateway is asked whether the key is the session's. What follows from the key (whose it is, what it
+may do now) the gateway says with the answer, as of every request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from service.access.keys import MAX_KEY_CHARACTERS, Caller, Scope, digest_of
+from service.access.names import tenant_of
+from service.api.bodies import announced_bytes, is_large
+from service.api.callers import Callers
+from service.api.problems import Problem, problem_response
+from service.api.settings import bearer_of
+from service.gateway.chat import RefusalCode, Refused
+from service.gateway.dialects import DIALECTS
+from service.gateway.dialects.dialect import error_headers
+from service.gateway.keys import session_of_key
+
+SESSION_HEADER = "x-rayloom-session"
+_BOUND = re.compile(r"/sessions/([^/]+)/")
+_ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
+
+
+class ChecksKeys(Protocol):
+    """Who knows the sessions' keys."""
+
+    async def check_key(self, session_id: str, key_digest: str) -> None:
+        """Raises: Refused where it is neither of the session's keys; RunUnavailable."""
+        ...
+
+
+class SessionAdmission:
+    """`service.api.guards.CheckSessionKey`."""
+
+    def __init__(self, gateway: ChecksKeys, callers: Callers) -> None:
+        self._gateway, self._callers = gateway, callers
+
+    async def __call__(self, path: str, headers: Headers) -> Response | None:
+        """Raises: RunUnavailable."""
+        try:
+            await self._check(path, headers)
+        except Refused as refused:
+            return _answer(path, refused)
+        return None
+
+    async def _check(self, path: str, headers: Headers) -> None:
+        key = sent_key(headers)
+        if not key:
+            raise no_key()
+        named = _name_in(path) or headers.get(SESSION_HEADER) or session_of_key(key)
+        whole = holder_of(key).whole(named)
+        of_key = session_of_key(key)
+        if len(key) > MAX_KEY_CHARACTERS or not of_key or of_key != whole:
+            # A client's own key rewards and ends sessions, and is looked up here.
+            is_client = (
+                _ENDING.match(path) is not None
+                and not of_key
+                and await self._callers.find(key) is not None
+            )
+            if not is_client:
+                raise unknown_session(named)
+        elif is_large(announced_bytes(headers)):
+            await self._gateway.check_key(whole, digest_of(key))
+
+
+def sent_key(headers: Mapping[str, str]) -> str:
+    """The key of a request, as a bearer's or as Anthropic's clients send it; empty: none."""
+    return bearer_of(headers) or headers.get("x-api-key", "")
+
+
+def holder_of(key: str) -> Caller:
+    """Who sends a session's key: somebody of its tenant."""
+    return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
+
+
+def no_key() -> Refused:
+    """A request to a session came without any."""
+    return Refused(
+        RefusalCode.INVALID_KEY,
+        "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
+    )
+
+
+def unknown_session(name: str) -> Refused:
+    """There is no such session, or the key is none of its own: the two look the same."""
+    return Refused(
+        RefusalCode.UNKNOWN_SESSION,
+        f"this run knows no session {name!r} of this key; take the key that its creation was "
+        "answered with, or create it with POST /api/v1/sessions",
+    )
+
+
+def _name_in(path: str) -> str:
+    """The session in a path; empty: none."""
+    found = _BOUND.match(path) or _ENDING.match(path)
+    return found[1] if found else ""
+
+
+def _answer(path: str, refused: Refused) -> Response:
+    """In the words of the route that was asked."""
+    for dialect in DIALECTS:
+        if path.endswith(dialect.path) and not path.startswith("/api/"):
+            return JSONResponse(
+                dialect.error(refused),
+                status_code=refused.code.status,
+                headers=error_headers(refused),
+            )
+    return problem_response(as_problem(refused), instance=path)
+
+
+def as_problem(refused: Refused) -> Problem:
+    """What our own routes answer."""
+    return Problem(
+        refused.code.status,
+        refused.code.value.replace("_", "-"),
+        refused.message,
+        errors=[{"loc": ["body", refused.param]}] if refused.param else (),
+        headers=error_headers(refused),
+    )
