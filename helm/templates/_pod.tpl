@@ -133,6 +133,9 @@ capabilities:
 {{- $values := .context.Values -}}
 {{- if ne $values.mode "job" }}
 {{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_API_KEY" "secret" (include "rayloom.apiSecretName" .context) "key" $values.auth.api.key) }}
+# What stands before every route of Ray Serve's proxy.
+- name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+  value: service.api.door.middlewares
 {{- end }}
 {{- if and (eq .name "head") $values.database.existingSecret }}
 {{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_DATABASE_URL" "secret" $values.database.existingSecret "key" $values.database.key) }}

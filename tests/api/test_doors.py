@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -24,6 +25,7 @@ from service.api.bodies import ASKS_HEADER, LARGE_BYTES, BodyRoom
 from service.api.counting import CountedRequests
 from service.api.door import Door, limit_heads
 from service.gateway.keys import AGENT, REWARD, session_key
+from service.launch.run_dir import RunDir, check_new, session_secret
 
 CHAT = f"/sessions/{NAME}/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -121,6 +123,36 @@ async def test_who_has_a_key_of_the_session_sends_a_large_body(gateway: Gateway)
 
         headers = {**JSON, "content-length": str(len(content)), "x-api-key": key}
         assert (await ask(app, "POST", CHAT, headers, whole))[0] == status
+
+
+async def test_an_agent_cannot_compute_the_key_that_rewards_it(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """Without a key of the API; it knows the session's name, its own key and this source."""
+    run_dir = RunDir(path=tmp_path / "new" / "run")
+    secret = session_secret(run_dir)
+    assert stat.S_IMODE(run_dir.secret_file.stat().st_mode) == 0o600
+    assert session_secret(run_dir) == secret and len(secret) > 40
+    assert session_secret(RunDir(path=tmp_path / "another")) != secret
+    # What an interrupted start has left is no reason to refuse the next one.
+    check_new(run_dir)
+    app = SessionRun(gateway, session_secret=secret).app()
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        first, second = [await client.post("/api/v1/sessions", json={"id": "a"}) for _ in range(2)]
+        assert (first.status_code, second.status_code) == (201, 200)
+        assert first.json()["sessions"] == second.json()["sessions"]
+        made = first.json()["sessions"][0]
+        finish = f"/api/v1/sessions/{made['id']}/finish"
+        for key, status in (
+            (session_key("", made["id"], REWARD), 404),
+            (session_key(made["agent_key"], made["id"], REWARD), 404),
+            (made["agent_key"], 403),
+            (made["reward_key"], 200),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await client.post(finish, json={"reward": 1.0}, headers=headers)
+            assert answer.status_code == status, answer.text
 
 
 async def test_bodies_wait_for_room_in_their_order() -> None:

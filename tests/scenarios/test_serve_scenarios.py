@@ -220,6 +220,11 @@ def check_refusals(api: Api) -> None:
     assert api.submit("first-0", num_samples=2).status_code == 409
     answer = api.client.get("/api/v1/rollouts/first-0", headers={"authorization": "Bearer no"})
     assert answer.status_code == 401
+    # Serve's own proxy: its door tells no names, and asks for a key before it takes a body in.
+    assert api.client.get("/-/routes").status_code == 404
+    large, unkeyed = b" " * (4 << 20), {"authorization": "", "content-type": "application/json"}
+    answer = api.client.post("/v1/messages", content=large, headers=unkeyed)
+    assert answer.status_code == 401 and answer.headers["connection"] == "close"
     assert api.submit(*(f"many-{number}" for number in range(40))).status_code == 413
     json = {"content-type": "application/json"}
     large = api.client.post("/api/v1/rollouts", content=b"x" * (2 << 20), headers=json)

@@ -51,6 +51,8 @@ class SessionRun:
 
     gateway: Gateway
     submitted: dict[str, RolloutRequest] = field(default_factory=dict)
+    session_secret: str = ""
+    """From which sessions' keys are derived."""
 
     def __post_init__(self) -> None:
         self.port = _Port(self.gateway.sessions)
@@ -62,6 +64,7 @@ class SessionRun:
             algorithm=AlgorithmSettings(group_size=2),
             sessions=self.gateway.settings,
             environments=("guessing",),
+            session_secret=self.session_secret,
         )
         app = create_app(self, settings)
         add_sessions(app, self, self.port, settings)
