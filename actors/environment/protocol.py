@@ -145,7 +145,7 @@ class ToolSchema:
         _json_text(self.parameters, f"{what}: parameters")
         properties = self.parameters.get("properties", {})
         if not isinstance(properties, Mapping) or not all(
-            isinstance(name, str) and isinstance(schema, Mapping)
+            isinstance(name, str) and isinstance(schema, Mapping | bool)
             for name, schema in properties.items()
         ):
             raise TypeError(
@@ -156,7 +156,7 @@ class ToolSchema:
                 f"{what}: parameters.required: got {required!r}, expected a list of arguments"
             )
         for name, schema in properties.items():
-            kind = schema.get("type", ())
+            kind = () if isinstance(schema, bool) else schema.get("type", ())
             if not (isinstance(kind, str) or _are_names(kind)):
                 raise TypeError(
                     f"{what}: the type of {name}: got {kind!r}, expected one of JSON's, or a list"

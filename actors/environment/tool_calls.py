@@ -157,15 +157,17 @@ def _check_arguments(
         if required not in arguments:
             return _malformed(MalformedReason.MISSING_ARGUMENT, f"Missing argument {required}.")
     for key, value in arguments.items():
-        if key not in properties:
-            # A schema without properties leaves the arguments open.
-            if not properties:
-                continue
+        # A schema without properties leaves the arguments open; `true` takes any value of one, and
+        # `false` says that there is no such argument.
+        declared = properties.get(key, False) if properties else True
+        if declared is True:
+            continue
+        if declared is False:
             return _malformed(
                 MalformedReason.UNKNOWN_ARGUMENT,
                 f"Unknown argument. Arguments: {', '.join(properties)}.",
             )
-        expected = properties[key].get("type")
+        expected = declared.get("type")
         if not _is_of_type(value, expected):
             return _malformed(
                 MalformedReason.ILL_TYPED_ARGUMENT, f"Argument {key} must be of type {expected}."

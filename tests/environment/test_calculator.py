@@ -13,7 +13,14 @@ from actors.environment.builtin.calculator import (
     evaluate,
     format_number,
 )
-from actors.environment.protocol import Action, MalformedCall, MalformedReason, Role, ToolCall
+from actors.environment.protocol import (
+    Action,
+    MalformedCall,
+    MalformedReason,
+    Role,
+    ToolCall,
+    ToolSchema,
+)
 from actors.environment.tool_calls import parse_tool_calls
 from actors.types import Task
 
@@ -235,6 +242,22 @@ def test_calls_are_read_or_their_fault_is_named(
     text: str, reasons: list[MalformedReason | None]
 ) -> None:
     assert _reasons(text) == reasons
+
+
+def test_true_is_a_schema_of_any_value_and_false_of_none() -> None:
+    """Rust's schemars writes `true` for what may be anything."""
+    schema = {"type": "object", "properties": {"value": True, "never": False, "n": {}}}
+    tool = ToolSchema(name="f", description="", parameters=schema)
+    assert tool.for_template()["function"]["parameters"] == schema
+
+    def read(arguments: str) -> list[MalformedReason | None]:
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        calls = parse_tool_calls(text, (tool,))
+        return [call.reason if isinstance(call, MalformedCall) else None for call in calls]
+
+    for value in ("1", '"x"', "[true]", "null", '{"a": 1}'):
+        assert read(f'{{"value": {value}, "n": {value}}}') == [None]
+    assert read('{"never": 1}') == read('{"other": 1}') == [MalformedReason.UNKNOWN_ARGUMENT]
 
 
 @settings(deadline=None)

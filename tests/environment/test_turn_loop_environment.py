@@ -82,6 +82,7 @@ def with_schema(**schema: Any) -> Behaviour:
         (with_schema(required=5), "tool echo: parameters.required: got 5, expected a list"),
         (with_schema(required=None), "parameters.required: got None"),
         (with_schema(properties={1: {}}), "expected parameters.properties to hold one JSON schema"),
+        (with_schema(properties={"x": 1}), "expected parameters.properties to hold one JSON"),
         (with_schema(properties=[]), "expected parameters.properties to hold one JSON schema"),
         (with_schema(properties={"x": {"type": 5}}), "the type of x: got 5"),
     ],
