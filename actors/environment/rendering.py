@@ -31,6 +31,8 @@ from actors.types import BranchReason, TokenIds
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000
 _CACHED_TOKENS = 64
+# Of renderers with options that some clients' chats have.
+_CACHED_OPTIONS = 8
 _ID = re.compile(r"\bid\b|tool_call_id")
 
 _Messages = tuple[Message, ...]
@@ -281,6 +283,24 @@ class ChatRenderer:
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
         self._cached_text = lru_cache(_CACHE_ENTRIES)(self._decode)
+        self._cached_under = lru_cache(_CACHED_OPTIONS)(self._render_under)
+
+    def under(self, template_options: Mapping[str, Any]) -> ChatRenderer:
+        """The renderer of chats with these options, beside its own and in place of equal names.
+
+        Args: template_options: JSON.
+        """
+        if not template_options:
+            return self
+        return self._cached_under(json.dumps(dict(template_options), sort_keys=True))
+
+    def _render_under(self, options: str) -> ChatRenderer:
+        return ChatRenderer(
+            self._tokenizer,
+            template_options={**self._template_options, **json.loads(options)},
+            stop_token_ids=(token for token in self._end_ids if token is not None),
+            history=self._history,
+        )
 
     @cached_property
     def fingerprint(self) -> str:

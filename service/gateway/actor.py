@@ -144,6 +144,9 @@ class Gateway:
         refused: Refused | None = await _answer(self._sessions.check_key(session_id, key_digest))
         return refused
 
+    async def num_prompt_tokens(self, call: ChatCall) -> int | Refused:
+        return await _answer(self._sessions.num_prompt_tokens(call))
+
     async def abandon(self, session_id: str, request_id: str) -> None:
         await self._sessions.abandon(session_id, request_id)
 

@@ -22,7 +22,7 @@ from service.api.callers import Callers
 from service.api.problems import Problem, problem_response
 from service.api.settings import bearer_of
 from service.gateway.chat import RefusalCode, Refused
-from service.gateway.dialects import DIALECTS
+from service.gateway.dialects import dialect_at
 from service.gateway.dialects.dialect import error_headers
 from service.gateway.keys import session_of_key
 
@@ -50,7 +50,7 @@ class SessionAdmission:
         try:
             await self._check(path, headers)
         except Refused as refused:
-            return _answer(path, refused)
+            return _answer(path, headers, refused)
         return None
 
     async def _check(self, path: str, headers: Headers) -> None:
@@ -106,16 +106,15 @@ def _name_in(path: str) -> str:
     return found[1] if found else ""
 
 
-def _answer(path: str, refused: Refused) -> Response:
+def _answer(path: str, headers: Headers, refused: Refused) -> Response:
     """In the words of the route that was asked."""
-    for dialect in DIALECTS:
-        if path.endswith(dialect.path) and not path.startswith("/api/"):
-            return JSONResponse(
-                dialect.error(refused),
-                status_code=refused.code.status,
-                headers=error_headers(refused),
-            )
-    return problem_response(as_problem(refused), instance=path)
+    if path.startswith("/api/") or "/v1/" not in path:
+        return problem_response(as_problem(refused), instance=path)
+    return JSONResponse(
+        dialect_at(path, headers).error(refused),
+        status_code=refused.code.status,
+        headers=error_headers(refused),
+    )
 
 
 def as_problem(refused: Refused) -> Problem:

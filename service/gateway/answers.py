@@ -7,15 +7,16 @@ whether a client has seen the turn.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
 from service.gateway.changes import SessionChanges
-from service.gateway.chat import ChatReply, RefusalCode, Refused, unavailable
+from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, unavailable
 from service.gateway.replies import as_reply
 from service.gateway.sampling import Sampler
 from service.gateway.session import Sampling, Session, closed, stopping
-from service.gateway.tree import read
+from service.gateway.tree import Place, read
 from service.gateway.turns import SessionTurn
 
 
@@ -34,8 +35,8 @@ class Answers:
 
         deadline_at: in the loop's time. Raises: Refused.
         """
-        reading = await self._background.in_thread(read, call.request)
-        place = session.tree.find(call.request, reading)
+        call = replace(call, request=session.tree.resolved(call.request))
+        place = await self._place(session, call.request)
         # First: what is being stored is in the tree already.
         sampling = _under_way(session, call, place.request_digest)
         if sampling is None:
@@ -66,6 +67,16 @@ class Answers:
         if sampling.is_abandoned:
             return as_reply(session, turn)
         return await self._show(session, turn)
+
+    async def num_prompt_tokens(self, session: Session, request: ChatRequest) -> int:
+        """Of the turn that would answer a request; nothing is sampled. Raises: Refused."""
+        place = await self._place(session, session.tree.resolved(request))
+        return await self._sampler.num_prompt_tokens(place)
+
+    async def _place(self, session: Session, request: ChatRequest) -> Place:
+        """Raises: Refused."""
+        reading = await self._background.in_thread(read, request)
+        return session.tree.find(request, reading)
 
     def abandon(self, session: Session, request_id: str) -> None:
         """The client of this request has gone before it was answered.

@@ -409,6 +409,10 @@ class SessionAnswer(SessionLineAnswer):
         description="those turns; empty for a session that an older version ended"
     )
     malformed: int = Field(description="turns with a call that could not be read")
+    ignored: dict[str, int] = Field(
+        description="parameters that agents sent and that sessions.unsupported has ignored: in how "
+        "many turns"
+    )
     detail: str
 
     @classmethod
@@ -430,6 +434,7 @@ class SessionAnswer(SessionLineAnswer):
                 for number, reason in view.totals.left_out.items()
             ],
             malformed=view.totals.num_malformed,
+            ignored=dict(view.totals.ignored),
             reward=view.reward,
             reward_pending=view.is_reward_pending,
             outcome=view.outcome,

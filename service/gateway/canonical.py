@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -65,9 +65,12 @@ def links_of(
     return links
 
 
-def tools_key(tools: Sequence[ToolSchema]) -> bytes:
-    """Equal for equal tools, whatever their order."""
-    return _digest(*sorted(_json(_tool_form(tool)) for tool in tools))
+def tools_key(
+    tools: Sequence[ToolSchema], template_options: Mapping[str, object] | None = None
+) -> bytes:
+    """Equal for equal tools, whatever their order, under equal options of the chat template."""
+    options = [_json(dict(template_options))] if template_options else []
+    return _digest(*sorted(_json(_tool_form(tool)) for tool in tools), *options)
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
@@ -83,7 +86,8 @@ def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
         if message.role is Role.ASSISTANT
     ]
     asked = (request.continues, request.max_tokens, request.is_auxiliary, shown)
-    return _digest(key, tools, _json(asked)).hex()
+    stop = [_json(request.stop)] if request.stop else []
+    return _digest(key, tools, _json(asked), *stop).hex()
 
 
 def _canonical(message: Message, answers: int | None) -> bytes:

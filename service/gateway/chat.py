@@ -7,7 +7,8 @@ may mix dialects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -19,6 +20,31 @@ from actors.types import LogProbs, TokenIds
 RETRY_AFTER_S = 5
 
 
+class Part(StrEnum):
+    """What of a reply a client can name."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A part of an assistant's message that a client names by its id in place of sending it."""
+
+    message: int
+    """Which of the request's messages has the part, empty until it is looked up."""
+    call: int = 0
+    """Of a call: which of that message's."""
+    turn_id: str
+    """Of the reply that the part is of."""
+    part: Part
+    number: int = 0
+    """Of a call: which of the reply's."""
+    where: str
+    """The place of the id in the body, for an error."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """What a client asks of the policy."""
@@ -26,8 +52,16 @@ class ChatRequest:
     messages: tuple[Message, ...]
     """The whole conversation, or with `continues` what follows that turn; not empty."""
     tools: tuple[ToolSchema, ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, beside the run's own and in place of those of the same name."""
     max_tokens: int | None = None
     """Sampled tokens at most, >= 1; None: the session's own limit."""
+    stop: tuple[str, ...] = ()
+    """The text that the client is shown ends before the first of these; none is empty."""
+    references: tuple[Reference, ...] = ()
+    """Parts of the messages that are still to be looked up in the session."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that the client sent, and that a session cannot keep to."""
     continues: str = ""
     """The id of the turn that the messages follow, where the client names one; empty: it sends the
     whole conversation."""
@@ -60,6 +94,8 @@ class ChatReply:
     message: Message
     """Of the assistant: content, reasoning and calls."""
     stop_reason: StopReason
+    stop_string: str = ""
+    """Of the request's `stop`, the one before which the text was cut; empty: it was not cut."""
     num_prompt_tokens: int
     num_sampled_tokens: int
     policy_version: int
@@ -84,6 +120,8 @@ class RefusalCode(StrEnum):
     FORBIDDEN = "forbidden"
     """The key is a session's own, but not for this."""
     UNKNOWN_SESSION = "unknown_session"
+    NOT_FOUND = "not_found"
+    """There is no such route, or no such model."""
     CONFLICT = "conflict"
     SESSION_CLOSED = "session_closed"
     TOO_MANY_REQUESTS = "too_many_requests"
@@ -104,6 +142,7 @@ _STATUS = {
     RefusalCode.INVALID_KEY: 401,
     RefusalCode.FORBIDDEN: 403,
     RefusalCode.UNKNOWN_SESSION: 404,
+    RefusalCode.NOT_FOUND: 404,
     RefusalCode.CONFLICT: 409,
     RefusalCode.SESSION_CLOSED: 410,
     RefusalCode.TOO_MANY_REQUESTS: 429,
@@ -128,6 +167,15 @@ class Refused(Exception):
     def __reduce__(self) -> Any:
         make = partial(type(self), param=self.param, retry_after_s=self.retry_after_s)
         return make, (self.code, self.message)
+
+
+def unknown_item(where: str) -> Refused:
+    """A reference to what no answer of this session has. where: the id's place in the body."""
+    return Refused(
+        RefusalCode.INVALID_REQUEST,
+        f"{where}: no answer of this session has an item of this id; send the item itself",
+        param=where,
+    )
 
 
 def unavailable(why: str) -> Refused:

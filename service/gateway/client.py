@@ -83,6 +83,15 @@ class GatewayClient:
 
         await self._until_answered(ask, deadline_s=SUPERVISOR_DEADLINE_S)
 
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        """Raises: Refused."""
+
+        async def ask(actor: Any, left_s: float) -> int:
+            reply = actor.num_prompt_tokens.remote(call)
+            return _raised(await self._reply(reply, left_s + ANSWER_MARGIN_S))
+
+        return await self._until_answered(ask, deadline_s=call.deadline_s)
+
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Raises: Refused."""
 

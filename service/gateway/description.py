@@ -22,20 +22,37 @@ _PREFIXES = {
     Effect.NONE: "Taken without effect: ",
     Effect.REFUSED: "Refused: ",
 }
+_IGNORABLE = "Refused, or ignored with sessions.unsupported: "
 _SAID = {
     400: "a parameter that a session cannot keep to, a full context, or a limit of the session",
     401: "no key of this session",
     403: "the session's key, but not its agent's",
-    404: "no such session",
+    404: "no such session, or no such route",
     409: "the request contradicts what the session has",
     410: "the session has ended",
     429: "too many requests; Retry-After says when to come again",
     503: "neither the engine nor the database answered in time; the same request may be sent again",
 }
 
+_SAMPLED: dict[str, Any] = {
+    "description": "the turn, or with `stream` its events; `X-Policy-Version` is the version that "
+    "sampled it",
+    "content": {
+        "application/json": {"schema": {"type": "object"}},
+        "text/event-stream": {"schema": EVENT_SCHEMA},
+    },
+}
+_COUNTED: dict[str, Any] = {
+    "description": "how many tokens the prompt of this request has",
+    "content": {"application/json": {"schema": {"type": "object"}}},
+}
 
-def described(dialect: Dialect) -> dict[str, Any]:
-    """What FastAPI cannot find of a dialect's route, as its `openapi_extra`."""
+
+def described(dialect: Dialect, *, counts: bool = False) -> dict[str, Any]:
+    """What FastAPI cannot find of a dialect's route, as its `openapi_extra`.
+
+    counts: of the route that counts a prompt's tokens.
+    """
     smallest = SMALLEST[dialect.name]
     body = {
         "type": "object",
@@ -55,14 +72,7 @@ def described(dialect: Dialect) -> dict[str, Any]:
         }
         for status, description in _SAID.items()
     }
-    answers["200"] = {
-        "description": "the turn, or with `stream` its events; `X-Policy-Version` is the version "
-        "that sampled it",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": EVENT_SCHEMA},
-        },
-    }
+    answers["200"] = _COUNTED if counts else _SAMPLED
     return {
         "requestBody": {
             "required": True,
@@ -73,7 +83,8 @@ def described(dialect: Dialect) -> dict[str, Any]:
 
 
 def _property(parameter: Parameter) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": _PREFIXES[parameter.effect] + parameter.note}
+    prefix = _IGNORABLE if parameter.is_ignorable else _PREFIXES[parameter.effect]
+    found: dict[str, Any] = {"description": prefix + parameter.note}
     if parameter.effect is Effect.REFUSED:
         # The values that are taken all the same.
         found["enum"] = [None, *parameter.harmless]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class ShownReply:
     message: Message
     is_malformed: bool
     """A call could not be read, its arguments are no JSON object, or its tool is not declared."""
+    stop_string: str = ""
+    """Before which the text was cut; empty: it was not cut."""
 
 
 def shown_reply(
@@ -31,16 +34,23 @@ def shown_reply(
     finish_reason: FinishReason,
     *,
     turn_id: str,
+    stop: tuple[str, ...] = (),
 ) -> ShownReply:
     """Make the message of a reply.
 
     Calls that can be read are shown, also of a tool that nobody declared, whose fault the agent
     tells its model. Where none of several can be read, the text is shown as it was said.
     Args: text: the decoded reply, without the end tokens behind it. parsed: None: not parsed.
-    turn_id: of which calls get an id that the parser gave none of their own.
+    turn_id: of which calls get an id that the parser gave none of their own. stop: what is shown
+    ends before the first of these in the text, which the calls follow.
     """
     if parsed is None:
-        return ShownReply(message=_assistant(text), is_malformed=False)
+        content, stopped = _cut(text, stop)
+        return ShownReply(message=_assistant(content), is_malformed=False, stop_string=stopped)
+    content, stopped = _cut(parsed.content, stop)
+    if stopped:
+        message = _assistant(content, reasoning=parsed.reasoning)
+        return ShownReply(message=message, is_malformed=False, stop_string=stopped)
     found = parsed.calls
     if finish_reason is FinishReason.LENGTH and found:
         # Some parsers make a call of one that was cut off.
@@ -57,16 +67,10 @@ def shown_reply(
             taken = {each.id for each in calls}
             call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
             calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
-    content = parsed.content
     if is_malformed and not calls:
-        content = visible_text(text)
-    message = Message(
-        role=Role.ASSISTANT,
-        content=content,
-        reasoning=parsed.reasoning,
-        tool_calls=tuple(calls),
-    )
-    return ShownReply(message=message, is_malformed=is_malformed)
+        content, stopped = _cut(visible_text(text), stop)
+    message = _assistant(content, reasoning=parsed.reasoning, tool_calls=tuple(calls))
+    return ShownReply(message=message, is_malformed=is_malformed, stop_string=stopped)
 
 
 def as_reply(session: Session, turn: SessionTurn) -> ChatReply:
@@ -76,6 +80,7 @@ def as_reply(session: Session, turn: SessionTurn) -> ChatReply:
         turn_id=session.tree.turn_id(turn.number),
         message=turn.reply,
         stop_reason=stop_reason(turn.reply, turn.finish_reason),
+        stop_string=turn.stop_string,
         num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
         num_sampled_tokens=turn.num_sampled,
         policy_version=_newest_version(turn),
@@ -92,8 +97,20 @@ def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
     return StopReason.CALLS if message.call_texts else StopReason.STOP
 
 
-def _assistant(text: str) -> Message:
-    return Message(role=Role.ASSISTANT, content=text)
+def _assistant(text: str, **parts: Any) -> Message:
+    return Message(role=Role.ASSISTANT, content=text, **parts)
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
+    """The text before the first stop string, and that string: of several at one place the first.
+
+    Example: _cut("a b c", ("c", "b")) -> ("a ", "b"); ("a b c", "") where there is none.
+    """
+    places = [(place, each) for each in stop if (place := text.find(each)) >= 0]
+    if not places:
+        return text, ""
+    place, found = min(places, key=lambda each: each[0])
+    return text[:place], found
 
 
 def _newest_version(turn: SessionTurn) -> int:

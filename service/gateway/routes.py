@@ -22,7 +22,7 @@ from service.access.keys import Caller, digest_of
 from service.access.names import WHOLE_PATTERN
 from service.api.callers import Callers, caller_of
 from service.api.ports import PREFIX, RunPort
-from service.api.problems import Problem
+from service.api.problems import Problem, shown
 from service.api.rollouts import (
     FULL,
     IdempotencyKey,
@@ -55,9 +55,16 @@ from service.gateway.bodies import (
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.description import described
-from service.gateway.dialects import DIALECTS
-from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers, models_answer
+from service.gateway.dialects import DIALECTS, dialect_at
+from service.gateway.dialects.dialect import (
+    AnswerStyle,
+    Dialect,
+    error_headers,
+    model_answer,
+    models_answer,
+)
 from service.gateway.keys import session_of_key
+from service.gateway.settings import Unsupported
 from service.intake.listing import SessionFilter
 from service.intake.session import SessionStatus, session_id
 
@@ -65,6 +72,7 @@ from service.intake.session import SessionStatus, session_id
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
+ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 UNKNOWN: dict[int | str, dict[str, Any]] = {
     404: {"description": "the run knows no such session, or knows it no more"}
 }
@@ -86,6 +94,10 @@ class SessionPort(Protocol):
     """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
 
     async def chat(self, call: ChatCall) -> ChatReply: ...
+
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        """Of the turn that would answer; nothing is sampled."""
+        ...
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
         """As `ChecksKeys`."""
@@ -127,7 +139,11 @@ def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSe
     _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:
         _add_dialect(app, dialect, port, settings)
+        if dialect.count_path:
+            _add_counting(app, dialect, port, settings)
     _add_models(app)
+    # Last, since routes are tried in order.
+    _add_unknown(app)
 
 
 def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
@@ -305,8 +321,7 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         return await _chat(dialect, port, settings, request, name)
 
     async def free(request: Request) -> Response:
-        name = request.headers.get(SESSION_HEADER) or session_of_key(sent_key(request.headers))
-        return await _chat(dialect, port, settings, request, name)
+        return await _chat(dialect, port, settings, request, _session_of(request.headers))
 
     for path, route in ((f"/sessions/{{name}}{dialect.path}", bound), (dialect.path, free)):
         app.post(
@@ -315,6 +330,28 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
             summary=f"Sample a turn: {dialect.name}",
             response_class=Response,
             openapi_extra=described(dialect),
+        )(route)
+
+
+def _add_counting(
+    app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings
+) -> None:
+    """As `_add_dialect`, of the route that counts."""
+
+    async def bound(request: Request, name: str) -> Response:
+        return await _count(dialect, port, settings, request, name)
+
+    async def free(request: Request) -> Response:
+        return await _count(dialect, port, settings, request, _session_of(request.headers))
+
+    path = dialect.count_path
+    for each, route in ((f"/sessions/{{name}}{path}", bound), (path, free)):
+        app.post(
+            each,
+            tags=["agents"],
+            summary=f"Count the tokens of a prompt: {dialect.name}",
+            response_class=Response,
+            openapi_extra=described(dialect, counts=True),
         )(route)
 
 
@@ -327,28 +364,58 @@ def _add_models(app: FastAPI) -> None:
         """As `/v1/models`; whatever the session."""
         return await models()
 
+    async def one(request: Request, model: str) -> Response:
+        """The model by its name; 404 for any other, in the words of the client's dialect."""
+        if model == MODEL:
+            return JSONResponse(model_answer(MODEL, created_at=0))
+        return _error(
+            dialect_at(request.url.path, request.headers),
+            Refused(
+                RefusalCode.NOT_FOUND,
+                f"got the model {shown(model)!r}, expected {MODEL!r}, which is what answers under "
+                "any name",
+                param="model",
+            ),
+        )
+
+    async def bound_model(request: Request, name: str, model: str) -> Response:
+        """As `/v1/models/NAME`; whatever the session."""
+        return await one(request, model)
+
     # A name alone tells nothing of a session, and needs no key.
-    for path, route in (("/sessions/{name}/v1/models", bound), ("/v1/models", models)):
+    for path, route in (
+        ("/sessions/{name}/v1/models", bound),
+        ("/v1/models", models),
+        ("/sessions/{name}/v1/models/{model:path}", bound_model),
+        ("/v1/models/{model:path}", one),
+    ):
         app.get(path, tags=["agents"], openapi_extra={"security": []})(route)
+
+
+def _add_unknown(app: FastAPI) -> None:
+    """Below an agent's address, nothing is answered in other words than its own."""
+
+    async def unknown(request: Request) -> Response:
+        known = ", ".join(
+            [f"POST {path}" for each in DIALECTS for path in (each.path, each.count_path) if path]
+        )
+        asked = f"{request.method} {shown(request.url.path)}"
+        text = f"nothing is at {asked}; there are {known}, GET /v1/models and /v1/models/{MODEL}"
+        return _error(
+            dialect_at(request.url.path, request.headers), Refused(RefusalCode.NOT_FOUND, text)
+        )
+
+    for path in ("/sessions/{name}/v1/{rest:path}", "/v1/{rest:path}"):
+        app.api_route(path, methods=list(ANY_METHOD), include_in_schema=False)(unknown)
 
 
 async def _chat(
     dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     try:
-        key = _key_of(request.headers)
-        # Not by `body()`, which keeps it as long as the request: a turn may be waited for minutes.
-        body = await _parsed(b"".join([part async for part in request.stream()]))
-        wanted, style = await asyncio.to_thread(dialect.read, body, request.headers)
+        call, style = await _asked(dialect, settings, request, name)
     except Refused as refused:
         return _error(dialect, refused)
-    call = ChatCall(
-        session_id=holder_of(key).whole(name),
-        key_digest=digest_of(key),
-        request_id=uuid.uuid4().hex,
-        request=wanted,
-        deadline_s=settings.sessions.hold_s,
-    )
     work = asyncio.create_task(port.chat(call))
     gone = asyncio.create_task(_until_gone(request))
     try:
@@ -371,6 +438,44 @@ async def _chat(
     finally:
         gone.cancel()
     return _Stream(dialect, style, work, lambda: port.abandon(call.session_id, call.request_id))
+
+
+async def _count(
+    dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
+) -> Response:
+    assert dialect.counted is not None
+    try:
+        # A count names no model where a turn has to.
+        call, _ = await _asked(dialect, settings, request, name, defaults={"model": MODEL})
+        return JSONResponse(dialect.counted(await port.num_prompt_tokens(call)))
+    except Refused as refused:
+        return _error(dialect, refused)
+
+
+async def _asked(
+    dialect: Dialect,
+    settings: HttpSettings,
+    request: Request,
+    name: str,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[ChatCall, AnswerStyle]:
+    """defaults: of the body's parameters. Raises: Refused."""
+    key = _key_of(request.headers)
+    # Not by `body()`, which keeps it as long as the request: a turn may be waited for minutes.
+    body = await _parsed(b"".join([part async for part in request.stream()]))
+    if defaults and isinstance(body, dict):
+        body = {**defaults, **body}
+    ignores = settings.sessions.unsupported is Unsupported.IGNORE
+    wanted, style = await asyncio.to_thread(dialect.read, body, request.headers, ignores=ignores)
+    call = ChatCall(
+        session_id=holder_of(key).whole(name),
+        key_digest=digest_of(key),
+        request_id=uuid.uuid4().hex,
+        request=wanted,
+        deadline_s=settings.sessions.hold_s,
+    )
+    return call, style
 
 
 class _Stream(StreamingResponse):
@@ -447,3 +552,8 @@ def _key_of(headers: Mapping[str, str]) -> str:
     if not key:
         raise no_key()
     return key
+
+
+def _session_of(headers: Mapping[str, str]) -> str:
+    """The session that a client names in a header, or by its key."""
+    return headers.get(SESSION_HEADER) or session_of_key(sent_key(headers))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from actors.environment.rendering import ChatRenderer, RenderError
 from actors.policy import GenerateReply, GenerateRequest
-from actors.types import Outcome, Turn
+from actors.types import FinishReason, Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits
 from service.access.names import tenant_of
 from service.access.rates import Rates
@@ -137,15 +137,9 @@ class Sampler:
     async def _sample(self, wanted: _Wanted, sampling: Sampling) -> SessionTurn:
         """Raises: Refused."""
         session = wanted.session
-        self._check_text(wanted)
-        try:
-            prompt = await self._background.in_thread(next_prompt, wanted.place, self._renderer)
-        except RenderError as error:
-            raise Refused(
-                RefusalCode.INVALID_REQUEST,
-                f"the model's chat template cannot render these messages: {error}",
-                param="messages",
-            ) from error
+        if num_characters := self._num_too_many(wanted.place):
+            raise self._too_long(wanted, f"{num_characters} characters")
+        prompt = await self._prompt(wanted.place)
         request = self._request(wanted, prompt)
         turn, reply = await self._ask(wanted, request)
         if not session.is_open:
@@ -157,14 +151,31 @@ class Sampler:
             self._changes.hide(session, stored.number)
         return stored
 
-    def _check_text(self, wanted: _Wanted) -> None:
-        """Raises: Refused for new messages that cannot fit: to make millions of tokens would hold
-        all other sessions up."""
-        messages = wanted.place.new_messages
+    async def num_prompt_tokens(self, place: Place) -> int:
+        """How long the prompt of a request at this place is. Raises: Refused."""
+        if num_characters := self._num_too_many(place):
+            raise self._no_room(f"{num_characters} characters")
+        prompt = await self._prompt(place)
+        return int(prompt.token_ids.shape[0])
+
+    async def _prompt(self, place: Place) -> Prompt:
+        """Raises: Refused."""
+        try:
+            return await self._background.in_thread(next_prompt, place, self._renderer)
+        except RenderError as error:
+            raise Refused(
+                RefusalCode.INVALID_REQUEST,
+                f"the model's chat template cannot render these messages: {error}",
+                param="messages",
+            ) from error
+
+    def _num_too_many(self, place: Place) -> int:
+        """The characters of new messages that cannot fit: to make millions of tokens would hold
+        all other sessions up. 0: they may fit."""
+        messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
-        if num_characters > self._max_context_tokens * longest:
-            raise self._too_long(wanted, f"{num_characters} characters")
+        return num_characters if num_characters > self._max_context_tokens * longest else 0
 
     def _too_long(self, wanted: _Wanted, told: str) -> Refused:
         session = wanted.session
@@ -172,6 +183,9 @@ class Sampler:
         num_turns = _num_begun(session) - 1
         outcome = Outcome.TRUNCATED_CONTEXT
         self._cut(session, wanted.call, wanted.place, outcome, num_turns=num_turns)
+        return self._no_room(told)
+
+    def _no_room(self, told: str) -> Refused:
         return Refused(
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
             f"the messages have {told}, which leaves no room for a reply; expected less than "
@@ -234,6 +248,7 @@ class Sampler:
             place.tools,
             turn.finish_reason,
             turn_id=tree.turn_id(number),
+            stop=call.request.stop,
         )
         return SessionTurn(
             number=number,
@@ -246,7 +261,8 @@ class Sampler:
             sampled_token_ids=turn.sampled_token_ids,
             logprobs=turn.logprobs,
             version_spans=turn.version_spans,
-            finish_reason=turn.finish_reason,
+            # What its client was shown ended there, whatever came after it.
+            finish_reason=FinishReason.STOP if shown.stop_string else turn.finish_reason,
             num_inserted=prompt.num_inserted,
             break_reason=prompt.break_reason,
             is_malformed=shown.is_malformed,
@@ -259,6 +275,9 @@ class Sampler:
             request_digest=place.request_digest,
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
+            template_options={} if place.parent is not None else place.template_options,
+            stop_string=shown.stop_string,
+            ignored=call.request.ignored,
         )
 
 

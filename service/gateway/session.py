@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 
 from actors.types import Outcome
@@ -18,6 +19,9 @@ from service.intake.session import (
     StoredSession,
     status_of,
 )
+
+# Clients choose the names of parameters that nobody knows.
+MAX_IGNORED_NAMES = 64
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +76,7 @@ class Session:
 def totals_of(session: Session) -> SessionTotals:
     """What its turns come to, as it stands."""
     tree, counts = session.tree, session.tree.counts()
+    ignored = Counter(name for turn in tree.turns for name in turn.ignored)
     return SessionTotals(
         num_turns=tree.num_turns,
         num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
@@ -79,6 +84,7 @@ def totals_of(session: Session) -> SessionTotals:
         num_left_out=len(counts.left_out),
         num_malformed=counts.num_malformed,
         left_out=counts.left_out,
+        ignored=dict(ignored.most_common(MAX_IGNORED_NAMES)),
     )
 
 

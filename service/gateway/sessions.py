@@ -125,8 +125,22 @@ class Sessions:
         self._metrics.seconds.observe(time.monotonic() - began)
         return reply
 
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        """Of the turn that would answer a request; nothing is sampled or stored.
+
+        Raises: Refused.
+        """
+        session = await self._asked(call)
+        return await self._answers.num_prompt_tokens(session, call.request)
+
     async def _chat(self, call: ChatCall) -> ChatReply:
         deadline_at = asyncio.get_running_loop().time() + call.deadline_s
+        session = await self._asked(call)
+        await _until_admitted(session, deadline_at)
+        return await self._answers.answer(session, call, deadline_at=deadline_at)
+
+    async def _asked(self, call: ChatCall) -> Session:
+        """The session that an agent asks. Raises: Refused."""
         session = await self._loaded.of_agent(call.session_id, call.key_digest)
         if not session.stored.is_taken:
             raise Refused(
@@ -135,8 +149,7 @@ class Sessions:
                 "/api/v1/sessions and a name of your own in `session`",
             )
         session.last_request_at = self._now()
-        await _until_admitted(session, deadline_at)
-        return await self._answers.answer(session, call, deadline_at=deadline_at)
+        return session
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
         """As `LoadedSessions.check_key`. Raises: Refused."""

@@ -17,6 +17,13 @@ class Titles(StrEnum):
     """What is a title beyond doubt is not trained (docs/semantics.md)."""
 
 
+class Unsupported(StrEnum):
+    """What becomes of a parameter that a session cannot keep to."""
+
+    REFUSE = "refuse"
+    IGNORE = "ignore"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """Sessions: rollouts that agents outside play over HTTP. What one may cost is bounded by
@@ -33,6 +40,10 @@ class SessionSettings:
     engine or the database is away; then it is answered with status 503."""
     reward_deadline_s: Seconds = 3600
     """How long after its finish a session may wait for a reward that is to come."""
+    unsupported: Unsupported = Unsupported.REFUSE
+    """What becomes of a parameter that a session cannot keep to, where the answer would have the
+    same form without it (a forced tool_choice, a JSON schema, logit_bias): refuse: with 400 and its
+    name; ignore: what is sampled is not bound by it, and the session's view counts it."""
     max_body_mib: Positive = 48
     """MiB of one request's body; of uploaded trajectories too."""
     titles: Titles = Titles.TRAIN

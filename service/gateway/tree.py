@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,14 @@ from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
 from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
 from service.gateway.canonical import Link, links_of, request_digest, tools_key
-from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.chat import (
+    ChatRequest,
+    Part,
+    Reference,
+    RefusalCode,
+    Refused,
+    unknown_item,
+)
 from service.gateway.quotes import Prompt as PromptText
 from service.gateway.quotes import Reply, user_texts, values_of
 from service.gateway.turns import SessionTurn
@@ -36,6 +43,7 @@ class Place:
     """The number of the turn that it goes on from; None: a conversation begins with it."""
     tools: tuple[ToolSchema, ...]
     """In the order in which they were first declared."""
+    template_options: Mapping[str, Any]
     history: tuple[Message, ...]
     """Up to and with the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
@@ -87,7 +95,7 @@ class Reading(NamedTuple):
     """What a request's text says, whatever the session: all of the work that grows with it."""
 
     tools: bytes
-    """Their key."""
+    """Their key, with that of the template's options."""
     links: list[Link]
     """Of its messages; not used where it names the turn that they follow."""
 
@@ -95,7 +103,8 @@ class Reading(NamedTuple):
 def read(request: ChatRequest) -> Reading:
     """Read a request; may run in a thread."""
     return Reading(
-        tools_key(request.tools), links_of(() if request.continues else request.messages)
+        tools_key(request.tools, request.template_options),
+        links_of(() if request.continues else request.messages),
     )
 
 
@@ -104,6 +113,7 @@ def next_prompt(place: Place, renderer: ChatRenderer) -> Prompt:
 
     Raises: RenderError when the chat template refuses the chat.
     """
+    renderer = renderer.under(place.template_options)
     sampled = place.parent_sampled
     if sampled is None:
         whole = renderer.first_prompt(place.new_messages, place.tools)
@@ -247,6 +257,32 @@ class SessionTree:
     def turn_id(self, number: int) -> str:
         return f"{self._session_id}.{number}"
 
+    def resolved(self, request: ChatRequest) -> ChatRequest:
+        """The request with the parts of replies that its client names by their ids.
+
+        Raises: Refused for one that no reply of this session has.
+        """
+        messages = list(request.messages)
+        for reference in request.references:
+            at = reference.message
+            messages[at] = self._with_part(messages[at], reference)
+        return replace(request, messages=tuple(messages)) if request.references else request
+
+    def _with_part(self, message: Message, reference: Reference) -> Message:
+        node = self._of_id(reference.turn_id)
+        if node is None:
+            raise unknown_item(reference.where)
+        reply = node.turn.reply
+        if reference.part is Part.CONTENT:
+            return replace(message, content=reply.content)
+        if reference.part is Part.REASONING and reply.reasoning:
+            return replace(message, reasoning=reply.reasoning)
+        if reference.part is Part.CALL and reference.number < len(reply.tool_calls):
+            calls = list(message.tool_calls)
+            calls[reference.call] = reply.tool_calls[reference.number]
+            return replace(message, tool_calls=tuple(calls))
+        raise unknown_item(reference.where)
+
     def find(self, request: ChatRequest, reading: Reading | None = None) -> Place:
         """Find where a request goes on.
 
@@ -266,6 +302,9 @@ class SessionTree:
                 messages = (*(_instructed_anew(request, history) if is_new else history), *messages)
                 links = links_of(messages)
             same = self._deepest(links, tools=tools)
+            # Who names a turn's items by their ids goes on from it.
+            referred = {reference.turn_id for reference in request.references}
+            same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
             parent = _told_apart(same, messages)
             is_ambiguous = bool(same) and parent is None
             depth = 0 if parent is None else parent.num_messages
@@ -278,6 +317,7 @@ class SessionTree:
         return Place(
             parent=None if parent is None else parent.turn.number,
             tools=self._tools.get(tools, request.tools),
+            template_options=request.template_options,
             history=() if parent is None else parent.history(),
             new_messages=self._own(messages, links, behind=parent),
             parent_prompt=() if parent is None else parent.prompt(),
@@ -290,14 +330,14 @@ class SessionTree:
     def add(self, turn: SessionTurn) -> None:
         """Take the session's next turn, new or read back; the calls of its reply have unique ids.
 
-        Of a turn with a parent the tools are the parent's, whatever it says.
+        Of a turn with a parent tools and template options are the parent's, whatever it says.
         """
         assert turn.number == len(self._nodes), f"turn {turn.number} after {len(self._nodes)} turns"
         parent = None if turn.parent is None else self._nodes[turn.parent]
         messages = (*turn.new_messages, turn.reply)
         if parent is None:
             links = links_of(messages)
-            key = tools_key(turn.tools)
+            key = tools_key(turn.tools, turn.template_options)
             tools = self._tools.setdefault(key, turn.tools)
         else:
             links = _links_behind(parent, messages)
@@ -470,11 +510,16 @@ class SessionTree:
             num_ambiguous=sum(node.is_ambiguous for node in counted),
         )
 
-    def _named(self, turn_id: str) -> _Node:
+    def _of_id(self, turn_id: str) -> _Node | None:
         session_id, _, number = turn_id.rpartition(".")
         is_number = number.isascii() and number.isdecimal() and len(number) < 10
         if session_id == self._session_id and is_number and int(number) < len(self._nodes):
             return self._nodes[int(number)]
+        return None
+
+    def _named(self, turn_id: str) -> _Node:
+        if (node := self._of_id(turn_id)) is not None:
+            return node
         raise Refused(
             RefusalCode.INVALID_REQUEST,
             "previous_response_id: no response of this session has this id; send the id of one, or "

@@ -5,7 +5,9 @@ The store holds these records (`service.store.sessions`), and a session's tree i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import BreakReason
@@ -59,6 +61,13 @@ class SessionTurn:
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, as the conversation's client gave them; empty where there is a parent,
+    whose options they are."""
+    stop_string: str = ""
+    """Before which the text of the reply was cut; empty: it is as it was sampled."""
+    ignored: tuple[str, ...] = ()
+    """Parameters that its client sent, and that were ignored."""
 
     @property
     def num_sampled(self) -> int:

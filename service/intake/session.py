@@ -77,6 +77,8 @@ class SessionTotals:
     num_malformed: int
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
     """Those turns, by number; empty in what older versions stored."""
+    ignored: Mapping[str, int] = field(default_factory=dict)
+    """Parameters that agents sent and that were ignored: in how many turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

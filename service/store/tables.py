@@ -445,6 +445,9 @@ session_turns = Table(
     Column("is_auxiliary", Boolean, nullable=False),
     Column("cache_salt", String, nullable=False),
     Column("replica", String, nullable=False),
+    Column("stop_string", String, nullable=False, server_default=""),
+    Column("ignored", AsJson(tuple[str, ...]), nullable=False, server_default="[]"),
+    Column("template_options", AsJson(dict[str, Any]), nullable=False, server_default="{}"),
     Column("version_spans", AsJson(tuple[VersionSpan, ...]), nullable=False),
     Column("tools", AsJson(tuple[ToolSchema, ...]), nullable=False),
     # A message makes these texts of its calls.

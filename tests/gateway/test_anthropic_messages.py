@@ -107,7 +107,6 @@ UNSUPPORTED = [
     ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("tool_choice", {"tool_choice": {"type": "tool", "name": "look_up"}}),
-    ("stop_sequences", {"stop_sequences": ["x"]}),
     ("output_config.format", {"output_config": {"format": {"type": "json_schema"}}}),
     ("mcp_servers", {"mcp_servers": [{}]}),
     ("container", {"container": "c"}),
@@ -116,6 +115,8 @@ UNSUPPORTED = [
 INVALID = [
     ("", []),
     ("messages", body(messages=None)),
+    ("stop_sequences", body(stop_sequences={})),
+    ("stop_sequences[1]", body(stop_sequences=["a", 3])),
     ("messages[0].role", body(messages=[{"role": "tool", "content": ""}])),
     ("messages[0].content", body(messages=[{"role": "user", "content": 3}])),
     ("messages[0].content[0]", body(messages=[{"role": "user", "content": ["a"]}])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from service.gateway.dialects.dialect import AnswerStyle, Dialect, error_headers
 from service.gateway.dialects.openai_chat import OPENAI_CHAT
 from service.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from service.gateway.dialects.parameters import Effect
+from service.gateway.dialects.reading import MAX_IGNORED
 
 FUNCTION = {
     "name": "look_up",
@@ -223,6 +225,72 @@ def test_the_tables_say_what_a_dialect_does() -> None:
                 assert found == (RefusalCode.UNSUPPORTED_PARAMETER, name)
             else:
                 assert parameter.harmless == ()
+
+
+def test_what_may_be_ignored_is_noted_by_its_name_and_the_rest_is_refused_all_the_same() -> None:
+    for dialect, body in BODIES:
+        plain, _ = dialect.read(body, {})
+        assert plain.ignored == ()
+        for name, parameter in dialect.parameters.items():
+            if parameter.effect is not Effect.REFUSED:
+                continue
+            asked = {**body, name: {"any": [1]}}
+            if not parameter.is_ignorable:
+                with pytest.raises(Refused) as caught:
+                    dialect.read(asked, {}, ignores=True)
+                assert caught.value.param == name
+                continue
+            request, _ = dialect.read(asked, {}, ignores=True)
+            assert request == replace(plain, ignored=(name,))
+            for harmless in parameter.harmless:
+                assert dialect.read({**body, name: harmless}, {}, ignores=True)[0] == plain
+
+
+def test_forms_and_forced_calls_are_ignored_in_each_dialects_words() -> None:
+    schema = {"type": "json_schema", "name": "o", "schema": {"type": "object"}}
+    asked: list[tuple[Dialect, dict[str, Any], set[str]]] = [
+        (OPENAI_CHAT, {**CHAT, "tool_choice": "required", "response_format": schema},
+         {"tool_choice", "response_format"}),
+        (OPENAI_CHAT, {**CHAT, "tool_choice": {"type": "function", "function": {"name": "f"}},
+                       "beam_width": 4, "stream_options": {"rate": 1}},
+         {"tool_choice", "beam_width", "stream_options.rate"}),
+        (ANTHROPIC_MESSAGES, {**MESSAGES, "tool_choice": {"type": "any"},
+                              "output_config": {"effort": "low", "format": schema}},
+         {"tool_choice", "output_config.format"}),
+        (OPENAI_RESPONSES, {**RESPONSES, "tool_choice": {"type": "function", "name": "look_up"},
+                            "text": {"format": schema, "verbosity": "low"}},
+         {"tool_choice", "text.format"}),
+    ]  # fmt: skip
+    plain, _ = OPENAI_CHAT.read(CHAT, {})
+    for dialect, body, names in asked:
+        request, _ = dialect.read(body, {}, ignores=True)
+        assert set(request.ignored) == names
+        assert replace(request, ignored=()) == plain
+
+
+def test_a_request_cannot_fill_the_list_of_what_is_ignored() -> None:
+    unknown = {f"x{number}": 1 for number in range(MAX_IGNORED)}
+    request, _ = OPENAI_CHAT.read({**CHAT, **unknown}, {}, ignores=True)
+    assert request.ignored == tuple(unknown)
+    with pytest.raises(Refused):
+        OPENAI_CHAT.read({**CHAT, **unknown, "one": 1}, {}, ignores=True)
+
+
+def test_what_would_change_the_answers_form_or_its_content_is_never_ignored() -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    for param, changed in (
+        ("n", {"n": 2}),
+        ("logprobs", {"logprobs": True}),
+        ("chat_template", {"chat_template": "x"}),
+        ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
+        ("functions", {"functions": [{}]}),
+        ("messages[0].content[0].type", {"messages": [image]}),
+        ("messages[0].mood", {"messages": [{"role": "user", "content": "", "mood": "glad"}]}),
+        ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}),
+    ):
+        with pytest.raises(Refused) as caught:
+            OPENAI_CHAT.read({**CHAT, **changed}, {}, ignores=True)
+        assert caught.value.param == param
 
 
 def test_only_what_may_pass_asks_to_be_sent_again() -> None:

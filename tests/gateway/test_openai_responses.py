@@ -127,7 +127,6 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
 UNSUPPORTED = [
     ("input[0].content[0].type", {"input": [{"role": "user", "content": [IMAGE]}]}),
     ("input[0].output[0].type", {"input": [output("c", [IMAGE])]}),
-    ("input[0].type", {"input": [{"type": "item_reference", "id": "m"}]}),
     ("input[0].type", {"input": [{"type": "custom_tool_call", "input": ""}]}),
     ("input[0].mood", {"input": [{"role": "user", "content": "", "mood": "glad"}]}),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}),
@@ -147,6 +146,11 @@ INVALID = [
     ("input", body(input=[SECRET])),
     ("input", body(input={})),
     ("input", body(input="\ud800")),
+    *(
+        ("input[0].id", body(input=[{"type": "item_reference", "id": name}]))
+        for name in ("m", "resp_s.0", "msg_", "fc_s.0", "fc_s.0.x", "fc_s.0.99999999999", None, 3)
+        if name != "fc_s.0"
+    ),
     ("input[0].role", body(input=[{"role": "tool", "content": ""}])),
     ("input[0].type", body(input=[{"type": 3}])),
     ("input[0].call_id", body(input=[{"type": "function_call_output", "output": ""}])),

@@ -24,6 +24,9 @@ class LocalPort:
     async def check_key(self, session_id: str, key_digest: str) -> None:
         await self.sessions.check_key(session_id, key_digest)
 
+    async def num_prompt_tokens(self, call: ChatCall) -> int:
+        return await self.sessions.num_prompt_tokens(call)
+
     def abandon(self, session_id: str, request_id: str) -> None:
         task = asyncio.create_task(self.sessions.abandon(session_id, request_id))
         self.abandoned.add(task)

@@ -14,9 +14,11 @@ from service.gateway.dialects.parameters import (
     COMMON,
     IN_THE_CLIENT,
     MAX_TOKENS,
+    STOP,
     TRAINED,
     UNCONSTRAINED,
     Parameters,
+    ignorable,
     refused,
     taken,
     without_effect,
@@ -40,6 +42,7 @@ from service.gateway.dialects.reading import (
     read_limit,
     read_object,
     read_objects,
+    read_stop,
     read_text,
     read_text_part,
     unsupported,
@@ -66,8 +69,8 @@ PARAMETERS: Parameters = {
         ("speed", "inference_geo", "diagnostics", "user_profile_id", "workspace_id"),
         without_effect(BOOKKEEPING),
     ),
-    "stop_sequences": refused("a turn ends where the policy ends it; cut the text yourself", []),
-    "output_format": refused(UNCONSTRAINED),
+    "stop_sequences": STOP,
+    "output_format": ignorable(UNCONSTRAINED),
     "container": refused(IN_THE_CLIENT),
     "mcp_servers": refused(IN_THE_CLIENT, []),
 }
@@ -75,7 +78,7 @@ PARAMETERS: Parameters = {
 _OUTPUT_CONFIG: Parameters = {
     "effort": without_effect(TRAINED),
     "task_budget": without_effect(TRAINED),
-    "format": refused(UNCONSTRAINED),
+    "format": ignorable(UNCONSTRAINED),
 }
 _MESSAGE: Parameters = {
     "role": taken("user, assistant or system"),
@@ -93,9 +96,12 @@ _STOP = {
 }
 
 
-def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerStyle]:
+def read(
+    body: object, headers: Mapping[str, str], *, ignores: bool = False
+) -> tuple[ChatRequest, AnswerStyle]:
     """See `Dialect.read`."""
-    given = read_body(body, PARAMETERS)
+    ignored: list[str] | None = [] if ignores else None
+    given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
     system = read_content(given.get("system"), "system", texts={"text"})
     spoken = [
@@ -117,13 +123,17 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
         read_object(given.get("output_config", {}), "output_config"),
         _OUTPUT_CONFIG,
         "output_config",
+        ignored=ignored,
     )
     tools = _tools(given.get("tools"))
     request = make_request(
         headers,
         model=model,
         messages=spoken,
-        tools=tools if _may_call(given.get("tool_choice")) else (),
+        tools=tools if _may_call(given.get("tool_choice"), ignored) else (),
+        template_options=given.get("chat_template_kwargs"),
+        stop=read_stop(given.get("stop_sequences"), "stop_sequences"),
+        ignored=ignored,
         max_tokens=read_limit(given.get("max_tokens"), "max_tokens"),
     )
     return request, AnswerStyle(model=model, streams=read_flag(given.get("stream"), "stream"))
@@ -199,13 +209,13 @@ def _tools(value: object) -> tuple[ToolSchema, ...]:
     return check_names(found, "tools")
 
 
-def _may_call(value: object) -> bool:
+def _may_call(value: object, ignored: list[str] | None) -> bool:
     if value is None:
         return True
     if not isinstance(value, dict):
         raise invalid("tool_choice", f"got {kind(value)}, expected an object with a type")
     name = read_text(value.get("type"), "tool_choice.type")
-    return check_tool_choice(name, "tool_choice", auto="auto", none="none")
+    return check_tool_choice(name, "tool_choice", auto="auto", none="none", ignored=ignored)
 
 
 def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
@@ -213,7 +223,8 @@ def answer(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
     return {
         **_head(reply, style),
         "content": _blocks(reply),
-        "stop_reason": _STOP[reply.stop_reason],
+        "stop_reason": "stop_sequence" if reply.stop_string else _STOP[reply.stop_reason],
+        "stop_sequence": reply.stop_string or None,
         "usage": {
             "input_tokens": reply.num_prompt_tokens,
             "output_tokens": reply.num_sampled_tokens,
@@ -233,7 +244,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
             yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
     whole = answer(reply, style)
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield _event("message_delta", delta=end, usage=whole["usage"])
     yield _event("message_stop")
 
@@ -314,9 +325,16 @@ def error_event(refusal: Refused) -> bytes:
     return event(error(refusal), name="error")
 
 
+def counted(num_tokens: int) -> dict[str, Any]:
+    """See `Dialect.counted`."""
+    return {"input_tokens": num_tokens}
+
+
 ANTHROPIC_MESSAGES = Dialect(
     name="anthropic-messages",
     path="/v1/messages",
+    count_path="/v1/messages/count_tokens",
+    counted=counted,
     parameters=PARAMETERS,
     heartbeat=event({"type": "ping"}, name="ping"),
     read=read,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused
 from service.gateway.dialects.parameters import Parameters
@@ -28,6 +28,18 @@ class AnswerStyle:
     """Parameters that the provider's answer repeats, as JSON."""
 
 
+class Reads(Protocol):
+    """Makes a request of a body."""
+
+    def __call__(
+        self, body: object, headers: Mapping[str, str], *, ignores: bool = False
+    ) -> tuple[ChatRequest, AnswerStyle]:
+        """body: as parsed. headers: their names may have any case. ignores: parameters that a
+        session cannot keep to are noted in the request, where that leaves the answer its form, in
+        place of being refused. Raises: Refused alone."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One provider's way to ask a model, as pure functions."""
@@ -39,8 +51,7 @@ class Dialect:
     """Of the body."""
     heartbeat: bytes
     """Sent as often as wanted before the first event, and ignored by clients."""
-    read: Callable[[object, Mapping[str, str]], tuple[ChatRequest, AnswerStyle]]
-    """The parsed body and the headers, whose names may have any case. Raises: Refused alone."""
+    read: Reads
     answer: Callable[[ChatReply, AnswerStyle], dict[str, Any]]
     """The whole answer, as JSON."""
     events: Callable[[ChatReply, AnswerStyle], Iterator[bytes]]
@@ -49,6 +60,10 @@ class Dialect:
     """The body of an answer with the status `refused.code.status`."""
     error_event: Callable[[Refused], bytes]
     """The end of a stream of which only heartbeats were sent."""
+    count_path: str = ""
+    """Of its POST route that counts the tokens of a request's prompt; empty: it has none."""
+    counted: Callable[[int], dict[str, Any]] | None = None
+    """The answer of that route, as JSON."""
 
 
 _WORTH_ANOTHER_TRY = {RefusalCode.TOO_MANY_REQUESTS, RefusalCode.NOT_AVAILABLE}

@@ -13,10 +13,12 @@ from service.gateway.dialects.parameters import (
     COMMON,
     IN_THE_CLIENT,
     MAX_TOKENS,
+    STOP,
     TEXT_ALONE,
     TRAINED,
     UNCONSTRAINED,
     Parameters,
+    ignorable,
     refused,
     taken,
     without_effect,
@@ -39,6 +41,7 @@ from service.gateway.dialects.reading import (
     read_limit,
     read_object,
     read_objects,
+    read_stop,
     read_text,
 )
 from service.gateway.dialects.sending import (
@@ -63,13 +66,13 @@ PARAMETERS: Parameters = {
         without_effect(TRAINED),
     ),
     "n": refused("one answer is sampled for a request; send it n times", 1),
-    "response_format": refused(UNCONSTRAINED, {"type": "text"}),
-    "stop": refused("a turn ends where the policy ends it; cut the text in the client", [], ""),
+    "response_format": ignorable(UNCONSTRAINED, {"type": "text"}),
+    "stop": STOP,
     "functions": refused("use `tools`", []),
     "function_call": refused("use `tools`"),
     "modalities": refused(TEXT_ALONE, ["text"]),
     "audio": refused(TEXT_ALONE),
-    "prediction": refused("the policy samples every token itself"),
+    "prediction": ignorable("the policy samples every token itself"),
     "web_search_options": refused(IN_THE_CLIENT),
 }
 
@@ -102,9 +105,12 @@ _ROLES = {**{role.value: role for role in Role}, "developer": Role.SYSTEM}
 _FINISH = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CALLS: "tool_calls"}
 
 
-def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerStyle]:
+def read(
+    body: object, headers: Mapping[str, str], *, ignores: bool = False
+) -> tuple[ChatRequest, AnswerStyle]:
     """See `Dialect.read`."""
-    given = read_body(body, PARAMETERS)
+    ignored: list[str] | None = [] if ignores else None
+    given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
     messages = [
         _message(tree, where) for where, tree in read_objects(given.get("messages"), "messages")
@@ -112,15 +118,20 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
     if not messages:
         raise invalid("messages", "got none, expected at least one")
     tools = _tools(given.get("tools"))
-    calls = check_tool_choice(given.get("tool_choice"), "tool_choice", auto="auto", none="none")
+    calls = check_tool_choice(
+        given.get("tool_choice"), "tool_choice", auto="auto", none="none", ignored=ignored
+    )
     limits = [read_limit(given.get(name), name) for name in ("max_completion_tokens", "max_tokens")]
     options = read_object(given.get("stream_options", {}), "stream_options")
-    options = read_fields(options, _STREAM_OPTIONS, "stream_options")
+    options = read_fields(options, _STREAM_OPTIONS, "stream_options", ignored=ignored)
     request = make_request(
         headers,
         model=model,
         messages=messages,
         tools=tools if calls else (),
+        template_options=given.get("chat_template_kwargs"),
+        stop=read_stop(given.get("stop"), "stop"),
+        ignored=ignored,
         max_tokens=next((limit for limit in limits if limit is not None), None),
     )
     return request, AnswerStyle(

@@ -8,7 +8,15 @@ from itertools import count
 from typing import Any
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from service.gateway.chat import ChatReply, ChatRequest, Refused, StopReason
+from service.gateway.chat import (
+    ChatReply,
+    ChatRequest,
+    Part,
+    Reference,
+    Refused,
+    StopReason,
+    unknown_item,
+)
 from service.gateway.dialects.dialect import AnswerStyle, Dialect
 from service.gateway.dialects.openai_chat import error
 from service.gateway.dialects.parameters import (
@@ -18,6 +26,7 @@ from service.gateway.dialects.parameters import (
     TRAINED,
     UNCONSTRAINED,
     Parameters,
+    ignorable,
     refused,
     taken,
     without_effect,
@@ -45,10 +54,15 @@ from service.gateway.dialects.reading import (
 from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
 
 PREFIX = "resp_"
+# Of a call's place in its reply.
+MAX_DIGITS = 10
 
 PARAMETERS: Parameters = {
     **COMMON,
-    "input": taken("text, or items: messages, reasoning, calls of functions and their outputs"),
+    "input": taken(
+        "text, or items: messages, reasoning, calls of functions and their outputs, and references "
+        "to items of this session's answers"
+    ),
     "instructions": taken(
         "the system message; with `previous_response_id` in place of the one before, which stays "
         "where there are none"
@@ -81,7 +95,7 @@ MESSAGE_PARAMETERS: Parameters = {
 }
 
 _TEXT: Parameters = {
-    "format": refused(UNCONSTRAINED, {"type": "text"}),
+    "format": ignorable(UNCONSTRAINED, {"type": "text"}),
     "verbosity": without_effect(TRAINED),
 }
 _TEXTS = {"input_text", "output_text", "text"}
@@ -91,29 +105,40 @@ _ROLES = {
     "user": Role.USER,
     "assistant": Role.ASSISTANT,
 }
-_ITEMS = {"message", "reasoning", "function_call", "function_call_output"}
+_ITEMS = {"message", "reasoning", "function_call", "function_call_output", "item_reference"}
+# What the ids of an answer's items begin with.
+_PARTS = {"rs_": Part.REASONING, "msg_": Part.CONTENT, "fc_": Part.CALL}
 
 
-def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerStyle]:
+def read(
+    body: object, headers: Mapping[str, str], *, ignores: bool = False
+) -> tuple[ChatRequest, AnswerStyle]:
     """See `Dialect.read`."""
-    given = read_body(body, PARAMETERS)
+    ignored: list[str] | None = [] if ignores else None
+    given = read_body(body, PARAMETERS, ignored)
     model = read_text(given.get("model"), "model")
-    messages = _messages(given.get("input"))
+    messages, references = _messages(given.get("input"))
     continues = _continued(given.get("previous_response_id"))
     instructions = given.get("instructions")
     if instructions is not None:
         instructions = read_text(instructions, "instructions")
         if instructions and not continues:
             messages.insert(0, make_message(Role.SYSTEM, instructions, where="instructions"))
-    read_fields(read_object(given.get("text", {}), "text"), _TEXT, "text")
+            references = [replace(each, message=each.message + 1) for each in references]
+    read_fields(read_object(given.get("text", {}), "text"), _TEXT, "text", ignored=ignored)
     tools, shown_tools = _tools(given.get("tools"))
-    may_call = check_tool_choice(given.get("tool_choice"), "tool_choice", auto="auto", none="none")
+    may_call = check_tool_choice(
+        given.get("tool_choice"), "tool_choice", auto="auto", none="none", ignored=ignored
+    )
     limit = read_limit(given.get("max_output_tokens"), "max_output_tokens")
     request = make_request(
         headers,
         model=model,
         messages=messages,
         tools=tools if may_call else (),
+        template_options=given.get("chat_template_kwargs"),
+        references=references,
+        ignored=ignored,
         max_tokens=limit,
         continues=continues,
         instructions=instructions if continues else None,
@@ -143,9 +168,11 @@ def _continued(value: object) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class _AssistantTurn:
-    """Items of the assistant that follow each other, as they are read: one message."""
+class _Reader:
+    """The messages that items make: those of the assistant that follow each other are one."""
 
+    messages: list[Message] = field(default_factory=list)
+    references: list[Reference] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     content: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
@@ -155,52 +182,98 @@ class _AssistantTurn:
         """What is thought now belongs to another turn."""
         return self.content is not None or bool(self.calls)
 
-    def messages(self) -> list[Message]:
-        """None where the only item was reasoning that cannot be read."""
-        reasoning = joined(self.thoughts)
-        if not self.has_spoken and reasoning is None:
-            return []
-        return [
-            make_message(
-                Role.ASSISTANT,
-                self.content or "",
-                where="input",
-                reasoning=reasoning,
-                tool_calls=tuple(self.calls),
-            )
-        ]
+    @property
+    def has_references(self) -> bool:
+        """Of the assistant's message that is being read."""
+        return bool(self.references) and self.references[-1].message == len(self.messages)
 
-
-def _messages(value: object) -> list[Message]:
-    if isinstance(value, str):
-        return [make_message(Role.USER, value, where="input")]
-    found: list[Message] = []
-    turn = _AssistantTurn()
-    for where, item in read_objects(value, "input"):
+    def take(self, item: Mapping[str, Any], where: str) -> None:
         kind_of_item = check_type({"type": "message", **item}, where, known=_ITEMS)
-        if kind_of_item == "function_call":
-            turn.calls.append(_call(item, where))
-        elif kind_of_item == "reasoning":
-            if turn.has_spoken:
-                found += turn.messages()
-                turn = _AssistantTurn()
-            turn.thoughts.append(_thought(item, where))
-        elif kind_of_item == "function_call_output":
-            found += [*turn.messages(), _output(item, where)]
-            turn = _AssistantTurn()
+        match kind_of_item:
+            case "item_reference":
+                self._refer(_reference(item, where))
+            case "function_call":
+                self.calls.append(_call(item, where))
+            case "reasoning":
+                self._think(_thought(item, where))
+            case "function_call_output":
+                self.close()
+                self.messages.append(_output(item, where))
+            case _:
+                self._say(*_message(item, where), where=where)
+
+    def close(self) -> None:
+        """End the assistant's message. There is none where its only item was reasoning that cannot
+        be read."""
+        reasoning = joined(self.thoughts)
+        if self.has_spoken or reasoning is not None or self.has_references:
+            self.messages.append(
+                make_message(
+                    Role.ASSISTANT,
+                    self.content or "",
+                    where="input",
+                    reasoning=reasoning,
+                    tool_calls=tuple(self.calls),
+                )
+            )
+        self.thoughts, self.content, self.calls = [], None, []
+
+    def _refer(self, reference: Reference) -> None:
+        match reference.part:
+            case Part.REASONING:
+                self._think("")
+            case Part.CONTENT:
+                self._say(Role.ASSISTANT, "", where=reference.where)
+            case Part.CALL:
+                self.calls.append(_UNKNOWN_CALL)
+        at = max(len(self.calls) - 1, 0)
+        self.references.append(replace(reference, message=len(self.messages), call=at))
+
+    def _think(self, thought: str) -> None:
+        if self.has_spoken:
+            self.close()
+        self.thoughts.append(thought)
+
+    def _say(self, role: Role, content: str, *, where: str) -> None:
+        if role is not Role.ASSISTANT or self.content is not None:
+            self.close()
+        if role is Role.ASSISTANT:
+            self.content = content
         else:
-            role, content = _message(item, where)
-            if role is not Role.ASSISTANT or turn.content is not None:
-                found += turn.messages()
-                turn = _AssistantTurn()
-            if role is Role.ASSISTANT:
-                turn.content = content
-            else:
-                found.append(make_message(role, content, where=where))
-    found += turn.messages()
-    if not found:
+            self.messages.append(make_message(role, content, where=where))
+
+
+def _messages(value: object) -> tuple[list[Message], list[Reference]]:
+    """The messages, and what of them is named by an id alone."""
+    if isinstance(value, str):
+        return [make_message(Role.USER, value, where="input")], []
+    reader = _Reader()
+    for where, item in read_objects(value, "input"):
+        reader.take(item, where)
+    reader.close()
+    if not reader.messages:
         raise invalid("input", "got nothing, expected a text or at least one message")
-    return found
+    return reader.messages, reader.references
+
+
+# In the place of one that is named by its id.
+_UNKNOWN_CALL = ToolCall(name="item_reference", arguments={})
+
+
+def _reference(item: Mapping[str, Any], where: str) -> Reference:
+    where = f"{where}.id"
+    name = read_text(item.get("id"), where)
+    for prefix, part in _PARTS.items():
+        turn_id, number = name.removeprefix(prefix), "0"
+        if part is Part.CALL:
+            turn_id, _, number = turn_id.rpartition(".")
+        if name.startswith(prefix) and turn_id and _is_number(number):
+            return Reference(message=0, turn_id=turn_id, part=part, number=int(number), where=where)
+    raise unknown_item(where)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS
 
 
 def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
@@ -429,9 +502,16 @@ def error_event(refusal: Refused) -> bytes:
     return event(first, name="error") + event(failed, name="response.failed")
 
 
+def counted(num_tokens: int) -> dict[str, Any]:
+    """See `Dialect.counted`."""
+    return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+
 OPENAI_RESPONSES = Dialect(
     name="openai-responses",
     path="/v1/responses",
+    count_path="/v1/responses/input_tokens",
+    counted=counted,
     parameters=PARAMETERS,
     heartbeat=COMMENT,
     read=read,

@@ -29,6 +29,9 @@ class Parameter:
     """How it is read; why it has no effect; why it is refused, or what to do instead."""
     harmless: tuple[object, ...] = ()
     """Values of a refused parameter that ask for nothing, and are taken."""
+    is_ignorable: bool = False
+    """A refused parameter without which the answer has the same form: `sessions.unsupported:
+    ignore` takes it and counts it."""
 
 
 Parameters = Mapping[str, Parameter]
@@ -46,6 +49,11 @@ def refused(note: str, *harmless: object) -> Parameter:
     return Parameter(effect=Effect.REFUSED, note=note, harmless=harmless)
 
 
+def ignorable(note: str, *harmless: object) -> Parameter:
+    """One that is refused, or ignored and counted, as `sessions.unsupported` says."""
+    return Parameter(effect=Effect.REFUSED, note=note, harmless=harmless, is_ignorable=True)
+
+
 BOOKKEEPING = "nothing is billed, stored or cached by it"
 TRAINED = "the policy does as it is trained to"
 UNCONSTRAINED = "what is sampled is not constrained; say in a message what is wanted"
@@ -58,6 +66,10 @@ IN_THE_CLIENT = "tools run in the client; declare a function"
 MODEL = taken("any text; `:auxiliary` at its end marks a call that is no part of the task")
 MAX_TOKENS = taken("at least 1; the session's own limit holds beside it")
 STREAM = taken("the answer is sampled whole, then sent as events")
+STOP = taken(
+    "what is shown ends before the first of these texts; what was sampled is trained whole. They "
+    "are not looked for in thoughts and calls"
+)
 
 COMMON: Parameters = {
     "model": MODEL,
@@ -66,9 +78,9 @@ COMMON: Parameters = {
         ("temperature", "top_p", "top_k", "min_p", "seed"),
         without_effect("the run decides how is sampled"),
     ),
-    "presence_penalty": refused(OWN_PROBABILITIES, 0),
-    "frequency_penalty": refused(OWN_PROBABILITIES, 0),
-    "repetition_penalty": refused(OWN_PROBABILITIES, 1),
+    "presence_penalty": ignorable(OWN_PROBABILITIES, 0),
+    "frequency_penalty": ignorable(OWN_PROBABILITIES, 0),
+    "repetition_penalty": ignorable(OWN_PROBABILITIES, 1),
     **dict.fromkeys(
         ("metadata", "user", "store", "service_tier", "safety_identifier", "cache_control"),
         without_effect(BOOKKEEPING),
@@ -79,13 +91,15 @@ COMMON: Parameters = {
     ),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-        refused(UNCONSTRAINED),
+        ignorable(UNCONSTRAINED),
     ),
     "chat_template": refused(OWN_TEMPLATE),
-    "chat_template_kwargs": refused(OWN_TEMPLATE, {}),
-    "logit_bias": refused(UNCONSTRAINED, {}),
+    "chat_template_kwargs": taken(
+        "options of the chat template, as enable_thinking; a part of the conversation, as tools are"
+    ),
+    "logit_bias": ignorable(UNCONSTRAINED, {}),
     "logprobs": refused(SHOWN_TOKENS, False),
     "top_logprobs": refused(SHOWN_TOKENS, 0),
-    "moderation": refused("there is none"),
+    "moderation": ignorable("there is none"),
 }
 """In every dialect: clients of one provider are pointed at another's routes."""

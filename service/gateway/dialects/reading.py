@@ -15,10 +15,23 @@ from typing import Any
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.api.problems import shown
 from service.api.schemas import MAX_DEPTH, is_deeper
-from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.chat import ChatRequest, Reference, RefusalCode, Refused
 from service.gateway.dialects.parameters import Effect, Parameters
 
 MAX_KEY_CHARACTERS = 255
+MAX_STOPS = 64
+# Of one request.
+MAX_IGNORED = 32
+MAX_OPTION_CHARACTERS = 16_384
+# What is given to a chat template beside its options, or decides how it is rendered.
+NO_OPTIONS = frozenset(
+    {
+        "conversation", "conversations", "messages", "tools", "documents", "chat_template",
+        "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+        "max_length",
+        "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
 AUXILIARY_HEADER = "x-rayloom-auxiliary"
 AUXILIARY_SUFFIX = ":auxiliary"
 # Where a text of Python differs from JSON. Only its strings are given to Python's own parser, which
@@ -58,8 +71,13 @@ def kind(value: object) -> str:
     return _KINDS.get(type(value), "a list")
 
 
-def read_body(body: object, parameters: Parameters) -> dict[str, Any]:
-    """The body's parameters that are given and read; the others have no effect, or are refused."""
+def read_body(
+    body: object, parameters: Parameters, ignored: list[str] | None = None
+) -> dict[str, Any]:
+    """The body's parameters that are given and read; the others have no effect, or are refused.
+
+    ignored: takes the names of those that are ignored in place of being refused; None: nothing is.
+    """
     if not isinstance(body, dict):
         raise Refused(
             RefusalCode.INVALID_REQUEST,
@@ -70,10 +88,16 @@ def read_body(body: object, parameters: Parameters) -> dict[str, Any]:
             RefusalCode.INVALID_REQUEST,
             f"the body: more than {MAX_DEPTH} lists and objects lie inside each other; flatten it",
         )
-    return read_fields(body, parameters)
+    return read_fields(body, parameters, ignored=ignored)
 
 
-def read_fields(tree: Mapping[str, Any], parameters: Parameters, where: str = "") -> dict[str, Any]:
+def read_fields(
+    tree: Mapping[str, Any],
+    parameters: Parameters,
+    where: str = "",
+    *,
+    ignored: list[str] | None = None,
+) -> dict[str, Any]:
     """As `read_body`, of an object inside it."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
@@ -82,12 +106,51 @@ def read_fields(tree: Mapping[str, Any], parameters: Parameters, where: str = ""
         place = f"{where}.{name}" if where else name
         parameter = parameters.get(name)
         if parameter is None:
-            raise unsupported(place, "no session knows this parameter; leave it out")
-        if parameter.effect is Effect.READ:
+            ignore_or_refuse(ignored, place, "no session knows this parameter; leave it out")
+        elif parameter.effect is Effect.READ:
             found[name] = value
         elif parameter.effect is Effect.REFUSED and not _is_one_of(value, parameter.harmless):
-            raise unsupported(place, f"sessions do not support this: {parameter.note}")
+            why = f"sessions do not support this: {parameter.note}"
+            ignore_or_refuse(ignored if parameter.is_ignorable else None, place, why)
     return found
+
+
+def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
+    """Note what is ignored; raises: Refused with `ignored` None, and for too many of a request."""
+    if ignored is None:
+        raise unsupported(where, why)
+    if len(ignored) >= MAX_IGNORED:
+        raise unsupported(where, f"more than {MAX_IGNORED} parameters are unknown; leave them out")
+    ignored.append(printable(where))
+
+
+def read_stop(value: object, where: str) -> tuple[str, ...]:
+    """One text or a list of texts, before the first of which an answer's text ends."""
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list):
+        raise invalid(where, f"got {kind(value)}, expected text or a list of texts")
+    if len(texts) > MAX_STOPS:
+        raise invalid(where, f"got {len(texts)} texts, expected at most {MAX_STOPS}")
+    found = [read_text(text, f"{where}[{index}]") for index, text in enumerate(texts)]
+    return tuple(text for text in found if text)
+
+
+def read_template_options(value: object, where: str) -> dict[str, Any]:
+    """Options of the chat template; what the run itself gives to a template is none of them."""
+    if value is None:
+        return {}
+    options = read_object(value, where)
+    for name in options:
+        place = f"{where}.{printable(name)}"
+        if read_text(name, place) in NO_OPTIONS:
+            raise unsupported(place, "the run decides this; leave it out")
+    try:
+        size = len(json.dumps(options, allow_nan=False, ensure_ascii=False).encode())
+    except ValueError:
+        raise invalid(where, "expected JSON with finite numbers, and text for UTF-8") from None
+    if size > MAX_OPTION_CHARACTERS:
+        raise invalid(where, f"got {size} characters, expected at most {MAX_OPTION_CHARACTERS}")
+    return options
 
 
 def _is_one_of(value: object, values: Sequence[object]) -> bool:
@@ -226,19 +289,26 @@ def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ..
     return tuple(tools)
 
 
-def check_tool_choice(value: object, where: str, *, auto: str, none: str) -> bool:
-    """Whether the policy may call. auto, none: how the dialect names the two choices there are."""
+def check_tool_choice(
+    value: object, where: str, *, auto: str, none: str, ignored: list[str] | None = None
+) -> bool:
+    """Whether the policy may call. auto, none: how the dialect names the two choices there are.
+
+    ignored: as of `read_body`.
+    """
     if value is None or value == auto:
         return True
     if value == none:
         return False
     if not isinstance(value, str | dict):
         raise invalid(where, f"got {kind(value)}, expected {auto!r} or {none!r}")
-    raise unsupported(
+    ignore_or_refuse(
+        ignored,
         where,
         f"sessions do not force calls: only {auto!r} and {none!r} are supported; ask for the call "
         "in a message",
     )
+    return True
 
 
 def make_call(
@@ -296,7 +366,11 @@ def make_request(
     model: str,
     messages: Sequence[Message],
     tools: Sequence[ToolSchema] = (),
+    template_options: object = None,
     max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    references: Sequence[Reference] = (),
+    ignored: Sequence[str] | None = None,
     continues: str = "",
     instructions: str | None = None,
 ) -> ChatRequest:
@@ -312,7 +386,11 @@ def make_request(
     return ChatRequest(
         messages=tuple(messages),
         tools=tuple(tools),
+        template_options=read_template_options(template_options, "chat_template_kwargs"),
         max_tokens=max_tokens,
+        stop=tuple(stop),
+        references=tuple(references),
+        ignored=tuple(ignored or ()),
         continues=continues,
         instructions=instructions,
         is_auxiliary=model.endswith(AUXILIARY_SUFFIX) or lower.get(AUXILIARY_HEADER) == "1",

@@ -18,6 +18,7 @@ ERROR_TYPES = {
     RefusalCode.INVALID_KEY: "authentication_error",
     RefusalCode.FORBIDDEN: "permission_error",
     RefusalCode.UNKNOWN_SESSION: "not_found_error",
+    RefusalCode.NOT_FOUND: "not_found_error",
     RefusalCode.TOO_MANY_REQUESTS: "rate_limit_error",
 }
 """What both providers call an error; every other is an `invalid_request_error`."""
