@@ -15,27 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Column, Connection, MetaData, Table
+from sqlalchemy import Column, Connection, MetaData, String, Table, Text
 from sqlalchemy.schema import CreateColumn
 
 FIRST_FORMAT = 9
 """The oldest format that can be moved forward."""
 
 Step = Callable[[Connection], None]
-
-# By the format that a step starts from, in order and without a gap.
-STEPS: Mapping[int, Step] = {}
-
-
-def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
-    """What a run is in after all steps."""
-    return FIRST_FORMAT + len(steps)
-
-
-def move_forward(connection: Connection, number: int, steps: Mapping[int, Step] = STEPS) -> None:
-    """Run every step from format `number` on, in the caller's transaction."""
-    for start in range(number, newest_format(steps)):
-        steps[start](connection)
 
 
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
@@ -47,3 +33,30 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
     what = CreateColumn(column).compile(dialect=dialect)
     name = dialect.identifier_preparer.format_table(named)
     connection.exec_driver_sql(f"ALTER TABLE {name} ADD COLUMN {what}")
+
+
+def _keep_what_was_asked_of_turns(connection: Connection) -> None:
+    """A turn says where its text was cut, what of its request was ignored, and the template's
+    options."""
+    for name, kind, of_old_rows in (
+        ("stop_string", String, ""),
+        ("ignored", Text, "[]"),
+        ("template_options", Text, "{}"),
+    ):
+        column = Column(name, kind, nullable=False, server_default=of_old_rows)
+        add_column(connection, "session_turns", column)
+
+
+# By the format that a step starts from, in order and without a gap.
+STEPS: Mapping[int, Step] = {9: _keep_what_was_asked_of_turns}
+
+
+def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
+    """What a run is in after all steps."""
+    return FIRST_FORMAT + len(steps)
+
+
+def move_forward(connection: Connection, number: int, steps: Mapping[int, Step] = STEPS) -> None:
+    """Run every step from format `number` on, in the caller's transaction."""
+    for start in range(number, newest_format(steps)):
+        steps[start](connection)
