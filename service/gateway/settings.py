@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from actors.limits import STRICT, Positive, Seconds
+
+
+class SystemMessages(StrEnum):
+    """What becomes of system texts that the chat template refuses or does not show."""
+
+    MERGE = "merge"
+    REFUSE = "refuse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +33,10 @@ class SessionSettings:
     """How long after its finish a session may wait for a reward that is to come."""
     max_body_mib: Positive = 48
     """MiB of one request's body; of uploaded trajectories too."""
+    system_messages: SystemMessages = SystemMessages.MERGE
+    """Of system and developer messages that the chat template refuses or does not show where they
+    are: merge puts all of their texts into one message at the front, in a new sample where a
+    conversation has begun already; refuse answers with status 400."""
     trains_single_turns: bool = False
     """Train conversations of one turn beside a longer one too; they are mostly titles and
     classifiers, which the session's reward says nothing of."""

@@ -68,8 +68,8 @@ def outcome(parsed: ParsedReply, tools: tuple[ToolSchema, ...] = TOOLS) -> list[
         ("glm", ("glm47", None)),
         ("llama", ("llama3_json", None)),
         ("mistral", ("mistral", None)),
-        # Without tools in its template a model is read as it always was.
-        ("none", ("hermes", None)),
+        # Whose template has no calls: nothing is known to read them.
+        ("none", (None, None)),
     ],
 )
 def test_the_chat_template_tells_the_parsers(

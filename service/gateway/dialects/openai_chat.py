@@ -54,7 +54,7 @@ PARAMETERS: Parameters = {
     **COMMON,
     "messages": taken("texts and calls"),
     "tools": taken("functions; `strict` has no effect"),
-    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_tokens": MAX_TOKENS,
     "max_completion_tokens": taken("as `max_tokens`, and instead of it"),
     "stream_options": taken("`include_usage`; `include_obfuscation` has no effect"),
@@ -120,7 +120,8 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
         headers,
         model=model,
         messages=messages,
-        tools=tools if calls else (),
+        tools=tools,
+        may_call=calls,
         max_tokens=next((limit for limit in limits if limit is not None), None),
     )
     return request, AnswerStyle(

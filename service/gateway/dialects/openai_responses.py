@@ -58,7 +58,7 @@ PARAMETERS: Parameters = {
         "functions, also in namespaces: the policy knows them as NAMESPACE.NAME; `strict`, and a "
         "namespace's description, have no effect"
     ),
-    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_output_tokens": MAX_TOKENS,
     "text": taken("`verbosity` has no effect"),
     **dict.fromkeys(("parallel_tool_calls", "reasoning"), without_effect(TRAINED)),
@@ -113,7 +113,8 @@ def read(body: object, headers: Mapping[str, str]) -> tuple[ChatRequest, AnswerS
         headers,
         model=model,
         messages=messages,
-        tools=tools if may_call else (),
+        tools=tools,
+        may_call=may_call,
         max_tokens=limit,
         continues=continues,
         instructions=instructions if continues else None,

@@ -296,6 +296,7 @@ def make_request(
     model: str,
     messages: Sequence[Message],
     tools: Sequence[ToolSchema] = (),
+    may_call: bool = True,
     max_tokens: int | None = None,
     continues: str = "",
     instructions: str | None = None,
@@ -312,6 +313,7 @@ def make_request(
     return ChatRequest(
         messages=tuple(messages),
         tools=tuple(tools),
+        may_call=may_call,
         max_tokens=max_tokens,
         continues=continues,
         instructions=instructions,
