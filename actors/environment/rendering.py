@@ -599,6 +599,16 @@ class ChatRenderer:
         """Whether the template shows a call only where the content is none."""
         return self._call_form.null_content
 
+    @property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the template wants a call's arguments as JSON text."""
+        return self._call_form.arguments_as_text
+
+    @property
+    def splits_calls(self) -> bool:
+        """Whether a message that speaks and calls is rendered as two, to be shown in full."""
+        return self._call_form.splits
+
     def _try_form(self, form: _CallForm, probe: _Messages = _PROBE) -> str:
         """What the template makes of a call in this form; empty where it refuses it."""
         try:
@@ -624,6 +634,24 @@ class ChatRenderer:
         return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
 
     def _apply(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        if self._wants_parts:
+            conversation = [_in_parts(message) for message in conversation]
+        return self._applied(conversation, **options)
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows a content only where it is a list of parts (some that also
+        take images)."""
+        probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
+        for message, wants in ((probe, False), (_in_parts(probe), True)):
+            try:
+                if _CONTENT in self._applied([message]):
+                    return wants
+            except RenderError:
+                continue
+        return False
+
+    def _applied(self, conversation: list[dict[str, Any]], **options: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, **options, **self._template_options
@@ -720,6 +748,15 @@ def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str
             message = replace(message, content="", reasoning=None)
         found.append(_for_template(message, form))
     return found
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
