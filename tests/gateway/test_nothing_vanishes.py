@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds.episode_builders import reply
+from worlds.gateway_world import Gateway, Policy
 from worlds.trait_templates import TEMPLATES, renderer, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall
-from actors.environment.rendering import BreakReason, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
 from actors.types import FinishReason, VersionSpan
-from service.gateway.chat import ChatRequest
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.settings import SessionSettings, SystemMessages
 from service.gateway.tree import Prompt, SessionTree, next_prompt
 from service.gateway.turns import SessionTurn
 
@@ -46,17 +50,17 @@ class Chat:
         self.tree, self.merges = SessionTree("s-0"), merges
         self.renderer, self.tokenizer = renderer(trait), tokenizer(trait)
 
-    def ask(self, messages: Sequence[Message], reply: Message) -> tuple[Prompt, str]:
+    def ask(self, messages: Sequence[Message], answer: Message) -> tuple[Prompt, str]:
         """Play a turn; returns its prompt and the text of it."""
         place = self.tree.find(ChatRequest(messages=tuple(messages), tools=(CALCULATOR,)))
         prompt = next_prompt(place, self.renderer, merges_system=self.merges)
         calls = [
             f"<tool_call>{json.dumps({'name': c.name, 'arguments': c.arguments})}</tool_call>"
-            for c in reply.tool_calls
+            for c in answer.tool_calls
         ]
         sampled = np.array(
             self.tokenizer.encode(
-                f"{reply.content}{''.join(calls)}<|im_end|>", add_special_tokens=False
+                f"{answer.content}{''.join(calls)}<|im_end|>", add_special_tokens=False
             ),
             np.int32,
         )
@@ -67,7 +71,7 @@ class Chat:
                 parent=place.parent,
                 tools=place.tools if place.parent is None else (),
                 new_messages=place.new_messages,
-                reply=reply,
+                reply=answer,
                 extends_parent=prompt.extends_parent,
                 new_token_ids=prompt.new_token_ids,
                 sampled_token_ids=sampled,
@@ -183,6 +187,58 @@ def test_what_a_template_takes_for_a_thought_of_a_user_is_refused() -> None:
     assert "secret" not in text and "open" in text
 
 
+LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+
+
+async def test_with_tool_choice_none_the_tools_stay_and_no_call_is_read(tmp_path: Path) -> None:
+    policy = Policy(answers=lambda _: reply(f"{LOOK_UP}<|im_end|>"))
+    gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
+    begun = [user("Hi")]
+    first = await gateway.ask(*begun, tools=(CALCULATOR,))
+    assert [name for _, name, _ in first.message.call_texts] == ["calculator"]
+    (called,) = first.message.tool_calls
+    begun += [first.message, result(called, "7"), user("Say it.")]
+    second = await gateway.ask(*begun, tools=(CALCULATOR,), may_call=False)
+    assert second.message.call_texts == () and "<tool_call>" in second.message.content
+    assert [request.tools for request in policy.requests] == [(CALCULATOR,), ()]
+    await gateway.ask(*begun, second.message, user("Go on."), tools=(CALCULATOR,))
+    await gateway.finish(1.0)
+    trajectory = await gateway.trajectory()
+    assert len(trajectory.samples) == 1 and len(trajectory.turns) == 3
+
+
+async def test_tools_are_refused_where_nothing_is_known_to_read_calls(tmp_path: Path) -> None:
+    unknown = tokenizer("plain").__class__(
+        tokenizer_object=tokenizer("plain").backend_tokenizer,
+        chat_template=TEMPLATES["plain"].replace("tool_call>", "calling>"),
+    )
+    gateway = await Gateway(
+        tmp_path, finds_parser=True, chat_renderer=ChatRenderer(unknown)
+    ).opened()
+    with pytest.raises(Refused, match=r"inference\.tool_parser is auto") as refused:
+        await gateway.ask(user("Hi"), tools=(CALCULATOR,))
+    assert (refused.value.code, refused.value.param) == (RefusalCode.INVALID_REQUEST, "tools")
+    assert (await gateway.ask(user("Hi"))).message.content == "0"
+
+
+@pytest.mark.parametrize("system_messages", SystemMessages)
+async def test_the_setting_decides_whether_system_texts_are_merged(
+    tmp_path: Path, system_messages: SystemMessages
+) -> None:
+    gateway = await Gateway(
+        tmp_path,
+        settings=SessionSettings(system_messages=system_messages),
+        chat_renderer=renderer("wants system first and once"),
+    ).opened()
+    chat = [system("a"), user("b"), system("c")]
+    if system_messages is SystemMessages.MERGE:
+        assert (await gateway.ask(*chat)).message.content == "0"
+        return
+    with pytest.raises(Refused, match=r"only come first; sessions\.system_messages: merge") as no:
+        await gateway.ask(*chat)
+    assert (no.value.code, no.value.param) == (RefusalCode.INVALID_REQUEST, "messages")
+
+
 _TEXTS = st.sampled_from(
     [
         "red",
@@ -236,10 +292,10 @@ def test_every_text_is_in_the_prompt_or_the_request_is_refused(
     trait: str, turns: list[tuple[list[Message], Message]]
 ) -> None:
     chat, messages = Chat(trait), list[Message]()
-    for new, reply in turns:
+    for new, answer in turns:
         messages += new
         try:
-            prompt, text = chat.ask(messages, reply)
+            prompt, text = chat.ask(messages, answer)
         except RenderError:
             assert trait == "knows no tools"
             return
@@ -250,4 +306,4 @@ def test_every_text_is_in_the_prompt_or_the_request_is_refused(
         said = texts_of(messages)
         for part in {each for each in said if each}:
             assert shown.count(part) >= sum(each.count(part) for each in said), (part, text)
-        messages.append(reply)
+        messages.append(answer)
