@@ -50,7 +50,6 @@ CALL_FORMS = (
         start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
         signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
     ),
-    CallForm(parser="openai", start="to=functions.", signs=("<|channel|>", "to=functions.")),
     CallForm(parser="cohere_command3", start="<|START_ACTION|>", signs=("<|START_ACTION|>",)),
     CallForm(parser="lfm2", start="<|tool_call_start|>", signs=("<|tool_call_start|>",)),
     CallForm(parser="gemma4", start="<|tool_call>", signs=("<|tool_call>",)),
