@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -707,10 +708,15 @@ def _unshown(
     marks: those that stand in place of the texts and are shown; None: not known. in_place: whether
     the mark behind the text itself is shown, for templates that read the text.
     """
+    times: Counter[tuple[str, ...]] = Counter()
     for each in said:
+        # A template may leave out what was said before.
+        times[each.texts] += not each.is_call
         # Of what a reply says templates take the thought off, in whatever form it is.
         is_reply = each.message.role is Role.ASSISTANT and not each.is_call
-        is_shown = is_reply or all(holds(text, part) for part in each.texts)
+        is_shown = is_reply or all(
+            holds(text, part, times=times[each.texts] or 1) for part in each.texts
+        )
         if is_shown and marks is not None and each.mark not in marks:
             is_shown = not each.is_call and in_place(each)
         if not is_shown:

@@ -101,11 +101,15 @@ def marks_in(text: str) -> frozenset[str]:
     return frozenset(_MARK.findall(text))
 
 
-def holds(rendering: str, text: str) -> bool:
-    """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words."""
+def holds(rendering: str, text: str, *, times: int = 1) -> bool:
+    """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
+
+    times: how often; not looked at where the text is shown in no form that can be counted.
+    """
     text = text.strip()
-    if text in rendering or json.dumps(text, ensure_ascii=False)[1:-1] in rendering:
-        return True
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+    if found := max(rendering.count(text), rendering.count(escaped)):
+        return found >= times
     plain = _unescaped(rendering)
     return _in_order(plain, _units(text)) or _in_order(plain, _units(_unescaped(text)))
 

@@ -163,6 +163,14 @@ def test_a_call_and_its_result_are_in_the_prompt_or_refused(trait: str, said: st
         assert part in text
 
 
+def test_a_text_that_is_said_twice_is_in_the_prompt_twice() -> None:
+    begun = [system("Be terse."), user("Hi"), system("Be terse."), user("Yes?")]
+    _, text = Chat("says a system text once").ask(begun, says("x"))
+    assert text.count("Be terse.") == 2
+    with pytest.raises(RenderError, match=r"content of message 2 \(system\): 'Be terse\.'"):
+        Chat("says a system text once", merges=False).ask(begun, says("x"))
+
+
 def test_results_that_are_numbered_have_their_own_number() -> None:
     chat, messages = Chat("numbers results"), [user("Hi")]
     for number in (1, 2, 3):

@@ -36,6 +36,13 @@ TEMPLATES = {
         before="{%- for m in messages if m.role == 'system' %}" + _TURN + "{%- endfor %}",
     ),
     "shows the first system text": _each(_unless("m.role == 'system' and not loop.first")),
+    "says a system text once": _each(
+        "{%- if m.role == 'system' and m.content in ns.said %}{%- else %}"
+        + _TURN
+        + "{%- if m.role == 'system' %}{%- set ns.said = ns.said + [m.content] %}{%- endif %}"
+        "{%- endif %}",
+        before="{%- set ns = namespace(said=[]) %}",
+    ),
     "shows the last system text": _each(
         _unless("m.role == 'system'"),
         before="{%- set ns = namespace(text='') %}{%- for m in messages if m.role == 'system' %}"
