@@ -2,16 +2,19 @@
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
 messages. A delta is rendered behind two different dummy chats and used only if both give the same
-ids; otherwise the whole chat is rendered, and the reason is counted. The dummy chats end as the
-reply does: in text, behind a thought, or in calls with the same names and ids. Called by the turn
-loop. The model's tokenizer, and the tokens that end a turn, are read here too.
+ids, the chats before it stay as they were, and it shows what every new message says; otherwise the
+whole chat is rendered, and the reason is counted. A whole chat that does not show what a message
+says, or its tools, is an error. The dummy chats end as the reply does: in text, behind a thought,
+or in calls with the same names and ids. Called by the turn loop. The model's tokenizer, and the
+tokens that end a turn, are read here too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -26,6 +29,16 @@ import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.settings import History
+from actors.environment.shown_text import (
+    Said,
+    holds,
+    marked,
+    marked_tools,
+    marks_in,
+    said,
+    tool_mark,
+    with_mark,
+)
 from actors.types import BranchReason, TokenIds
 
 _CACHE_ENTRIES = 4096
@@ -33,6 +46,7 @@ _CACHED_CHARS = 2_000
 _CACHED_TOKENS = 64
 # Of renderers with options that some clients' chats have.
 _CACHED_OPTIONS = 8
+_CACHED_MESSAGES = 16
 _ID = re.compile(r"\bid\b|tool_call_id")
 
 _Messages = tuple[Message, ...]
@@ -144,7 +158,11 @@ class BreakReason(StrEnum):
 
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
+    MESSAGE_NOT_SHOWN = "message_not_shown"
+    """Behind the reply the template does not show what a new message says."""
     RETOKENISED = "retokenised"
+    SYSTEM_MERGED = "system_merged"
+    """A system text of a new message was put to the front, where the template takes it."""
     HISTORY_RENDERED = "history_rendered"
     """With `History.AS_RENDERED`: the template shows the history otherwise than it was sampled."""
 
@@ -156,7 +174,12 @@ class BreakReason(StrEnum):
 
 
 class RenderError(Exception):
-    """The chat template cannot render this chat at all."""
+    """The chat template cannot render this chat at all, or shows a part of it nowhere."""
+
+    def __init__(self, message: str, *, param: str = "messages") -> None:
+        """param: what is at fault, messages or tools."""
+        super().__init__(message)
+        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,14 +271,40 @@ _DUMMIES = (
 )
 
 
-# Its id has nine letters, as Mistral's templates want them.
+# Ids have nine letters, as Mistral's templates want them.
+_EXTRA_CALL = "dummy0000"
+_ARGUMENT = "qzprobezq"
+_CONTENT = "qzbesidezq"
 _PROBE = (
     Message(role=Role.USER, content="probe"),
     Message(
         role=Role.ASSISTANT,
         content="",
-        tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": "x"}),),
+        tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": _ARGUMENT}),),
     ),
+)
+_SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallForm:
+    """How a template wants a message that calls; most want what the defaults are."""
+
+    arguments_as_text: bool = False
+    """JSON text; else a mapping."""
+    null_content: bool = False
+    """No content where there is none; else an empty one."""
+    splits: bool = False
+    """A message that speaks and calls is two, of which the second calls."""
+
+
+_USUAL_CALL_FORM = _CallForm()
+# The first that shows a call is the template's.
+_CALL_FORMS = (
+    _USUAL_CALL_FORM,
+    _CallForm(arguments_as_text=True),
+    _CallForm(null_content=True),
+    _CallForm(arguments_as_text=True, null_content=True),
 )
 
 
@@ -282,6 +331,7 @@ class ChatRenderer:
         self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
+        self._cached_marks = lru_cache(_CACHE_ENTRIES)(self._render_marks)
         self._cached_text = lru_cache(_CACHE_ENTRIES)(self._decode)
         self._cached_under = lru_cache(_CACHED_OPTIONS)(self._render_under)
 
@@ -315,11 +365,41 @@ class ChatRenderer:
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Render a chat's beginning with the generation prompt.
 
-        Returns: [P] int32, read-only. Raises: RenderError.
+        Returns: [P] int32, read-only. Raises: RenderError, also where the rendering does not show
+        what a message says.
         """
         chat = tuple(messages)
         render = self._cached_prompt if _may_repeat(chat) else self._render_prompt
         return render(chat, tuple(tools))
+
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+        """Check that the template knows the tools of a chat that begins with these messages.
+
+        Some templates show calls, and leave the tools to the system text (DeepSeek R1).
+        Raises: RenderError for one that shows neither.
+        """
+        marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
+        if marks is None or self.shows_calls:
+            return
+        hidden = [tool.name for number, tool in enumerate(tools) if tool_mark(number) not in marks]
+        if hidden:
+            raise RenderError(
+                f"chat template: it shows no tools and no calls: {', '.join(hidden)} would be in "
+                "no prompt; leave the tools out, or train a model whose template shows them",
+                param="tools",
+            )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Give what the template makes of a chat, whatever it shows. Raises: RenderError."""
+        return self._text(
+            tuple(messages), tuple(tools), add_generation_prompt=add_generation_prompt
+        )
 
     def extend(
         self,
@@ -372,7 +452,40 @@ class ChatRenderer:
         return self._cached_text(tuple(sampled.tolist()))
 
     def _render_prompt(self, messages: _Messages, tools: _Tools) -> TokenIds:
-        return _frozen(self._encode(self._text(messages, tools, add_generation_prompt=True)))
+        text = self._text(messages, tools, add_generation_prompt=True)
+        self._check_shown(messages, tools, text)
+        return _frozen(self._encode(text))
+
+    def _check_shown(self, messages: _Messages, tools: _Tools, text: str) -> None:
+        """Raises: RenderError for a rendering without a message's text."""
+        marks = self._marks(marked(messages), tools)
+
+        def in_place(each: Said) -> bool:
+            found = self._render_marks(with_mark(messages, each), tools)
+            return found is None or each.mark in found
+
+        for each in _unshown(said(messages), text=text, marks=marks, in_place=in_place):
+            raise RenderError(f"chat template: it does not show {each}; {_remedy(each)}")
+
+    def _marks(
+        self, messages: _Messages, tools: _Tools, *, after: str = ""
+    ) -> frozenset[str] | None:
+        is_short = len(messages) <= _CACHED_MESSAGES
+        render = self._cached_marks if is_short else self._render_marks
+        return render(messages, tools, after)
+
+    def _render_marks(
+        self, messages: _Messages, tools: _Tools, after: str = ""
+    ) -> frozenset[str] | None:
+        """The marks that the template shows of a chat; None where it refuses the chat.
+
+        after: a text that the marks follow.
+        """
+        try:
+            text = self._text(messages, tools, add_generation_prompt=True)
+        except RenderError:
+            return None
+        return marks_in(text.rpartition(after)[2] if after else text)
 
     def _render_delta(
         self, new_messages: _Messages, tools: _Tools, ending: _Ending
@@ -380,27 +493,50 @@ class ChatRenderer:
         in_reply = {call_id for call_id, _ in ending.calls}
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
         # Only one of the dummies has made these calls: a template that looks for them shows itself.
-        elsewhere = sorted(answered - in_reply)
+        called_before = sorted(answered - in_reply)
+        if ending.calls or any(message.role is Role.TOOL for message in new_messages):
+            # And one more, which was answered: so does a template that numbers them.
+            called_before.append(_EXTRA_CALL)
         deltas = []
-        for dummy, called_before in zip(_DUMMIES, ((), elsewhere), strict=True):
-            chat = dummy.chat(ending, called_before=called_before)
+        for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
+            chat = dummy.chat(ending, called_before=called)
+            mark = dummy.mark(ending)
             try:
                 closed = self._text(chat, tools, add_generation_prompt=False)
                 whole = self._text((*chat, *new_messages), tools, add_generation_prompt=True)
             except RenderError:
                 return BreakReason.TEMPLATE_REFUSED
-            delta = self._delta_behind(
-                dummy.mark(ending), whole=whole, closed=closed, is_call=bool(ending.calls)
-            )
+            delta = self._delta_behind(mark, whole=whole, closed=closed, is_call=bool(ending.calls))
             if isinstance(delta, BreakReason):
                 return delta
+            question = dummy.before[-1].content
+            if not _only_loses(_head(closed, question, mark), _head(whole, question, mark)):
+                return BreakReason.TEMPLATE_LOOKS_BACK
             deltas.append(delta)
         first, second = deltas
         if first.num_closing != second.num_closing:
             return BreakReason.TEMPLATE_LOOKS_BACK
         if not np.array_equal(first.token_ids, second.token_ids):
             return BreakReason.TEMPLATE_LOOKS_BACK
+        if not self._shows_new(whole.rpartition(mark)[2], chat, new_messages, tools, mark=mark):
+            return BreakReason.MESSAGE_NOT_SHOWN
         return first
+
+    def _shows_new(
+        self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
+    ) -> bool:
+        """Whether new messages are shown behind a chat.
+
+        tail: what follows the mark, which is the last text of the chat.
+        """
+
+        def in_place(each: Said) -> bool:
+            changed = (*chat, *with_mark(new_messages, each))
+            found = self._render_marks(changed, tools, mark)
+            return found is None or each.mark in found
+
+        marks = self._marks((*chat, *marked(new_messages)), tools, after=mark)
+        return not any(_unshown(said(new_messages), text=tail, marks=marks, in_place=in_place))
 
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
@@ -456,31 +592,87 @@ class ChatRenderer:
         return int(bool(tail_ids) and tail_ids[0] in self._end_ids)
 
     def _text(self, messages: _Messages, tools: _Tools, *, add_generation_prompt: bool) -> str:
-        as_text = any(message.call_texts for message in messages) and self._takes_arguments_as_text
+        calls = any(message.call_texts for message in messages)
         return self._apply(
-            [_for_template(message, arguments_as_text=as_text) for message in messages],
+            _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
             tools=[tool.for_template() for tool in tools] or None,
             add_generation_prompt=add_generation_prompt,
         )
 
     @cached_property
-    def _takes_arguments_as_text(self) -> bool:
-        """Whether the template wants a call's arguments as JSON text; most want a mapping."""
+    def template_text(self) -> str:
+        """Of the chat template; some models have several by name, one of them for tools."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @cached_property
+    def rendered_call(self) -> str:
+        """What the template makes of a chat that ends in a call; empty where it refuses it."""
+        return self._try_form(self._call_form)
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template shows what an assistant calls."""
+        return _ARGUMENT in self.rendered_call
+
+    @property
+    def needs_null_content(self) -> bool:
+        """Whether the template shows a call only where the content is none."""
+        return self._call_form.null_content
+
+    @property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the template wants a call's arguments as JSON text."""
+        return self._call_form.arguments_as_text
+
+    @property
+    def splits_calls(self) -> bool:
+        """Whether a message that speaks and calls is rendered as two, to be shown in full."""
+        return self._call_form.splits
+
+    def _try_form(self, form: _CallForm, probe: _Messages = _PROBE) -> str:
+        """What the template makes of a call in this form; empty where it refuses it."""
         try:
-            text = self._apply([_for_template(m, arguments_as_text=False) for m in _PROBE])
+            return self._apply(_conversation(probe, form))
         except RenderError:
-            pass
-        else:
-            # Python's own spelling of a mapping is what comes of one that is taken for text.
-            if "{'probe'" not in text:
-                return False
-        try:
-            self._apply([_for_template(m, arguments_as_text=True) for m in _PROBE])
-        except RenderError:
-            return False
-        return True
+            return ""
+
+    @cached_property
+    def _call_form(self) -> _CallForm:
+        """What the template wants of a message that calls, by what it makes of one."""
+        rendered = {form: self._try_form(form) for form in _CALL_FORMS}
+        # Python's own spelling of a mapping is what comes of one that is taken for text.
+        taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
+        shown = [form for form in taken if _ARGUMENT in rendered[form]]
+        form = next(iter(shown or taken), _USUAL_CALL_FORM)
+        split = replace(form, splits=True)
+        return split if shown and self._needs_split(form, split) else form
+
+    def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
+        """Whether a message that speaks and calls is shown in full only as two messages."""
+        together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
+        marks = (_CONTENT, _ARGUMENT)
+        return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
 
     def _apply(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        if self._wants_parts:
+            conversation = [_in_parts(message) for message in conversation]
+        return self._applied(conversation, **options)
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows a content only where it is a list of parts (some that also
+        take images)."""
+        probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
+        for message, wants in ((probe, False), (_in_parts(probe), True)):
+            try:
+                if _CONTENT in self._applied([message]):
+                    return wants
+            except RenderError:
+                continue
+        return False
+
+    def _applied(self, conversation: list[dict[str, Any]], **options: Any) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, **options, **self._template_options
@@ -515,12 +707,91 @@ def template_variables(template: object) -> frozenset[str] | None:
         return None
 
 
-def _for_template(message: Message, *, arguments_as_text: bool) -> dict[str, Any]:
-    """The form that chat templates expect: OpenAI's, but for the arguments of calls.
+def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The chat with all of its system texts in one message, the first; it may be as it was."""
+    texts = [each.content for each in messages if each.role is Role.SYSTEM]
+    if not texts or (len(texts) == 1 and messages[0].role is Role.SYSTEM):
+        return tuple(messages)
+    front = Message(role=Role.SYSTEM, content="\n\n".join(texts))
+    return (front, *(each for each in messages if each.role is not Role.SYSTEM))
 
-    A field that a message lacks is left out: templates ask whether it is there.
+
+def _unshown(
+    said: Iterable[Said],
+    *,
+    text: str,
+    marks: frozenset[str] | None,
+    in_place: Callable[[Said], bool],
+) -> Iterator[Said]:
+    """What a rendering does not show.
+
+    marks: those that stand in place of the texts and are shown; None: not known. in_place: whether
+    the mark behind the text itself is shown, for templates that read the text.
     """
-    rendered: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    times: Counter[tuple[str, ...]] = Counter()
+    for each in said:
+        # A template may leave out what was said before.
+        times[each.texts] += not each.is_call
+        # Of what a reply says templates take the thought off, in whatever form it is.
+        is_reply = each.message.role is Role.ASSISTANT and not each.is_call
+        is_shown = is_reply or all(
+            holds(text, part, times=times[each.texts] or 1) for part in each.texts
+        )
+        if is_shown and marks is not None and each.mark not in marks:
+            is_shown = not each.is_call and in_place(each)
+        if not is_shown:
+            yield each
+
+
+def _remedy(said: Said) -> str:
+    if said.message.role is Role.SYSTEM:
+        return "send system texts as the first message, or as one of the user"
+    if said.message.role is Role.TOOL or said.is_call:
+        return "train a model whose template shows calls and their results"
+    return "send it otherwise, or train a model whose template shows it"
+
+
+def _head(text: str, question: str, mark: str) -> str:
+    """What precedes a dummy's reply: its end may be rendered anew when another message follows."""
+    before, _, _ = text.partition(mark)
+    head, found, _ = before.rpartition(question)
+    return head + found if found else before
+
+
+def _only_loses(before: str, after: str) -> bool:
+    """Whether a part of a text was taken out, and nothing came in: what is lost stays appended."""
+    start = _num_shared(before, after)
+    end = _num_shared(before[start:][::-1], after[start:][::-1])
+    return start + end == len(after)
+
+
+def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
+    """The form that chat templates expect: OpenAI's, but for the arguments of calls."""
+    found = []
+    for message in messages:
+        if form.splits and message.call_texts and message.content:
+            found.append(_for_template(replace(message, tool_calls=()), form))
+            message = replace(message, content="", reasoning=None)
+        found.append(_for_template(message, form))
+    return found
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
+
+
+def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
+    """A field that a message lacks is left out: templates ask whether it is there."""
+    is_null = form.null_content and message.call_texts and not message.content
+    rendered: dict[str, Any] = {
+        "role": message.role.value,
+        "content": None if is_null else message.content,
+    }
     if message.name is not None:
         rendered["name"] = message.name
     if message.tool_call_id is not None:
@@ -535,7 +806,7 @@ def _for_template(message: Message, *, arguments_as_text: bool) -> dict[str, Any
                 "type": "function",
                 "function": {
                     "name": name,
-                    "arguments": arguments if arguments_as_text else json.loads(arguments),
+                    "arguments": arguments if form.arguments_as_text else json.loads(arguments),
                 },
             }
             for call_id, name, arguments in message.call_texts
@@ -584,7 +855,7 @@ def _may_repeat(messages: _Messages) -> bool:
     return num_chars <= _CACHED_CHARS
 
 
-def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

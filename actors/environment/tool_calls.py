@@ -14,6 +14,7 @@ cannot be read becomes a typed `MalformedCall` with a sentence that the policy m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +25,24 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 END_OF_THOUGHT = "</think>"
 MAX_CALL_CHARS = 20_000
+
+_THOUGHT_MARKS = (
+    ("<think>", END_OF_THOUGHT),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+)
+# A generation prompt may have opened the thought, so that only its end stands in the text.
+_INLINED_THOUGHT = re.compile(
+    "|".join(
+        rf"\s*{re.escape(start)}(?P<thought{number}>.*?){re.escape(end)}"
+        for number, (start, end) in enumerate(_THOUGHT_MARKS)
+    ),
+    re.DOTALL,
+)
 
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -39,6 +58,26 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 def visible_text(text: str) -> str:
     """What follows the last `</think>`, stripped: a thought is not an answer and calls nothing."""
     return text.rpartition(END_OF_THOUGHT)[2].strip()
+
+
+def split_thought(content: str) -> tuple[str | None, str]:
+    """Take the thought off that begins a content, in the marks of any family of models.
+
+    Returns: the thought, stripped, None for a content without one; and the rest.
+    Example: split_thought("<think>hm</think>4") -> ("hm", "4")
+    """
+    found = _INLINED_THOUGHT.match(content)
+    if found is None:
+        return None, content
+    thought = next(text for text in found.groups() if text is not None)
+    return thought.strip(), content[found.end() :]
+
+
+def without_thought(content: str) -> str:
+    """What follows the last end of a thought: templates leave out what precedes it."""
+    for _, end in _THOUGHT_MARKS:
+        content = content.rpartition(end)[2]
+    return content
 
 
 def check_calls(

@@ -354,8 +354,15 @@ def stop(
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Read CONFIG, check it, and print every setting, defaults filled in, with its meaning."""
-    typer.echo(describe_config(load_config(config, overrides or ())))
+    """Read CONFIG, check it, and print every setting, defaults filled in, with its meaning.
+
+    Comments below say what the model's chat template does with a chat.
+    """
+    from service.cli.check import describe_template
+
+    checked = load_config(config, overrides or ())
+    typer.echo(describe_config(checked))
+    typer.echo(describe_template(checked))
 
 
 @app.command()

@@ -19,9 +19,10 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from actors.environment.call_forms import call_form
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
-from actors.environment.protocol import Environment, Message, Observation, Role
+from actors.environment.protocol import Environment, Message, Observation, Role, ToolSchema
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import (
     ChatRenderer,
@@ -43,6 +44,7 @@ from actors.environment.user_code import describe, location, root_cause
 from actors.types import Task
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.inference.settings import AUTO
 
 RESET_LIMIT_S = 60.0
 """Of the first task's reset, and of its close."""
@@ -220,6 +222,7 @@ def _fitting(
         return tasks
     tools = getattr(_maker(config)(), "tools", ())
     renderer = _renderer(config, model_path)
+    _check_tools(config, renderer, (), tools)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
     fitting = []
     for task in tasks:
@@ -416,9 +419,31 @@ async def _ended(method: str, call: Awaitable[Any]) -> object:
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
     try:
         renderer = _renderer(config, model_path)
+        _check_tools(config, renderer, observation.messages, observation.tools)
         return int(renderer.first_prompt(observation.messages, observation.tools).shape[0])
     except RenderError as error:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
+
+
+def _check_tools(
+    config: Config,
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+) -> None:
+    """Raises: ConfigError for tools that the model is not shown, or whose calls nothing reads."""
+    if not tools:
+        return
+    try:
+        renderer.check_tools(messages, tools)
+    except RenderError as error:
+        raise ConfigError(f"model: {error}") from error
+    if config.inference.tool_parser == AUTO and call_form(renderer) is None:
+        raise ConfigError(
+            f"inference.tool_parser is auto, and {config.tasks.environment!r} declares tools, but "
+            "the form of calls in the model's chat template is none that is known; name one of "
+            "vLLM's parsers, or none where the environment reads calls out of the text itself"
+        )
 
 
 def _renderer(config: Config, model_path: str) -> ChatRenderer:

@@ -71,7 +71,7 @@ class Answers:
     async def num_prompt_tokens(self, session: Session, request: ChatRequest) -> int:
         """Of the turn that would answer a request; nothing is sampled. Raises: Refused."""
         place = await self._place(session, session.tree.resolved(request))
-        return await self._sampler.num_prompt_tokens(place)
+        return await self._sampler.num_prompt_tokens(place, may_call=request.may_call)
 
     async def _place(self, session: Session, request: ChatRequest) -> Place:
         """Raises: Refused."""

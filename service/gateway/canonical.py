@@ -1,7 +1,8 @@
 """When two messages are one: the canonical form of a message, and keys over conversations.
 
-Clients send a conversation back otherwise than they got it: they drop or trim reasoning, write a
-call's arguments anew, rename the ids of calls, put bookkeeping into the system text. Two
+Clients send a conversation back otherwise than they got it: they drop or trim reasoning or write it
+into the content, write a call's arguments anew, round its numbers as JavaScript does, rename the
+ids of calls, put bookkeeping into the system text. Two
 conversations have equal keys when they differ in nothing else. Reading one costs one pass over its
 text. Called by a session's tree.
 """
@@ -15,6 +16,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.tool_calls import split_thought
 from service.gateway.chat import ChatRequest
 
 START = b""
@@ -22,8 +24,8 @@ START = b""
 
 # Claude Code writes it anew for every request.
 _ROTATING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-# What some templates and clients put before a reply that did not think.
-_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
+# Beyond it JavaScript's numbers are not whole ones any more.
+_MOST_EXACT = 2**53
 
 
 class Link(NamedTuple):
@@ -81,21 +83,32 @@ def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
     Args: key: of the whole conversation. tools: their key.
     """
     shown = [
-        (message.reasoning, [call_id for call_id, _, _ in message.call_texts])
+        (shown_reasoning(message), [call_id for call_id, _, _ in message.call_texts])
         for message in request.messages
         if message.role is Role.ASSISTANT
     ]
-    asked = (request.continues, request.max_tokens, request.is_auxiliary, shown)
+    asked: tuple[object, ...] = (
+        request.continues,
+        request.max_tokens,
+        request.is_auxiliary,
+        shown,
+    )
+    if not request.may_call:
+        asked = (*asked, request.may_call)
     stop = [_json(request.stop)] if request.stop else []
     return _digest(key, tools, _json(asked), *stop).hex()
+
+
+def shown_reasoning(message: Message) -> str | None:
+    """An assistant's thought, in its own field or at the head of the content."""
+    return message.reasoning or split_thought(message.content)[0] or message.reasoning
 
 
 def _canonical(message: Message, answers: int | None) -> bytes:
     content = message.content
     if message.role is Role.ASSISTANT:
         calls = [[name, _values(arguments)] for _, name, arguments in message.call_texts]
-        if thought := _EMPTY_THOUGHT.match(content):
-            content = content[thought.end() :]
+        content = split_thought(content)[1]
         return _json((message.role, content.strip(), message.name, calls))
     if message.role is Role.TOOL:
         return _json((message.role, content, message.tool_call_id if answers is None else answers))
@@ -105,13 +118,19 @@ def _canonical(message: Message, answers: int | None) -> bytes:
 
 
 def _values(arguments: str) -> object:
-    return json.loads(arguments, parse_float=_number)
+    return json.loads(arguments, parse_float=_number, parse_int=_whole_number)
 
 
 def _number(text: str) -> float | int:
     """JavaScript has one kind of number, and writes 1.0 as 1."""
     value = float(text)
     return int(value) if value.is_integer() else value
+
+
+def _whole_number(text: str) -> float | int:
+    """As JavaScript reads it: 1234567890123456789 comes back as 1234567890123456800."""
+    value = int(text)
+    return value if abs(value) <= _MOST_EXACT else _number(text)
 
 
 def _tool_form(tool: ToolSchema) -> tuple[str, str, object]:

@@ -68,6 +68,8 @@ class ChatRequest:
     instructions: str | None = None
     """With `continues`: the system message that the conversation now begins with, in place of the
     one that it began with; None: as it was. Without: it stands among the messages."""
+    may_call: bool = True
+    """Whether calls are read out of the reply; the tools are in the prompt in any case."""
     is_auxiliary: bool = False
     """The client says that this call is no part of the task (a title, a classifier)."""
     is_retry: bool = False

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.rendering import ChatRenderer, RenderError, system_merged
 from actors.policy import GenerateReply, GenerateRequest
 from actors.types import FinishReason, Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits
@@ -19,6 +19,7 @@ from service.gateway.chat import RefusalCode, Refused
 from service.gateway.engine import Engine
 from service.gateway.replies import shown_reply
 from service.gateway.session import Sampling, Session, closed
+from service.gateway.settings import SystemMessages
 from service.gateway.tree import Place, Prompt, next_prompt
 from service.gateway.turns import SessionIntent, SessionTurn
 from service.intake.session import Cut
@@ -80,9 +81,14 @@ class Sampler:
         max_context_tokens: int,
         temperature: float,
         now: Callable[[], float],
+        system_messages: SystemMessages = SystemMessages.MERGE,
+        reads_calls: bool = True,
     ) -> None:
-        """max_context_tokens: prompt and reply together. now: seconds since 1970."""
+        """max_context_tokens: prompt and reply together. now: seconds since 1970. reads_calls:
+        whether the engine can read calls out of replies of this model."""
         self._renderer = renderer
+        self._merges_system = system_messages is SystemMessages.MERGE
+        self._reads_calls = reads_calls
         self._engine = engine
         self._changes = changes
         self._background = background
@@ -139,7 +145,7 @@ class Sampler:
         session = wanted.session
         if num_characters := self._num_too_many(wanted.place):
             raise self._too_long(wanted, f"{num_characters} characters")
-        prompt = await self._prompt(wanted.place)
+        prompt = await self._prompt(wanted.place, may_call=wanted.call.request.may_call)
         request = self._request(wanted, prompt)
         turn, reply = await self._ask(wanted, request)
         if not session.is_open:
@@ -151,22 +157,38 @@ class Sampler:
             self._changes.hide(session, stored.number)
         return stored
 
-    async def num_prompt_tokens(self, place: Place) -> int:
-        """How long the prompt of a request at this place is. Raises: Refused."""
+    async def num_prompt_tokens(self, place: Place, *, may_call: bool) -> int:
+        """Return how long the prompt of a request at this place is. Raises: Refused."""
         if num_characters := self._num_too_many(place):
             raise self._no_room(f"{num_characters} characters")
-        prompt = await self._prompt(place)
+        prompt = await self._prompt(place, may_call=may_call)
         return int(prompt.token_ids.shape[0])
 
-    async def _prompt(self, place: Place) -> Prompt:
-        """Raises: Refused."""
-        try:
-            return await self._background.in_thread(next_prompt, place, self._renderer)
-        except RenderError as error:
+    async def _prompt(self, place: Place, *, may_call: bool) -> Prompt:
+        """Raises: Refused for what the chat template cannot render, or does not show."""
+        if place.tools and may_call and not self._reads_calls:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
-                f"the model's chat template cannot render these messages: {error}",
-                param="messages",
+                "inference.tool_parser is auto, and the form of calls in the model's chat template "
+                "is none that is known, so that no call could be read; leave the tools out, or "
+                "name the model's parser in inference.tool_parser",
+                param="tools",
+            )
+        try:
+            return await self._background.in_thread(
+                next_prompt, place, self._renderer, merges_system=self._merges_system
+            )
+        except RenderError as error:
+            remedy = ""
+            messages = (*place.history, *place.new_messages)
+            if not self._merges_system and system_merged(messages) != messages:
+                remedy = (
+                    "; sessions.system_messages: merge puts all system texts into the first message"
+                )
+            raise Refused(
+                RefusalCode.INVALID_REQUEST,
+                f"the model's chat template cannot render these messages: {error}{remedy}",
+                param=error.param,
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
@@ -210,7 +232,7 @@ class Sampler:
             cache_salt=parent.cache_salt or None if parent else None,
             tenant=tenant_of(session.stored.id),
             replica=parent.replica if parent else "",
-            tools=place.tools,
+            tools=place.tools if wanted.call.request.may_call else (),
         )
 
     async def _ask(self, wanted: _Wanted, request: GenerateRequest) -> tuple[Turn, GenerateReply]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.call_forms import call_form
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.expert_records import ModelShape
@@ -59,6 +60,8 @@ class GatewaySettings:
     """Prompt and reply together, as the engine allows."""
     default_limits: KeyLimits = NO_LIMITS
     """Of named keys without limits of their own."""
+    finds_parser: bool = False
+    """Whether calls are read as the chat template writes them (inference.tool_parser: auto)."""
     num_ahead: int = 0
     """By how much versions were ahead of steps when the term began."""
     shape: ModelShape | None = None
@@ -107,6 +110,8 @@ class Sessions:
             max_context_tokens=settings.max_context_tokens,
             temperature=settings.rollouts.temperature,
             now=now,
+            system_messages=settings.sessions.system_messages,
+            reads_calls=not settings.finds_parser or call_form(renderer) is not None,
         )
         self._answers = Answers(sampler, changes=self._changes, background=self._background)
         self._ends = Ends(self._changes, background=self._background, now=now)

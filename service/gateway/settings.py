@@ -24,6 +24,13 @@ class Unsupported(StrEnum):
     IGNORE = "ignore"
 
 
+class SystemMessages(StrEnum):
+    """What becomes of system texts that the chat template refuses or does not show."""
+
+    MERGE = "merge"
+    REFUSE = "refuse"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """Sessions: rollouts that agents outside play over HTTP. What one may cost is bounded by
@@ -49,3 +56,7 @@ class SessionSettings:
     titles: Titles = Titles.TRAIN
     """Whether titles of conversations are trained, which the session's reward says nothing of:
     `leave_out` for agents that ask for them without marking the call as auxiliary."""
+    system_messages: SystemMessages = SystemMessages.MERGE
+    """Of system and developer messages that the chat template refuses or does not show where they
+    are: merge puts all of their texts into one message at the front, in a new sample where a
+    conversation has begun already; refuse answers with status 400."""

@@ -17,10 +17,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.environment.rendering import BreakReason, ChatRenderer
+from actors.environment.rendering import (
+    BreakReason,
+    ChatRenderer,
+    RenderError,
+    system_merged,
+)
 from actors.environment.sample_builder import SampleBuilder
 from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
-from service.gateway.canonical import Link, links_of, request_digest, tools_key
+from service.gateway.canonical import (
+    Link,
+    links_of,
+    request_digest,
+    shown_reasoning,
+    tools_key,
+)
 from service.gateway.chat import (
     ChatRequest,
     Part,
@@ -108,14 +119,33 @@ def read(request: ChatRequest) -> Reading:
     )
 
 
-def next_prompt(place: Place, renderer: ChatRenderer) -> Prompt:
+def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
     """Make the prompt of a request; may run in a thread.
 
-    Raises: RenderError when the chat template refuses the chat.
+    Args: merges_system: put all system texts into one message at the front, where the chat template
+    refuses the chat or does not show all of it.
+    Raises: RenderError when the template does so all the same.
     """
     renderer = renderer.under(place.template_options)
+    try:
+        return _prompt(place, renderer)
+    except RenderError as error:
+        messages = (*place.history, *place.new_messages)
+        merged = system_merged(messages)
+        if not merges_system or merged == messages:
+            raise
+        try:
+            whole = renderer.first_prompt(merged, place.tools)
+        except RenderError:
+            raise error from None
+    reason = None if place.parent is None else BreakReason.SYSTEM_MERGED
+    return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole, break_reason=reason)
+
+
+def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
     sampled = place.parent_sampled
     if sampled is None:
+        renderer.check_tools(place.new_messages, place.tools)
         whole = renderer.first_prompt(place.new_messages, place.tools)
         return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole)
     previous = np.concatenate(place.parent_prompt)
@@ -741,5 +771,5 @@ def _has_same_ids(own: Message, shown: Message) -> bool:
 
 
 def _has_same_reasoning(own: Message, shown: Message) -> bool:
-    said = (shown.reasoning or "").strip()
-    return not said or said == (own.reasoning or "").strip()
+    said = (shown_reasoning(shown) or "").strip()
+    return not said or said == (shown_reasoning(own) or "").strip()

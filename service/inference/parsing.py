@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +21,10 @@ from vllm.parser import Parser, ParserManager
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tokenizers.hf import get_cached_tokenizer
 
+from actors.environment.call_forms import USUAL, call_form, form_of
+from actors.environment.call_forms import reasoning_parser as reasoning_form
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolSchema
-from actors.environment.rendering import load_tokenizer
+from actors.environment.rendering import ChatRenderer, load_tokenizer
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.user_code import FaultLog
 from actors.policy import ParsedCall, ParsedReply
@@ -38,38 +39,8 @@ logger = logging.getLogger(__name__)
 _fault_log = FaultLog(logger)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CallForm:
-    """How a family of models writes its calls."""
-
-    parser: str
-    """vLLM's name."""
-    start: str
-    """What a call begins with."""
-    signs: tuple[str, ...]
-    """All of them stand in the chat template of such a model."""
-
-
-# The first whose signs stand in a template is its form: one that is a case of another goes first.
-_CALL_FORMS = (
-    _CallForm(parser="qwen3_xml", start="<tool_call>", signs=("<tool_call>", "<function=")),
-    _CallForm(parser="glm47", start="<tool_call>", signs=("<tool_call>", "<arg_key>")),
-    _CallForm(parser="hermes", start="<tool_call>", signs=("<tool_call>",)),
-    _CallForm(parser="mistral", start="[TOOL_CALLS]", signs=("[TOOL_CALLS]",)),
-    _CallForm(
-        parser="llama3_json",
-        start="<|python_tag|>",
-        signs=('{"name": function name, "parameters": ',),
-    ),
-)
-# What most models without tools in their template have been taught elsewhere, if anything.
-_USUAL_FORM = "hermes"
 # Names of one parser in vLLM's registry.
 _SAME_FORM = {"qwen3_json": "hermes", "qwen3_coder": "qwen3_xml", "glm45": "glm47"}
-# By what stands in the template. vLLM's `qwen3` lets a call end the thought that it stands in;
-# `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
-_THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
-
 UNREADABLE = MalformedCall(
     reason=MalformedReason.UNREADABLE, message="The tool call could not be read."
 )
@@ -114,24 +85,18 @@ def find_parser(
     Args: tokenizer: as vLLM caches it, else each reply builds its vocabulary anew.
     Raises: ValueError for a name that vLLM does not know, or that this tokenizer does not fit.
     """
-    template = _template_text(tokenizer)
-    thinking = next((name for sign, name in _THINKING if sign in template), NONE)
-    form = next(
-        (each.parser for each in _CALL_FORMS if all(sign in template for sign in each.signs)),
-        _USUAL_FORM,
-    )
+    renderer = ChatRenderer(tokenizer)
+    form, thinking = call_form(renderer), reasoning_form(renderer)
     return ReplyParser(
         tokenizer,
-        tool_parser=_chosen(tool_parser, form, tokenizer, setting="tool_parser"),
-        reasoning_parser=_chosen(reasoning_parser, thinking, tokenizer, setting="reasoning_parser"),
+        tool_parser=_chosen(
+            tool_parser, form.parser if form else NONE, tokenizer, setting="tool_parser"
+        ),
+        reasoning_parser=_chosen(
+            reasoning_parser, thinking or NONE, tokenizer, setting="reasoning_parser"
+        ),
         stop_token_ids=stop_token_ids,
     )
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = tokenizer.chat_template or ""
-    # Some models have several by name, one of them for tools.
-    return template if isinstance(template, str) else "\n".join(template.values())
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
@@ -183,10 +148,10 @@ class ReplyParser:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
-        form = _SAME_FORM.get(tool_parser or "", tool_parser)
-        self._is_usual_form = form == _USUAL_FORM
+        form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
+        self._is_usual_form = form is USUAL
         # None for the parsers that are not in the table: what they drop is not noticed.
-        self._start = next((each.start for each in _CALL_FORMS if each.parser == form), None)
+        self._start = None if form is None else form.start
         self._thought_marks = self._marks_of_thought()
         self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
             self._compose_class

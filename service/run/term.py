@@ -33,6 +33,7 @@ from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
 from service.gateway.sessions import GatewaySettings
+from service.inference.settings import AUTO
 from service.intake.queue import SubmissionQueue
 from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
@@ -382,6 +383,7 @@ class Term:
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
                 default_limits=config.service.key_limits,
+                finds_parser=config.inference.tool_parser == AUTO,
                 num_ahead=self._num_ahead,
                 shape=self._trainer.shape,
             ),

@@ -43,7 +43,7 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
         ("ignored", Text, "[]"),
         ("template_options", Text, "{}"),
     ):
-        column = Column(name, kind, nullable=False, server_default=of_old_rows)
+        column: Column[object] = Column(name, kind, nullable=False, server_default=of_old_rows)
         add_column(connection, "session_turns", column)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from worlds.command_lines import Answer, as_a_user, rayloom
 from worlds.run_driver import small_config
 
@@ -142,6 +144,11 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     answer = as_a_user("check", str(small_config(tmp_path)), "--set", "run.steps=9")
     assert answer.returncode == 0
     assert "steps: 9" in answer.stdout and "clip_high: 0.28" in answer.stdout
+    # The rest is comments: what is printed can be read as a configuration.
+    assert yaml.safe_load(answer.stdout)["run"]["steps"] == 9
+    assert "# The chat template of the tiny model\n" in answer.stdout
+    assert re.search(r"^# system message in mid-conversation +shown$", answer.stdout, re.MULTILINE)
+    assert re.search(r"^# parser of calls +hermes$", answer.stdout, re.MULTILINE)
 
 
 def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
+from worlds.trait_templates import TEMPLATES
 
+from actors.environment.rendering import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model
 from service.config import preflight, tasks
 from service.config.file import ConfigError, parse_config
@@ -186,6 +188,32 @@ def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
     )
     with pytest.raises(ConfigError, match=r"first prompt has \d+ tokens.*raise that"):
         check_all(config, model)
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "refused"),
+    [
+        (TEMPLATES["plain"], "auto", None),
+        (TEMPLATES["plain"].replace("tool_call>", "call>"), "hermes", None),
+        (TEMPLATES["plain"].replace("tool_call>", "call>"), "auto", "none that is known; name one"),
+        (TEMPLATES["knows no tools"], "hermes", "shows no tools and no calls: calculator"),
+    ],
+)
+def test_tools_that_a_model_cannot_use_are_refused_before_the_start(
+    model: str, tmp_path: Path, template: str, parser: str, refused: str | None
+) -> None:
+    other = str(shutil.copytree(model, tmp_path / "model"))
+    tokenizer: Any = load_tokenizer(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(other)
+    config = config_with(
+        other, tasks={"environment": "calculator"}, inference={"tool_parser": parser}
+    )
+    if refused is None:
+        check_all(config, other)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        check_all(config, other)
 
 
 ENVIRONMENTS = """

@@ -295,7 +295,7 @@ OTHER_LAST_CALL = NAMES_THE_TOOL.replace(
     "'</tool_call>'", "('</tool_call>' if messages[-1] == m else '')"
 )
 PRINTS_ARGUMENTS = NAMES_THE_TOOL.replace(
-    "+ (call.function | tojson) +", "~ call.function.arguments ~"
+    "+ (call.function | tojson) +", "~ call.function.name ~ call.function.arguments ~"
 )
 GLUE_AFTER_THOUGHT = NAMES_THE_TOOL.replace(
     "{{- '<|im_end|>\n' }}", "{{- '<|im_end|>\n\n' if m.reasoning_content else '<|im_end|>\n' }}"
@@ -374,7 +374,7 @@ def test_the_dummies_think_and_speak_where_the_reply_does(template: str, said: M
 
 def test_a_template_that_prints_arguments_as_they_come_is_given_json_text() -> None:
     prompt = like_qwen3(PRINTS_ARGUMENTS).first_prompt([user("hi"), reply("", CALLS[0])], ())
-    assert '<tool_call>{"expression": "3+4"}</tool_call>' in text(QWEN3, prompt)
+    assert '<tool_call>calculator{"expression": "3+4"}</tool_call>' in text(QWEN3, prompt)
 
 
 def test_an_answer_to_a_call_of_an_earlier_turn_is_not_shown_behind_dummies() -> None:
@@ -413,9 +413,20 @@ def test_a_template_that_refuses_an_id_is_asked_for_the_whole_chat() -> None:
         extend(mistral, "[TOOL_CALLS] []</s>", history, result(short, "7"))
 
 
-@pytest.mark.parametrize("template", [HIDES_ARGUMENTS, OTHER_LAST_CALL])
-def test_calls_whose_end_cannot_be_found_are_rendered_anew(template: str) -> None:
-    renderer = like_qwen3(template)
+def test_a_call_without_its_arguments_is_refused_once_it_must_be_rendered() -> None:
+    history = [user("hi"), reply("", CALLS[0])]
+    with pytest.raises(RenderError, match=r"does not show a call of message 1 .*3\+4"):
+        extend(
+            QWEN3,
+            said_in_json(CALLS[0]),
+            history,
+            result(CALLS[0], "7"),
+            renderer=like_qwen3(HIDES_ARGUMENTS),
+        )
+
+
+def test_calls_whose_end_cannot_be_found_are_rendered_anew() -> None:
+    renderer = like_qwen3(OTHER_LAST_CALL)
     said = reply("", CALLS[0])
     answer = result(CALLS[0], "7")
     history = [user("hi"), said]

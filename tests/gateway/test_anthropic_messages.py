@@ -67,7 +67,7 @@ def test_blocks_become_messages_in_their_order() -> None:
         Message(role=Role.ASSISTANT, content="I look", tool_calls=(call,), reasoning="hm"),
         Message(role=Role.USER, content="before"),
         Message(role=Role.TOOL, content="f\ng", tool_call_id="c1"),
-        Message(role=Role.TOOL, content="no such page", tool_call_id="c2"),
+        Message(role=Role.TOOL, content="Error: no such page", tool_call_id="c2"),
         Message(role=Role.TOOL, content="", tool_call_id="c3"),
         Message(role=Role.USER, content="after"),
         Message(role=Role.SYSTEM, content="in the middle"),
@@ -90,7 +90,28 @@ def test_what_asks_for_nothing_is_taken() -> None:
     request, style = ANTHROPIC_MESSAGES.read(harmless, {"Anthropic-Version": "2023-06-01"})
     assert (len(request.tools), len(request.messages), style.streams) == (1, 1, False)
     without, _ = ANTHROPIC_MESSAGES.read(body(tools=[TOOL], tool_choice={"type": "none"}), {})
-    assert without.tools == ()
+    assert without.tools and (request.may_call, without.may_call) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("no such page", "Error: no such page"),
+        ("", "Error: "),
+        ("Exit code 1\nTypeError: x", "Error: Exit code 1\nTypeError: x"),
+        ("0 errors", "Error: 0 errors"),
+        ("error: no such page", "error: no such page"),
+        ("<tool_use_error>No such tool</tool_use_error>",) * 2,
+        ("\nTypeError: x",) * 2,
+    ],
+)
+def test_a_result_that_is_an_error_says_so_once(said: str, shown: str) -> None:
+    for is_error, expected in ((True, shown), (False, said)):
+        content = [result("c", said, is_error=is_error)]
+        request, _ = ANTHROPIC_MESSAGES.read(
+            body(messages=[{"role": "user", "content": content}]), {}
+        )
+        assert request.messages[0].content == expected
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "data": ""}}

@@ -77,7 +77,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
     request, style = OPENAI_CHAT.read(harmless, {})
     assert (len(request.tools), request.max_tokens, style.streams) == (1, 5, False)
     without, _ = OPENAI_CHAT.read(body(tools=[TOOL], tool_choice="none"), {})
-    assert without.tools == ()
+    assert without.tools == request.tools and (request.may_call, without.may_call) == (True, False)
     bare, _ = OPENAI_CHAT.read(
         body(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice=None), {}
     )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from worlds import reply_parsing
 
 from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.call_forms import CALL_FORMS
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolCall, ToolSchema
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.policy import ParsedReply
@@ -68,8 +69,8 @@ def outcome(parsed: ParsedReply, tools: tuple[ToolSchema, ...] = TOOLS) -> list[
         ("glm", ("glm47", None)),
         ("llama", ("llama3_json", None)),
         ("mistral", ("mistral", None)),
-        # Without tools in its template a model is read as it always was.
-        ("none", ("hermes", None)),
+        # Whose template has no calls: nothing is known to read them.
+        ("none", (None, None)),
     ],
 )
 def test_the_chat_template_tells_the_parsers(
@@ -313,3 +314,4 @@ def test_the_names_that_the_configuration_allows_are_those_of_vllm(child: Child)
     tool, reasoning = child(reply_parsing.vllm_names)
     assert read.tool == tool - {"openai"}
     assert read.reasoning == reasoning - {"openai_gptoss"}
+    assert {form.parser for form in CALL_FORMS} <= read.tool

@@ -21,7 +21,9 @@ TEMPLATE = """
 {{ message.content }}
 </tool_response><|im_end|>
 {% else %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant

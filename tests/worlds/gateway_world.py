@@ -74,6 +74,7 @@ class Gateway:
     max_context_tokens: int = 400
     clock: float = 1000.0
     chat_renderer: ChatRenderer = field(default_factory=renderer)
+    finds_parser: bool = False
     policy_client: PolicyClient | None = None
     """In the place of `policy`."""
     playing: dict[str, asyncio.Task[Trajectory]] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Gateway:
                 rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
                 algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
                 max_context_tokens=self.max_context_tokens,
+                finds_parser=self.finds_parser,
             ),
             renderer=self.chat_renderer,
             make_policy=lambda: self.policy_client or self.policy,

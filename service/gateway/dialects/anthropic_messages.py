@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,12 +56,15 @@ from service.gateway.dialects.sending import (
     shown_tokens,
 )
 
+# "Error: …", "<tool_use_error>…", "TypeError: …".
+_ERROR = re.compile(r"error(?![a-z])", re.IGNORECASE)
+
 PARAMETERS: Parameters = {
     **COMMON,
     "system": taken("text or blocks of text, which newlines join"),
     "messages": taken("blocks of text, of thinking, of calls and of their results"),
     "tools": taken("functions; `strict`, `cache_control` and examples have no effect"),
-    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_tokens": MAX_TOKENS,
     "output_config": taken("`effort` has no effect"),
     "thinking": without_effect(TRAINED),
@@ -130,7 +134,8 @@ def read(
         headers,
         model=model,
         messages=spoken,
-        tools=tools if _may_call(given.get("tool_choice"), ignored) else (),
+        tools=tools,
+        may_call=_may_call(given.get("tool_choice"), ignored),
         template_options=given.get("chat_template_kwargs"),
         stop=read_stop(given.get("stop_sequences"), "stop_sequences"),
         ignored=ignored,
@@ -166,15 +171,22 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
         if texts:
             yield make_message(Role.USER, "\n".join(texts), where=where)
             texts = []
-        read_flag(block.get("is_error"), f"{place}.is_error")
+        result = read_content(block.get("content"), f"{place}.content", texts={"text"})
+        is_error = read_flag(block.get("is_error"), f"{place}.is_error")
         yield make_message(
             Role.TOOL,
-            read_content(block.get("content"), f"{place}.content", texts={"text"}),
+            _shown_error(result) if is_error else result,
             where=place,
             tool_call_id=read_text(block.get("tool_use_id"), f"{place}.tool_use_id"),
         )
     if texts:
         yield make_message(Role.USER, "\n".join(texts), where=where)
+
+
+def _shown_error(result: str) -> str:
+    """The result of a call that failed. A model's template has no field that says so."""
+    first_line = result.lstrip().partition("\n")[0]
+    return result if _ERROR.search(first_line) else f"Error: {result}"
 
 
 def _assistant(content: list[Any], where: str) -> Message:

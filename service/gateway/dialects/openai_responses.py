@@ -72,7 +72,7 @@ PARAMETERS: Parameters = {
         "functions, also in namespaces: the policy knows them as NAMESPACE.NAME; `strict`, and a "
         "namespace's description, have no effect"
     ),
-    "tool_choice": taken("`auto`, or `none`: no tools are shown"),
+    "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
     "max_output_tokens": MAX_TOKENS,
     "text": taken("`verbosity` has no effect"),
     **dict.fromkeys(("parallel_tool_calls", "reasoning"), without_effect(TRAINED)),
@@ -135,7 +135,8 @@ def read(
         headers,
         model=model,
         messages=messages,
-        tools=tools if may_call else (),
+        tools=tools,
+        may_call=may_call,
         template_options=given.get("chat_template_kwargs"),
         references=references,
         ignored=ignored,

@@ -1,0 +1,99 @@
+"""How a model writes its calls and its thoughts, as its chat template tells it; no vLLM.
+
+A form is known by its signs, in the template's text or in what the template makes of a call. Called
+by the engine's replica, which reads replies with vLLM's parser of that name, by the gateway, and by
+the checks before a start.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from actors.environment.rendering import ChatRenderer
+from actors.environment.tool_calls import OPEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """How a family of models writes its calls."""
+
+    parser: str
+    """vLLM's name."""
+    start: str | None
+    """What a call begins with; None: nothing tells it from a text."""
+    signs: tuple[str, ...]
+    """All of them are in the chat template of such a model, or in its rendering of a call."""
+
+
+USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))
+# The first whose signs are all there is the form: one that is a case of another goes first.
+CALL_FORMS = (
+    CallForm(parser="minimax_m2", start="<minimax:tool_call>", signs=("<minimax:tool_call>",)),
+    CallForm(parser="seed_oss", start="<seed:tool_call>", signs=("<seed:tool_call>",)),
+    CallForm(parser="qwen3_xml", start=OPEN, signs=(OPEN, "<function=")),
+    CallForm(parser="glm47", start=OPEN, signs=(OPEN, "<arg_key>")),
+    USUAL,
+    CallForm(parser="mistral", start="[TOOL_CALLS]", signs=("[TOOL_CALLS]",)),
+    CallForm(
+        parser="kimi_k2",
+        start="<|tool_calls_section_begin|>",
+        signs=("<|tool_calls_section_begin|>",),
+    ),
+    CallForm(
+        parser="deepseek_v3",
+        start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"),
+    ),
+    CallForm(
+        parser="deepseek_v31",
+        start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
+    ),
+    CallForm(parser="cohere_command3", start="<|START_ACTION|>", signs=("<|START_ACTION|>",)),
+    CallForm(parser="lfm2", start="<|tool_call_start|>", signs=("<|tool_call_start|>",)),
+    CallForm(parser="gemma4", start="<|tool_call>", signs=("<|tool_call>",)),
+    CallForm(parser="granite", start="<|tool_call|>", signs=("<|tool_call|>",)),
+    CallForm(
+        parser="functiongemma", start="<start_function_call>", signs=("<start_function_call>",)
+    ),
+    CallForm(parser="apertus", start="<|tools_prefix|>", signs=("<|tools_prefix|>",)),
+    CallForm(parser="longcat", start="<longcat_tool_call>", signs=("<longcat_tool_call>",)),
+    CallForm(parser="olmo3", start="<function_calls>", signs=("<function_calls>",)),
+    CallForm(
+        parser="llama3_json",
+        start="<|python_tag|>",
+        signs=('{"name": function name, "parameters": ',),
+    ),
+    CallForm(parser="pythonic", start=None, signs=("[func_name1(params_name1=params_value1",)),
+)
+_JSON_CALL = re.compile(rf"{re.escape(OPEN)}\s*\{{")
+_BARE_JSON_CALL = re.compile(r'\{\s*"name": *"probe", *"parameters": *\{')
+# By what is in the template. vLLM's `qwen3` lets a call end the thought that it stands in;
+# `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
+_THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
+
+
+def call_form(renderer: ChatRenderer) -> CallForm | None:
+    """The form of a model's calls; None: it is not known."""
+    rendered = renderer.rendered_call
+    text = f"{renderer.template_text}\n{rendered}"
+    for form in CALL_FORMS:
+        if all(sign in text for sign in form.signs):
+            # Other families write no JSON between the same marks.
+            is_other = form is USUAL and OPEN in rendered and not _JSON_CALL.search(rendered)
+            return None if is_other else form
+    if _BARE_JSON_CALL.search(rendered):
+        return form_of("llama3_json")
+    return None
+
+
+def form_of(parser: str | None) -> CallForm | None:
+    """The form that one of vLLM's parsers reads; None: it is not in the table."""
+    return next((form for form in CALL_FORMS if form.parser == parser), None)
+
+
+def reasoning_parser(renderer: ChatRenderer) -> str | None:
+    """vLLM's name of what reads a model's thoughts; None: its template has none."""
+    text = renderer.template_text
+    return next((name for sign, name in _THINKING if sign in text), None)

@@ -1,0 +1,196 @@
+"""Whether a rendering shows what the messages of a chat say.
+
+Templates drop messages, move them, trim and escape them. So two things are asked of each text: does
+the template show what stands in its place (a mark, which nothing else contains), and are the words
+of the text itself, in their order, in the rendering. Called by `rendering` and `template_traits`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.tool_calls import without_thought
+
+_MARK = re.compile(r"qz[cmt][\dc]+[cmt]zq")
+_WORD = re.compile(r"\w+")
+_UNICODE_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_WHITE_ESCAPES = frozenset("nrtbf")
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A text of a message that a rendering must show."""
+
+    number: int
+    """Of the message in its chat."""
+    message: Message
+    mark: str
+    """What `marked` puts in its place."""
+    texts: tuple[str, ...]
+    is_call: bool = False
+
+    def __str__(self) -> str:
+        shown = " ".join(" ".join(self.texts).split())
+        if len(shown) > _SHOWN_CHARS:
+            shown = f"{shown[:_SHOWN_CHARS]}…"
+        what = "a call" if self.is_call else "the content"
+        return f"{what} of message {self.number} ({self.message.role.value}): {shown!r}"
+
+
+def said(messages: Sequence[Message]) -> Iterator[Said]:
+    """What the messages say: their contents, and the names and the arguments of their calls.
+
+    A thought is left out: a template may show those of earlier turns or not.
+    """
+    for number, message in enumerate(messages):
+        content = _visible(message)
+        if content.strip():
+            yield Said(
+                number=number,
+                message=message,
+                mark=_content_mark(number),
+                texts=(content,),
+            )
+        for index, (_, name, arguments) in enumerate(message.call_texts):
+            yield Said(
+                number=number,
+                message=message,
+                mark=_call_mark(number, index),
+                texts=(name, *_leaves(json.loads(arguments))),
+                is_call=True,
+            )
+
+
+def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The same chat with marks in place of its texts; ids and names stay as they are."""
+    return tuple(
+        replace(
+            message,
+            content=_content_mark(number) if _visible(message).strip() else "",
+            reasoning=message.reasoning and "thought",
+            tool_calls=_marked_calls(message, number),
+        )
+        for number, message in enumerate(messages)
+    )
+
+
+def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
+    """The same chat with the mark behind a message's own text, for templates that read the text."""
+    message = messages[said.number]
+    changed = replace(message, content=f"{message.content} {said.mark}")
+    return (*messages[: said.number], changed, *messages[said.number + 1 :])
+
+
+def marked_tools(tools: Sequence[ToolSchema]) -> tuple[ToolSchema, ...]:
+    return tuple(replace(tool, name=tool_mark(number)) for number, tool in enumerate(tools))
+
+
+def tool_mark(number: int) -> str:
+    return f"qzt{number}tzq"
+
+
+def marks_in(text: str) -> frozenset[str]:
+    return frozenset(_MARK.findall(text))
+
+
+def holds(rendering: str, text: str, *, times: int = 1) -> bool:
+    """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
+
+    times: how often; not looked at where the text is shown in no form that can be counted.
+    """
+    text = text.strip()
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+    if found := max(rendering.count(text), rendering.count(escaped)):
+        return found >= times
+    plain = _unescaped(rendering)
+    return _in_order(plain, _units(text)) or _in_order(plain, _units(_unescaped(text)))
+
+
+def _visible(message: Message) -> str:
+    is_reply = message.role is Role.ASSISTANT
+    return without_thought(message.content) if is_reply else message.content
+
+
+def _content_mark(number: int) -> str:
+    return f"qzm{number}mzq"
+
+
+def _call_mark(number: int, index: int) -> str:
+    return f"qzc{number}c{index}czq"
+
+
+def _calls_of(message: Message) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(id=call_id, name=name, arguments=json.loads(arguments))
+        for call_id, name, arguments in message.call_texts
+    )
+
+
+def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
+    calls = []
+    for index, call in enumerate(_calls_of(message)):
+        mark = _call_mark(number, index)
+        arguments = {key: _marked_value(each, mark) for key, each in call.arguments.items()}
+        if mark not in json.dumps(arguments):
+            arguments = {**arguments, "argument": mark}
+        calls.append(replace(call, arguments=arguments))
+    return tuple(calls)
+
+
+def _marked_value(value: Any, mark: str) -> Any:
+    """Numbers stay: a template may reckon with them."""
+    if isinstance(value, str):
+        return mark
+    if isinstance(value, dict):
+        return {key: _marked_value(each, mark) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_marked_value(each, mark) for each in value]
+    return value
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The keys and the texts of arguments, and their whole numbers."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _unescaped(text: str) -> str:
+    """A text without the escapes of JSON and HTML; their letters are no words."""
+    if "\\" in text:
+        text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = _ESCAPE.sub(lambda found: " " if found[1] in _WHITE_ESCAPES else found[1], text)
+    return html.unescape(text).casefold()
+
+
+def _units(text: str) -> list[str]:
+    """The words of a text; of one without words, its characters."""
+    text = text.casefold()
+    return _WORD.findall(text) or [each for each in text if not each.isspace()]
+
+
+def _in_order(text: str, units: Sequence[str]) -> bool:
+    position = 0
+    for unit in units:
+        position = text.find(unit, position)
+        if position < 0:
+            return False
+        position += len(unit)
+    return True

@@ -1,0 +1,172 @@
+"""What a model's chat template does with a chat, found by rendering small ones.
+
+Printed by `rayloom check`; nothing here depends on the name of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.environment.call_forms import USUAL, call_form, reasoning_parser
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.tool_calls import parse_tool_calls
+
+# Nothing but the text itself contains one of these.
+_SYSTEM, _LATER, _QUESTION, _REPLY, _RESULT, _THOUGHT, _TEXT, _ARGUMENT = (
+    f"qz{name}zq"
+    for name in ("system", "later", "question", "reply", "result", "thought", "text", "argument")
+)
+_TOOL = ToolSchema(
+    name="look_up",
+    description="Look a title up.",
+    parameters={
+        "type": "object",
+        "properties": {"title": {"type": "string"}},
+        "required": ["title"],
+    },
+)
+# Its id has nine letters, as Mistral's templates want them.
+_CALL = ToolCall(id="lookup001", name="look_up", arguments={"title": _ARGUMENT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trait:
+    """One line of the table."""
+
+    name: str
+    finding: str
+
+
+def template_traits(renderer: ChatRenderer) -> tuple[Trait, ...]:
+    """Render small chats by a model's template, and say what became of them."""
+    found = {
+        "first system message": _system_first(renderer),
+        "second system message": _placed(
+            renderer, (_system(_SYSTEM), _system(_LATER), _user(_QUESTION)), _LATER, behind=_SYSTEM
+        ),
+        "system message in mid-conversation": _placed(
+            renderer,
+            (_system(_SYSTEM), _user(_QUESTION), _reply(_REPLY), _system(_LATER), _user("go on")),
+            _LATER,
+            behind=_REPLY,
+        ),
+        "tools": _tools(renderer),
+        "calls": _calls(renderer),
+        "content of a message that only calls": _content(renderer),
+        "text beside a call": _beside(renderer),
+        "results of calls": _shown(renderer, _answered(), _RESULT),
+        "calls read back": _read_back(renderer),
+        "reasoning of the newest reply": _shown(
+            renderer, (_user(_QUESTION), _reply(_REPLY, reasoning=_THOUGHT)), _THOUGHT
+        ),
+        "reasoning of earlier replies": _shown(
+            renderer,
+            (_user(_QUESTION), _reply(_REPLY, reasoning=_THOUGHT), _user("go on")),
+            _THOUGHT,
+        ),
+        "parser of calls": _parser(renderer),
+        "parser of reasoning": reasoning_parser(renderer) or "none: the template has no thoughts",
+    }
+    return tuple(Trait(name=name, finding=finding) for name, finding in found.items())
+
+
+def describe_traits(traits: Sequence[Trait]) -> str:
+    """A table of two columns."""
+    width = max(len(trait.name) for trait in traits)
+    return "\n".join(f"{trait.name:<{width}}  {trait.finding}" for trait in traits)
+
+
+def _user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def _system(content: str) -> Message:
+    return Message(role=Role.SYSTEM, content=content)
+
+
+def _reply(content: str, *calls: ToolCall, reasoning: str | None = None) -> Message:
+    return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
+
+
+def _answered(said: str = "") -> tuple[Message, ...]:
+    result = Message(role=Role.TOOL, content=_RESULT, name=_CALL.name, tool_call_id=_CALL.id)
+    return _user(_QUESTION), _reply(said, _CALL), result
+
+
+def _shown(renderer: ChatRenderer, messages: Sequence[Message], *texts: str) -> str:
+    try:
+        text = renderer.render(messages)
+    except RenderError as error:
+        return f"refused ({error})"
+    return "shown" if all(each in text for each in texts) else "not shown"
+
+
+def _system_first(renderer: ChatRenderer) -> str:
+    return _shown(renderer, (_system(_SYSTEM), _user(_QUESTION)), _SYSTEM)
+
+
+def _placed(renderer: ChatRenderer, messages: Sequence[Message], text: str, *, behind: str) -> str:
+    merged = "" if _system_first(renderer) != "shown" else "; sessions merge it into the first"
+    found = _shown(renderer, messages, text)
+    if found != "shown":
+        return f"{found}{merged}"
+    rendered = renderer.render(messages)
+    is_behind = rendered.find(text) > rendered.find(behind) >= 0
+    return "shown" if is_behind else "moved to the front: a new sample begins"
+
+
+def _tools(renderer: ChatRenderer) -> str:
+    shown = []
+    for messages in ((_user(_QUESTION),), (_system(_SYSTEM), _user(_QUESTION))):
+        try:
+            text = renderer.render(messages, (_TOOL,), add_generation_prompt=True)
+        except RenderError as error:
+            return f"refused ({error})"
+        shown.append(_TOOL.name in text)
+    if all(shown):
+        return "shown"
+    if any(shown):
+        return f"shown only {'with' if shown[1] else 'without'} a system message"
+    if renderer.shows_calls:
+        return "not shown, though calls are; say in the system text which there are"
+    return "not shown: sessions refuse them"
+
+
+def _calls(renderer: ChatRenderer) -> str:
+    form = "JSON text" if renderer.takes_arguments_as_text else "a mapping"
+    found = _shown(renderer, (_user(_QUESTION), _reply("", _CALL)), _CALL.name, _ARGUMENT)
+    return f"shown, with arguments as {form}" if found == "shown" else found
+
+
+def _content(renderer: ChatRenderer) -> str:
+    if not renderer.shows_calls:
+        return "calls are not shown"
+    return "none" if renderer.needs_null_content else "empty"
+
+
+def _beside(renderer: ChatRenderer) -> str:
+    messages = (_user(_QUESTION), _reply(_TEXT, _CALL))
+    found = _shown(renderer, messages, _TEXT, _ARGUMENT)
+    return f"{found}, as two messages" if renderer.splits_calls else found
+
+
+def _read_back(renderer: ChatRenderer) -> str:
+    form = call_form(renderer)
+    if form is None or not renderer.shows_calls:
+        return "no"
+    if form is not USUAL:
+        return f"not tried here; vLLM's {form.parser} reads them in the engine"
+    text = renderer.render((_user(_QUESTION), _reply("", _CALL)))
+    calls = parse_tool_calls(text.rpartition(_QUESTION)[2], (_TOOL,))
+    return (
+        "yes" if [getattr(each, "arguments", None) for each in calls] == [_CALL.arguments] else "no"
+    )
+
+
+def _parser(renderer: ChatRenderer) -> str:
+    form = call_form(renderer)
+    if form is None:
+        return "none known: tools are refused until inference.tool_parser names one"
+    return form.parser

@@ -1,0 +1,20 @@
+"""`rayloom check`: what the chat template of the configured model does with a chat."""
+
+from __future__ import annotations
+
+from actors.environment.rendering import ChatRenderer, load_tokenizer
+from actors.environment.template_traits import describe_traits, template_traits
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from service.config.tree import Config
+
+
+def describe_template(config: Config) -> str:
+    """A table in comments, so that what is printed stays YAML."""
+    name = config.model.path or "the tiny model"
+    try:
+        tokenizer = load_tokenizer(config.model.path) if config.model.path else build_tokenizer()
+        renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
+        lines = describe_traits(template_traits(renderer)).splitlines()
+    except (OSError, ValueError) as error:
+        lines = [f"not read: {str(error).strip().splitlines()[0]}"]
+    return "\n".join(f"# {line}" for line in ("", f"The chat template of {name}", *lines))

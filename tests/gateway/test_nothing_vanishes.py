@@ -1,0 +1,317 @@
+"""Each text of a chat is in the prompt, or the request is refused; a new rendering is counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds.episode_builders import reply
+from worlds.gateway_world import Gateway, Policy
+from worlds.trait_templates import TEMPLATES, renderer, tokenizer
+
+from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.protocol import Message, Role, ToolCall
+from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.types import FinishReason, VersionSpan
+from service.gateway.chat import ChatRequest, RefusalCode, Refused
+from service.gateway.settings import SessionSettings, SystemMessages
+from service.gateway.tree import Prompt, SessionTree, next_prompt
+from service.gateway.turns import SessionTurn
+
+
+def system(content: str) -> Message:
+    return Message(role=Role.SYSTEM, content=content)
+
+
+def user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def says(content: str = "", *calls: ToolCall) -> Message:
+    return Message(role=Role.ASSISTANT, content=content, tool_calls=calls)
+
+
+def result(call: ToolCall, content: str) -> Message:
+    return Message(role=Role.TOOL, content=content, tool_call_id=call.id, name=call.name)
+
+
+CALL = ToolCall(id="call00001", name="calculator", arguments={"expression": "sum"})
+
+
+class Chat:
+    """A session over one template, whose policy writes calls as all of these templates do."""
+
+    def __init__(self, trait: str, *, merges: bool = True) -> None:
+        self.tree, self.merges = SessionTree("s-0"), merges
+        self.renderer, self.tokenizer = renderer(trait), tokenizer(trait)
+
+    def ask(self, messages: Sequence[Message], answer: Message) -> tuple[Prompt, str]:
+        """Play a turn; returns its prompt and the text of it."""
+        place = self.tree.find(ChatRequest(messages=tuple(messages), tools=(CALCULATOR,)))
+        prompt = next_prompt(place, self.renderer, merges_system=self.merges)
+        calls = [
+            f"<tool_call>{json.dumps({'name': c.name, 'arguments': c.arguments})}</tool_call>"
+            for c in answer.tool_calls
+        ]
+        sampled = np.array(
+            self.tokenizer.encode(
+                f"{answer.content}{''.join(calls)}<|im_end|>", add_special_tokens=False
+            ),
+            np.int32,
+        )
+        number = self.tree.num_turns
+        self.tree.add(
+            SessionTurn(
+                number=number,
+                parent=place.parent,
+                tools=place.tools if place.parent is None else (),
+                new_messages=place.new_messages,
+                reply=answer,
+                extends_parent=prompt.extends_parent,
+                new_token_ids=prompt.new_token_ids,
+                sampled_token_ids=sampled,
+                logprobs=np.zeros(len(sampled), np.float32),
+                version_spans=(VersionSpan(version=0, start=0, end=len(sampled)),),
+                finish_reason=FinishReason.STOP,
+                num_inserted=prompt.num_inserted,
+                break_reason=prompt.break_reason,
+            )
+        )
+        text = self.tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        return prompt, text
+
+
+def second(trait: str, reply: Message, *new: Message, merges: bool = True) -> tuple[Prompt, str]:
+    """The prompt of a turn that follows a reply."""
+    chat = Chat(trait, merges=merges)
+    begun = [system("Be terse."), user("Hi")]
+    chat.ask(begun, reply)
+    return chat.ask([*begun, reply, *new], says("Yes."))
+
+
+@pytest.mark.parametrize(
+    ("trait", "reason"),
+    [
+        ("plain", None),
+        ("escapes and trims", None),
+        ("strips thoughts", None),
+        ("wants contents in parts", None),
+        ("hoists system texts", BreakReason.TEMPLATE_LOOKS_BACK),
+        ("shows the first system text", BreakReason.SYSTEM_MERGED),
+        ("shows the last system text", BreakReason.SYSTEM_MERGED),
+        ("wants system first and once", BreakReason.SYSTEM_MERGED),
+    ],
+)
+# The last is said twice, and a part of another.
+@pytest.mark.parametrize("text", ["Only blue.", "Be terse.", "e"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_system_message_in_mid_conversation_is_in_the_prompt(
+    trait: str, reason: BreakReason | None, text: str, is_last: bool
+) -> None:
+    new = [user("Colour?"), system(text)] if is_last else [system(text), user("Colour?")]
+    prompt, shown = second(trait, says("Hello."), *new)
+    assert prompt.break_reason is reason and prompt.extends_parent is (reason is None)
+    plain, _ = second(trait, says("Hello."), user("Colour?"))
+    without = tokenizer(trait).decode(plain.token_ids.tolist(), skip_special_tokens=False)
+    assert shown.count(text) > without.count(text)
+    if reason is BreakReason.SYSTEM_MERGED:
+        assert shown.startswith(
+            without[: without.index("<|im_start|>system\nBe")]
+            + f"<|im_start|>system\nBe terse.\n\n{text}<|im_end|>\n<|im_start|>user\nHi"
+        )
+
+
+@pytest.mark.parametrize(
+    "trait",
+    ["shows the first system text", "shows the last system text", "wants system first and once"],
+)
+def test_without_a_merge_what_would_vanish_is_refused(trait: str) -> None:
+    for begun in (
+        [system("a"), system("b"), user("c")],
+        [system("a"), user("b"), system("c"), user("d")],
+    ):
+        chat = Chat(trait, merges=False)
+        with pytest.raises(RenderError, match=r"message 1 \(system\)|message 0|only come first|2"):
+            chat.ask(begun, says("x"))
+        assert chat.tree.num_turns == 0
+        _, text = Chat(trait).ask(begun, says("x"))
+        assert all(f"\n{each}" in text for each in "abc")
+
+
+@pytest.mark.parametrize("said", ["", "Let me see."])
+@pytest.mark.parametrize("trait", sorted(TEMPLATES))
+def test_a_call_and_its_result_are_in_the_prompt_or_refused(trait: str, said: str) -> None:
+    if trait == "knows no tools":
+        with pytest.raises(RenderError, match="shows no tools and no calls: calculator") as refused:
+            Chat(trait).ask([user("Hi")], says("x"))
+        assert refused.value.param == "tools"
+        return
+    prompt, text = second(trait, says(said, CALL), result(CALL, "seven"))
+    is_numbered = trait == "numbers results"
+    assert prompt.break_reason is (BreakReason.TEMPLATE_LOOKS_BACK if is_numbered else None)
+    for part in (said, '"expression": "sum"', "seven"):
+        assert part in text
+    # And where another client has played them.
+    history = [user("Hi"), says(said, CALL), result(CALL, "seven"), user("And?")]
+    _, text = Chat(trait).ask(history, says("x"))
+    for part in (said, '"expression": "sum"', "seven"):
+        assert part in text
+
+
+def test_a_text_that_is_said_twice_is_in_the_prompt_twice() -> None:
+    begun = [system("Be terse."), user("Hi"), system("Be terse."), user("Yes?")]
+    _, text = Chat("says a system text once").ask(begun, says("x"))
+    assert text.count("Be terse.") == 2
+    with pytest.raises(RenderError, match=r"content of message 2 \(system\): 'Be terse\.'"):
+        Chat("says a system text once", merges=False).ask(begun, says("x"))
+
+
+def test_results_that_are_numbered_have_their_own_number() -> None:
+    chat, messages = Chat("numbers results"), [user("Hi")]
+    for number in (1, 2, 3):
+        reply = says("", ToolCall(id=f"call0000{number}", name="calculator", arguments={}))
+        chat.ask(messages, reply)
+        messages += [reply, result(reply.tool_calls[0], "same")]
+    _, text = chat.ask(messages, says("x"))
+    assert [text.count(f"<|im_start|>tool {number}\nsame") for number in range(5)] == [
+        0,
+        1,
+        1,
+        1,
+        0,
+    ]
+
+
+def test_what_a_template_takes_for_a_thought_of_a_user_is_refused() -> None:
+    chat = Chat("strips thoughts")
+    with pytest.raises(RenderError, match=r"content of message 0 \(user\): 'secret</think>open'"):
+        chat.ask([user("secret</think>open")], says("x"))
+    _, text = chat.ask([user("q"), says("secret</think>open"), user("u")], says("x"))
+    assert "secret" not in text and "open" in text
+
+
+LOOK_UP = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+
+
+async def test_with_tool_choice_none_the_tools_stay_and_no_call_is_read(tmp_path: Path) -> None:
+    policy = Policy(answers=lambda _: reply(f"{LOOK_UP}<|im_end|>"))
+    gateway = await Gateway(tmp_path, policy=policy, chat_renderer=renderer("plain")).opened()
+    begun = [user("Hi")]
+    first = await gateway.ask(*begun, tools=(CALCULATOR,))
+    assert [name for _, name, _ in first.message.call_texts] == ["calculator"]
+    (called,) = first.message.tool_calls
+    begun += [first.message, result(called, "7"), user("Say it.")]
+    second = await gateway.ask(*begun, tools=(CALCULATOR,), may_call=False)
+    assert second.message.call_texts == () and "<tool_call>" in second.message.content
+    assert [request.tools for request in policy.requests] == [(CALCULATOR,), ()]
+    await gateway.ask(*begun, second.message, user("Go on."), tools=(CALCULATOR,))
+    await gateway.finish(1.0)
+    trajectory = await gateway.trajectory()
+    assert len(trajectory.samples) == 1 and len(trajectory.turns) == 3
+
+
+async def test_tools_are_refused_where_nothing_is_known_to_read_calls(tmp_path: Path) -> None:
+    unknown = tokenizer("plain").__class__(
+        tokenizer_object=tokenizer("plain").backend_tokenizer,
+        chat_template=TEMPLATES["plain"].replace("tool_call>", "calling>"),
+    )
+    gateway = await Gateway(
+        tmp_path, finds_parser=True, chat_renderer=ChatRenderer(unknown)
+    ).opened()
+    with pytest.raises(Refused, match=r"inference\.tool_parser is auto") as refused:
+        await gateway.ask(user("Hi"), tools=(CALCULATOR,))
+    assert (refused.value.code, refused.value.param) == (RefusalCode.INVALID_REQUEST, "tools")
+    assert (await gateway.ask(user("Hi"))).message.content == "0"
+
+
+@pytest.mark.parametrize("system_messages", SystemMessages)
+async def test_the_setting_decides_whether_system_texts_are_merged(
+    tmp_path: Path, system_messages: SystemMessages
+) -> None:
+    gateway = await Gateway(
+        tmp_path,
+        settings=SessionSettings(system_messages=system_messages),
+        chat_renderer=renderer("wants system first and once"),
+    ).opened()
+    chat = [system("a"), user("b"), system("c")]
+    if system_messages is SystemMessages.MERGE:
+        assert (await gateway.ask(*chat)).message.content == "0"
+        return
+    with pytest.raises(Refused, match=r"only come first; sessions\.system_messages: merge") as no:
+        await gateway.ask(*chat)
+    assert (no.value.code, no.value.param) == (RefusalCode.INVALID_REQUEST, "messages")
+
+
+_TEXTS = st.sampled_from(
+    [
+        "red",
+        "redder",
+        "r",
+        'a "quoted" word',
+        "two\nlines",
+        " trimmed ",
+        "",
+        "caf\u00e9 \u4e2d",
+        "?!",
+    ]
+)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[tuple[list[Message], Message]]:
+    """Turns: what is new, and the reply to it."""
+    turns: list[tuple[list[Message], Message]] = []
+    calls: list[ToolCall] = []
+    for turn in range(draw(st.integers(1, 3))):
+        new = [result(each, draw(_TEXTS)) for each in calls]
+        if not turn and draw(st.booleans()):
+            new.append(system(draw(_TEXTS)))
+        if not new or draw(st.booleans()):
+            new += [
+                Message(role=draw(st.sampled_from([Role.USER, Role.SYSTEM])), content=draw(_TEXTS))
+                for _ in range(draw(st.integers(1, 2)))
+            ]
+        calls = [
+            ToolCall(
+                id=f"call{turn}000{index}",
+                name="calculator",
+                arguments=draw(st.sampled_from([{}, {"expression": "red"}, {"n": [5, "r"]}])),
+            )
+            for index in range(draw(st.integers(0, 2)))
+        ]
+        turns.append((new, says(draw(_TEXTS).strip(), *calls)))
+    return turns
+
+
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    contents = [message.content.strip() for message in messages]
+    return [*contents, *(text for m in messages for _, _, text in m.call_texts)]
+
+
+@pytest.mark.parametrize("trait", sorted(TEMPLATES))
+@settings(max_examples=30, deadline=None)
+@given(turns=chats())
+def test_every_text_is_in_the_prompt_or_the_request_is_refused(
+    trait: str, turns: list[tuple[list[Message], Message]]
+) -> None:
+    chat, messages = Chat(trait), list[Message]()
+    for new, answer in turns:
+        messages += new
+        try:
+            prompt, text = chat.ask(messages, answer)
+        except RenderError:
+            assert trait == "knows no tools"
+            return
+        was_first = len(messages) == len(new)
+        assert (prompt.break_reason is not None) is not (was_first or prompt.extends_parent)
+        # JSON's escapes beside the texts themselves.
+        shown = text + "\n" + text.replace('\\"', '"').replace("\\n", "\n")
+        said = texts_of(messages)
+        for part in {each for each in said if each}:
+            assert shown.count(part) >= sum(each.count(part) for each in said), (part, text)
+        messages.append(answer)
