@@ -56,6 +56,7 @@ class Unit(StrEnum):
     NATS = "nats"
     SHARE = "share"
     VERSIONS = "versions"
+    SECONDS = "seconds"
 
 
 _METRIC_ENDS = {
@@ -63,6 +64,7 @@ _METRIC_ENDS = {
     Unit.NATS: "_nats",
     Unit.SHARE: "_ratio",
     Unit.VERSIONS: "_versions",
+    Unit.SECONDS: "_seconds",
 }
 
 
@@ -124,6 +126,19 @@ _shares = partial(_ratios, unit=Unit.SHARE)
 _mismatch = partial(_loss, group="Trainer and engine", unit=Unit.NATS)
 _critic = partial(_of, source=Source.CRITIC, group="Critic")
 _rewards = partial(_merge, group="Rewards and advantages")
+
+
+def _check(values: str, *, unit: Unit, help: str) -> tuple[Statistic, ...]:
+    return _of(
+        values,
+        Reduction.STEP,
+        source=Source.PUBLISH,
+        group="Trainer and engine",
+        unit=unit,
+        metric=f"rayloom_{values}{_METRIC_ENDS[unit]}",
+        help=help,
+    )
+
 
 _POLICIES = (
     (
@@ -247,15 +262,34 @@ STATISTICS: tuple[Statistic, ...] = (
         help="Largest difference of a log-probability between trainer and engine, at tokens of the "
         "trainer's own version.",
     ),
-    *_of(
+    *_check(
         "logprob_check_max",
-        _STEP,
-        source=Source.PUBLISH,
-        group="Trainer and engine",
         unit=Unit.NATS,
-        metric="rayloom_logprob_check_max_nats",
-        help="Largest difference of a log-probability between trainer and engines on the fixed "
-        "prompt, after the last publish.",
+        help="Largest difference of a log-probability between trainer and engines on the check's "
+        "text, after the last publish.",
+    ),
+    *_check(
+        "logprob_check_mean",
+        unit=Unit.NATS,
+        help="Mean difference of the log-probabilities on that text; of several series the largest "
+        "mean.",
+    ),
+    *_check(
+        "logprob_check_ratio",
+        unit=Unit.NUMBER,
+        help="That difference in parts of what rounding may cause: above 1 trainer and engines are "
+        "not the same function.",
+    ),
+    *_check(
+        "logprob_check_tokens",
+        unit=Unit.NUMBER,
+        help="Tokens of the text; with the start's check, of which a term's first step tells, its "
+        "continuations too.",
+    ),
+    *_check(
+        "logprob_check_seconds",
+        unit=Unit.SECONDS,
+        help="Seconds that trainer and engines took to score it, after the publish.",
     ),
     *_of(
         "mfu",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,17 +20,20 @@ import numpy as np
 import ray
 
 from actors.environment.evaluation import Play, Played, rollout_line
-from actors.environment.protocol import Environment
+from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.rendering import load_renderer
+from actors.environment.rendering import RenderError, load_renderer
 from actors.environment.settings import EnvironmentActorSettings
 from actors.environment.turn_loop import play_episode
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange, play_once
 from actors.types import (
     Outcome,
     RolloutAssignment,
     SampledText,
+    Task,
+    TokenIds,
     Trajectory,
     summarize,
 )
@@ -95,6 +100,40 @@ class EnvironmentActor:
     async def num_evaluated(self) -> int:
         """A number that grows while an evaluation gets on: the episodes of all that have ended."""
         return self._num_evaluated
+
+    async def opening_prompts(
+        self, tasks: Sequence[Task], *, num_tokens: int, limit_s: float
+    ) -> tuple[TokenIds, ...]:
+        """Render the first prompts of tasks, until they are num_tokens long or limit_s has passed.
+
+        An environment that fails, or is slow, gives none: it is asked again when it is played.
+        """
+        prompts: list[TokenIds] = []
+        end = time.monotonic() + limit_s
+        for task in tasks:
+            left_s = end - time.monotonic()
+            if left_s <= 0 or sum(each.size for each in prompts) >= num_tokens:
+                break
+            with suppress(CallTimedOut, CallFailed, RenderError, UnknownEnvironment):
+                prompts.append(await self._opening_prompt(task, limit_s=left_s))
+        return tuple(prompts)
+
+    async def _opening_prompt(self, task: Task, *, limit_s: float) -> TokenIds:
+        made: list[Environment] = []
+
+        async def reset() -> Observation:
+            made.append(self._maker(task.environment)())
+            return await made[0].reset(task)
+
+        try:
+            start = await bounded(reset, limit_s=limit_s)
+            if not isinstance(start, Observation):
+                raise CallFailed(TypeError("reset gave no Observation"))
+            return self._renderer.first_prompt(start.messages, start.tools)
+        finally:
+            for environment in made:
+                with suppress(CallTimedOut, CallFailed):
+                    await bounded(environment.close, limit_s=limit_s)
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.

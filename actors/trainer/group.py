@@ -31,7 +31,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.batch import Float32s
+from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.expert_records import ModelShape
 from actors.trainer.abandon import StepAbandoned
@@ -300,12 +300,14 @@ class TrainerGroup:
             raise TimeoutError(f"it has fetched and copied nothing for {idle_s:g} s")
         await _answer(answer, _GRACE_S)
 
-    async def check_logprobs(self) -> Float32s:
-        """Score `weights.board.check_tokens` with the weights as they are: [16] float32, nats.
+    async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
+        """Score rows as `TrainerRank.check_logprobs`, with the weights as they are.
 
         Raises: TrainerRankLost.
         """
-        found = await self._call_all("check_logprobs", timeout_s=self.deadlines.check_s)
+        # As long as a step: the rows may fill the context.
+        timeout_s = self.settings.trainer.step_deadline_s if rows else self.deadlines.check_s
+        found = await self._call_all("check_logprobs", tuple(rows), timeout_s=timeout_s)
         logprobs: Float32s = found[0]
         return logprobs
 

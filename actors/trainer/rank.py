@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.batch import Float32s, Minibatch, RankShard, RowScores, ValueShard
+from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores, ValueShard
 from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
@@ -225,12 +225,17 @@ class TrainerRank:
         )
         return replace(stats, statistics={**stats.statistics, **used})
 
-    def check_logprobs(self) -> Float32s:
-        """Score `weights.board.check_tokens` at temperature 1: [16] float32, nats."""
-        row = row_tensors(scoring_row(check_tokens(self.shape.vocab_size)), device=self.device)
-        logprobs = score_row(self._policy.model, row)
+    def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
+        """Score the targets of rows, one row after the other: [N] float32, nats.
+
+        rows: empty: `weights.board.check_tokens` at temperature 1, 16 scores.
+        """
+        rows = rows or (scoring_row(check_tokens(self.shape.vocab_size)),)
+        scores = [
+            score_row(self._policy.model, row_tensors(row, device=self.device)) for row in rows
+        ]
         self._policy.free_weights()
-        return logprobs.cpu().numpy()
+        return torch.cat(scores).cpu().numpy()
 
     @property
     def param_dtype(self) -> torch.dtype:

@@ -77,6 +77,15 @@ class TrainerSettings:
     end the run."""
     step_deadline_s: Seconds = 600
     """Seconds of one training step, after which the ranks count as lost."""
+    logprob_check_tokens: Natural | None = None
+    """Tokens of the text that trainer and engines score before the first step, at most the context;
+    null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which refuse no start."""
+    logprob_check_every: Natural = 20
+    """Publications after which all of that text is scored again, and not its last 1,024 tokens; 0:
+    never."""
+    logprob_check_failures: Natural = 3
+    """Publications in a row, after which trainer and engines differ by more than rounding, that end
+    the run; 0: none do."""
     max_replay_mib: Natural = 4096
     """MiB of batches, of steps that no checkpoint holds yet, kept for ranks that are replaced; with
     more, the loss of a rank sends the run back to the checkpoint. Ray's object store has them."""

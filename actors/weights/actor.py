@@ -41,6 +41,7 @@ from actors.weights.board import (
     Seat,
     WeightGroup,
 )
+from actors.weights.logprob_check import CheckSample, CheckText
 
 MAX_POLL_S = 30.0
 # Of one buffer.
@@ -79,6 +80,7 @@ class WeightBoard:
         self._clock = clock
         self._board = Board(now=self._clock())
         self._num_moved = 0
+        self._check: CheckText | None = None
         self._changed = asyncio.Event()
         self._actors: dict[str, ActorHandle] = {}
         self._seats: dict[str, Seat] = {}
@@ -112,9 +114,13 @@ class WeightBoard:
         """
         self._board.check_term(term)
         own = tuple([await self._adopt(group) for group in groups])
-        publication = Publication(term=term, version=version, groups=own)
+        publication = Publication(term=term, version=version, groups=own, check=self._check)
         self._board.publish(publication, now=self._clock())
         self._wake()
+
+    async def set_check(self, check: CheckText | None) -> None:
+        """From the next publish on, engines score this text after they have loaded."""
+        self._check = check
 
     async def num_moved(self) -> int:
         """A number that grows while a publish gets on: a buffer was fetched, or copied."""
@@ -271,13 +277,17 @@ class WeightBoard:
         term: int,
         version: int,
         check_logprobs: Float32s | None,
+        check_samples: tuple[CheckSample, ...] = (),
+        check_s: float = 0.0,
     ) -> None:
-        """A replica has loaded (term, version), and scores `board.check_tokens` so."""
+        """A replica has loaded (term, version), and scores the publication's text so."""
         self._board.report(
             replica_id,
             term,
             version=version,
             check_logprobs=check_logprobs,
+            check_samples=check_samples,
+            check_s=check_s,
             now=self._clock(),
         )
         self._wake()

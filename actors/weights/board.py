@@ -15,13 +15,14 @@ is held once the replica has reported that it loaded it, however its bytes trave
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from actors.batch import Float32s, Int32s
+from actors.weights.logprob_check import CheckSample, CheckText
 
 # How long after the promised end of its poll a replica still counts as live. More than one poll,
 # because a replica counts its lease from the last poll that was answered.
@@ -84,6 +85,8 @@ class Publication:
     term: int
     version: int
     groups: tuple[WeightGroup, ...]
+    check: CheckText | None = None
+    """What an engine scores once it has loaded it; None: `check_tokens`."""
 
     @property
     def is_broadcast(self) -> bool:
@@ -115,7 +118,12 @@ class ReplicaReport:
     term: int | None = None
     version: int | None = None
     check_logprobs: Float32s | None = None
-    """Its scores of `check_tokens` after its last load; None before it."""
+    """Its scores after its last load, of the publication's text; None before it, or where it had no
+    answer in time."""
+    check_samples: tuple[CheckSample, ...] = ()
+    """Its continuations of that text."""
+    check_s: float = 0.0
+    """Seconds that it took to answer."""
     loaded_at: float | None = None
     """When it said that it had loaded its version, by the board's clock; None: not to this board.
     """
@@ -165,28 +173,12 @@ class BoardStatus:
 
 
 def check_tokens(vocab_size: int) -> Int32s:
-    """The text that trainer and engines score after each publish, [17] int32.
+    """The text that an engine scores where its publication names none, [17] int32.
 
     Fixed, and spread over the first tokens of any vocabulary. The scores are log-probabilities of
     the plain softmax (temperature 1), in nats.
     """
     return (7 * np.arange(NUM_CHECK_TOKENS, dtype=np.int32) + 3) % vocab_size
-
-
-def largest_difference(own: Float32s, engines: Sequence[Float32s]) -> float | None:
-    """Largest |trainer - engine| over the scores of `check_tokens`, nats.
-
-    Args: own, engines: [16] float32 each, one for each token but the first.
-    Returns: None where no engine has answered.
-    Raises: ValueError when an engine scored another number of tokens.
-    """
-    for logprobs in engines:
-        if logprobs.shape != own.shape:
-            raise ValueError(
-                f"log-probability check: got {logprobs.shape[0]} log-probabilities of an engine, "
-                f"expected {own.shape[0]}; trainer and engine run different versions of Rayloom"
-            )
-    return max((float(np.abs(own - logprobs).max()) for logprobs in engines), default=None)
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
@@ -314,13 +306,21 @@ class Board:
         *,
         version: int,
         check_logprobs: Float32s | None,
+        check_samples: tuple[CheckSample, ...] = (),
+        check_s: float = 0.0,
         now: float,
     ) -> None:
         """A replica has loaded (term, version). Ignored for one that was forgotten."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
-            replica, term=term, version=version, check_logprobs=check_logprobs, loaded_at=now
+            replica,
+            term=term,
+            version=version,
+            check_logprobs=check_logprobs,
+            check_samples=check_samples,
+            check_s=check_s,
+            loaded_at=now,
         )
         self._extend(replica_id, lease_s=0.0, now=now)
         self._num_failed.pop(replica_id, None)

@@ -57,6 +57,7 @@ UNITS = {
     Unit.NATS: "suffix: nats",
     Unit.SHARE: "percentunit",
     Unit.VERSIONS: "suffix: versions",
+    Unit.SECONDS: "s",
 }
 # What the SDK writes for variables of every type, and Grafana knows for intervals or not at all.
 _NOT_OF_VARIABLES = ("id", "auto", "auto_min", "auto_count")

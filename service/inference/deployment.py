@@ -59,6 +59,7 @@ from actors.weights.board import (
     HoldOrder,
     Publication,
 )
+from actors.weights.logprob_check import EngineScores
 from service.inference.client import (
     DEPLOYMENT_NAME,
     Answer,
@@ -412,7 +413,7 @@ class InferenceReplica:
                 *(self._fetched(group.buffer) for group in publication.groups)
             )
             await self._engine.apply(publication, buffers, on_progress=self._mark_progress)
-        await self._report(publication.term, publication.version)
+        await self._report(publication)
 
     async def _fetched(self, buffer: Awaitable[Bytes]) -> Bytes:
         fetched = await buffer
@@ -452,15 +453,31 @@ class InferenceReplica:
         self._num_failed_broadcasts = 0
         return True
 
-    async def _report(self, term: int, version: int) -> None:
-        check_logprobs = await self._engine.check_logprobs()
+    async def _report(self, publication: Publication) -> None:
+        scores = await self._checked(publication)
         self._heard_at = time.monotonic()
+        checked = (None,) if scores is None else (scores.logprobs, scores.samples, scores.seconds)
 
         async def report() -> None:
-            call = self._board.report.remote(self._name, term, version, check_logprobs)
+            call = self._board.report.remote(
+                self._name, publication.term, publication.version, *checked
+            )
             await within(RPC_TIMEOUT_S, call)
 
         await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
+
+    async def _checked(self, publication: Publication) -> EngineScores | None:
+        """The engine's scores of the publication's text; None where they do not come in time.
+
+        A text that fills the context may take longer than a load may go without progress.
+        """
+        checking = asyncio.create_task(self._engine.check_logprobs(publication.check))
+        try:
+            while not (await asyncio.wait({checking}, timeout=BEAT_S))[0]:
+                self._mark_progress()
+            return checking.result()
+        finally:
+            checking.cancel()
 
 
 class _StartReports:

@@ -41,12 +41,14 @@ from actors.types import FinishReason, VersionSpan
 from actors.weights.board import Publication, Seat, check_tokens
 from actors.weights.buffers import Bytes
 from actors.weights.collective import STALL_S, read_progress
+from actors.weights.logprob_check import CheckSample, CheckText, EngineScores
 from service.inference.parsing import ReplyParser, load_parser
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-CHECK_DEADLINE_S = 60.0
+# Of a text that fills the context of a model on CPU.
+CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
 # Parsing them takes less than a millisecond, or a few with vLLM's slower parsers.
 MAX_TOKENS_PARSED_INLINE = 512
@@ -158,24 +160,42 @@ class PolicyEngine:
         # One request that is given up must not cancel it for the others.
         return await asyncio.shield(self._parser)
 
-    async def check_logprobs(self) -> Float32s:
-        """Score `weights.board.check_tokens`: [16] float32, nats, at temperature 1.
+    async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
+        """Score a text and continue it; None: `weights.board.check_tokens`.
 
-        Raises: PolicyUnavailable.
+        Returns: None where there was no answer in time. Raises: PolicyUnavailable.
         """
-        prompt = check_tokens(self._vocabulary_size).tolist()
+        text = text or CheckText(token_ids=check_tokens(self._vocabulary_size))
+        prompt = text.token_ids.tolist()
         salt = f"check:{self.term}:{self.version}:{next(self._request_ids)}"
+        began = time.monotonic()
         try:
             async with self._going_on(), asyncio.timeout(CHECK_DEADLINE_S):
                 output = await self._sample(prompt, _scoring_params(), salt=salt)
-        except TimeoutError as error:
-            raise PolicyUnavailable(
-                f"inference: the log-probability check had no answer within {CHECK_DEADLINE_S} s"
-            ) from error
+                continued = await asyncio.gather(
+                    *(
+                        self._sample(prompt, _continuing_params(text, temperature), salt=salt)
+                        for temperature in text.temperatures
+                    )
+                )
+        except TimeoutError:
+            return None
         scores = output.prompt_logprobs
         assert isinstance(scores, FlatLogprobs)
         # The first token has nothing before it, and no score.
-        return np.asarray(scores.logprobs, dtype=np.float32)
+        logprobs = np.asarray(scores.logprobs, dtype=np.float32)
+        return EngineScores(
+            logprobs=logprobs[text.first_scored - 1 :],
+            samples=tuple(
+                CheckSample(
+                    temperature=temperature,
+                    token_ids=np.asarray(each.outputs[0].token_ids, dtype=np.int32),
+                    logprobs=_sampled_logprobs(each),
+                )
+                for temperature, each in zip(text.temperatures, continued, strict=True)
+            ),
+            seconds=time.monotonic() - began,
+        )
 
     async def _sample(
         self, prompt: list[int], params: SamplingParams, *, salt: str
@@ -443,10 +463,29 @@ def _scoring_params() -> SamplingParams:
     )
 
 
+def _continuing_params(text: CheckText, temperature: float) -> SamplingParams:
+    """For a continuation of exactly so many tokens, sampled as a turn is."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        max_tokens=text.num_sampled,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _sampled_logprobs(output: RequestOutput) -> Float32s:
+    logprobs = output.outputs[0].logprobs
+    return np.asarray(() if logprobs is None else logprobs.logprobs, dtype=np.float32)
+
+
 def _reply(output: RequestOutput, *, salt: str, routed: tuple[int, ...]) -> GenerateReply:
     sampled = output.outputs[0]
     token_ids = np.asarray(sampled.token_ids, dtype=np.int32)
-    logprobs = sampled.logprobs
     spans = tuple(
         VersionSpan(version=int(span.version), start=span.start, end=span.end)
         for span in sampled.weight_versions or ()
@@ -454,7 +493,7 @@ def _reply(output: RequestOutput, *, salt: str, routed: tuple[int, ...]) -> Gene
     records = sampled.routed_experts
     return GenerateReply(
         token_ids=token_ids,
-        logprobs=np.asarray(() if logprobs is None else logprobs.logprobs, dtype=np.float32),
+        logprobs=_sampled_logprobs(output),
         finish_reason=FinishReason(sampled.finish_reason),
         version_spans=spans,
         cache_salt=salt,

@@ -111,6 +111,8 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
                 f"{summary.policy_age_bound}.",
             )
         )
+    if (ratio := summary.logprob_check.ratio) is not None:
+        found.append(("engines compute as the trainer", ratio <= 1, _checked(summary)))
     found += [
         (
             "no update skipped",
@@ -126,6 +128,17 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
         ),
     ]
     return tuple(Check(name=name, is_kept=is_kept, text=text) for name, is_kept, text in found)
+
+
+def _checked(summary: RunSummary) -> str:
+    """Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'."""
+    check = summary.logprob_check
+    return (
+        f"Both scored texts of up to {units.full_count(int(check.tokens or 0))} tokens, at most "
+        f"{units.significant(check.max, digits=2)} nats apart and "
+        f"{units.significant(check.mean, digits=2)} in the mean; a check after a publication took "
+        f"up to {units.significant(check.seconds, digits=2)} s."
+    )
 
 
 def tiles(summary: RunSummary) -> tuple[Tile, ...]:

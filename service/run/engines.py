@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +22,30 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.batch import Float32s
+from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, retry, within
 from actors.environment.actor import PolicyFactory
 from actors.metrics import PublishPhase
+from actors.trainer.settings import Dtype
 from actors.weights.actor import Keeping, WeightBoard, start_board
-from actors.weights.board import BoardStatus, StaleTerm, WeightError, largest_difference
+from actors.weights.board import BoardStatus, ReplicaReport, StaleTerm, WeightError
+from actors.weights.logprob_check import (
+    ALONE,
+    COST_SHARE,
+    PACKED,
+    CheckSample,
+    CheckText,
+    Comparison,
+    LogprobCheck,
+    compare,
+    far_end,
+    packed_row,
+    published_text,
+    sampled_name,
+    sampled_row,
+    short,
+    text_row,
+)
 from service.api.settings import api_application_name
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
@@ -244,7 +264,13 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """Brings weights from the trainer to the engines, and compares how both score a fixed text."""
+    """Brings weights from the trainer to the engines, and compares how both score a text.
+
+    The first publication of a term has the whole check (`check_start`): the trainer scores the text
+    alone and packed, and the engines' continuations. Each one after it has the far end of the text,
+    every `check_every`-th all of it, as long as that takes no more than COST_SHARE of the time;
+    beyond, its beginning.
+    """
 
     def __init__(
         self,
@@ -254,45 +280,145 @@ class Publisher:
         term: int,
         quiet_limit_s: float,
         measure: Callable[[PublishPhase], AbstractContextManager[None]],
+        text: CheckText | None = None,
+        most_tokens: int = 0,
+        check_every: int = 0,
+        dtype: Dtype = Dtype.FLOAT32,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """quiet_limit_s: for how long no engine may get further with its start or its load.
 
-        measure: entered around each phase of a publish.
+        measure: entered around each phase of a publish. text: of the start; None: a fixed one of 17
+        tokens, then and later. most_tokens: that an engine takes as a prompt. check_every: 0: never
+        all of it. dtype: of the bounds. clock: seconds.
         """
         self._trainer = trainer
         self._board = board
         self._measure = measure
         self._term = term
         self._quiet_limit_s = quiet_limit_s
+        self._text = text
+        self._is_start = text is not None
+        self._is_text_sent = False
+        """Whether the board has it; it may have an earlier term's."""
+        self._later_text: CheckText | None = None
+        """The start's with a continuation; None before `check_start`, and without a text."""
+        self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
+        self._clock = clock
+        self._began_at = clock()
+        self._spent_s = self._last_long_s = 0.0
+        """Of the checks after publications; of the last long one of them."""
+        self._num_published = 0
         self._own_logprobs: Float32s = np.empty(0, np.float32)
+        self._own_s = 0.0
+        self._start_check: LogprobCheck | None = None
+        """Until a step's check has taken it along."""
 
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
 
         Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
         """
+        if self._later_text is not None:
+            self._choose(self._next_text(self._later_text))
         with self._measure(PublishPhase.SEND):
+            if not self._is_text_sent:
+                await board_handle(self._board, deadline_s=RPC_DEADLINE_S).set_check(self._text)
+                self._is_text_sent = True
             await self._trainer.publish(self._board, self._term, version)
         with self._measure(PublishPhase.CHECK):
-            self._own_logprobs = await self._trainer.check_logprobs()
+            began = self._clock()
+            self._own_logprobs = await self._trainer.check_logprobs(self._rows())
+            self._own_s = self._clock() - began
 
-    async def wait_until_loaded(self, version: int) -> float | None:
+    def _rows(self) -> tuple[MicroBatch, ...]:
+        if self._text is None:
+            return ()
+        return (text_row(self._text), *([packed_row(self._text)] if self._is_start else []))
+
+    def _choose(self, text: CheckText) -> None:
+        if text is not self._text:
+            self._text, self._is_text_sent = text, False
+
+    def _next_text(self, text: CheckText) -> CheckText:
+        """What the publication in hand can afford."""
+        self._num_published += 1
+        allowed_s = COST_SHARE * (self._clock() - self._began_at)
+        if self._spent_s + self._last_long_s > allowed_s:
+            return short(text)
+        is_whole = self._check_every > 0 and self._num_published % self._check_every == 0
+        return text if is_whole else far_end(text)
+
+    async def check_start(self, version: int) -> LogprobCheck | None:
+        """Wait as `wait_until_loaded` and compare everything; the next check takes it along.
+
+        Returns: None without an engine's answer. Raises: as `wait_until_loaded`.
+        """
+        with self._measure(PublishPhase.LOAD):
+            status = await self._until_loaded(version)
+        replicas = [each for each in status.replicas if each.check_logprobs is not None]
+        check = self._compared(replicas)
+        samples = [sample for each in replicas for sample in each.check_samples]
+        if self._text is not None and check is not None:
+            # The text lasts for the term, whatever the engines sample later.
+            self._later_text = published_text(self._text, samples, most=self._most_tokens)
+            with self._measure(PublishPhase.CHECK):
+                own = await self._trainer.check_logprobs([sampled_row(self._text, samples)])
+            check = replace(
+                check,
+                num_tokens=self._text.token_ids.size + self._text.num_sampled,
+                comparisons=(*check.comparisons, *_compare_sampled(own, samples)),
+            )
+        elif self._text is not None:
+            self._choose(short(self._text))
+        self._is_start = False
+        self._began_at = self._clock()
+        self._start_check = check
+        return check
+
+    async def wait_until_loaded(self, version: int) -> LogprobCheck | None:
         """Wait until every live engine, and at least one, holds the version published last.
 
         Engines that join, leave or are replaced meanwhile end no term: one that starts loads the
         version before it is ready. Without a live engine it waits for one that starts.
 
-        Returns: the largest |trainer - engine| on the fixed text over the engines, nats.
+        Returns: how trainer and engines score the text, with what the start has found where this
+            is the first check after it; None without an engine's answer.
         Raises: ActorLost when no engine gets on (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):
             status = await self._until_loaded(version)
-        found = [
-            replica.check_logprobs
-            for replica in status.replicas
-            if replica.check_logprobs is not None
-        ]
-        return largest_difference(self._own_logprobs, found)
+        check = self._compared(status.replicas)
+        if check is None:
+            return None
+        self._spent_s += check.seconds
+        if self._text is not None and self._text.token_ids.size == self._longest:
+            self._last_long_s = check.seconds
+        earlier, self._start_check = self._start_check, None
+        return check.after(earlier)
+
+    @property
+    def _longest(self) -> int:
+        return 0 if self._later_text is None else self._later_text.token_ids.size
+
+    def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
+        """What the engines have scored of the text, and the trainer alone and packed."""
+        scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
+        if not scores:
+            return None
+        found: list[Comparison] = []
+        own_by_row = np.split(self._own_logprobs, 2 if self._is_start else 1)
+        for name, own in zip((ALONE, PACKED), own_by_row, strict=False):
+            found += [compare(name, own, each) for each in scores]
+        num_tokens = self._own_logprobs.size + 1
+        if self._text is not None:
+            num_tokens = self._text.token_ids.size
+        return LogprobCheck(
+            num_tokens=num_tokens,
+            dtype=self._dtype,
+            comparisons=tuple(found),
+            seconds=self._own_s + max(each.check_s for each in replicas),
+        )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
         """Raises: as `wait_until_loaded`."""
@@ -317,6 +443,15 @@ class Publisher:
         """Engines that hold the current version."""
         status = await board_handle(self._board, deadline_s=RPC_DEADLINE_S).status()
         return len(status.holders)
+
+
+def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
+    """own: of all samples, in their order."""
+    ends = np.cumsum([each.token_ids.size for each in samples])
+    return [
+        compare(sampled_name(each.temperature), scores, each.logprobs)
+        for each, scores in zip(samples, np.split(own, ends[:-1]), strict=True)
+    ]
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:

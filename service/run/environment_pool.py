@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
+from actors.deadline import within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import plays_of
 from actors.environment.settings import EnvironmentActorSettings, Sampling
-from actors.types import Task, TrajectorySummary
+from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
-from service.run.actor_pool import ENVIRONMENT_ACTORS, ActorPool
+from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool
 from service.run.evaluation import EvaluationFiles, PlaySettings, play
 from service.run.restartable_queue import RestartableQueue
 from service.telemetry.recorder import RunRecorder
+
+# Within which the prompts of the log-probability check are rendered.
+PROMPTS_LIMIT_S = 20.0
 
 
 class EnvironmentPool(ActorPool):
@@ -69,6 +75,20 @@ class EnvironmentPool(ActorPool):
         if keeps_tokens and played:
             await self._files.write(file, played)
         return [each.summary for each in played]
+
+    async def opening_prompts(
+        self, tasks: Sequence[Task], *, num_tokens: int
+    ) -> Sequence[TokenIds]:
+        """As `EnvironmentActor.opening_prompts`, of one actor; none where there is no actor, or it
+        does not answer."""
+        for actor in self.actors[:1]:
+            call = actor.opening_prompts.remote(
+                list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
+            )
+            with suppress(RayError, TimeoutError):
+                prompts: Sequence[TokenIds] = await within(START_DEADLINE_S, call)
+                return prompts
+        return ()
 
 
 def start_environment_actor(

@@ -24,6 +24,7 @@ from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
 from actors.types import Outcome
 from actors.weights.board import BoardStatus
+from actors.weights.logprob_check import LogprobCheck
 from service.inference.settings import InferenceSettings
 from service.telemetry.records import EvaluationRecord, StepRecord
 
@@ -368,6 +369,8 @@ class FailureWatch:
         self._num_skipped = 0
         self._num_misaligned = 0
         self._num_constant = 0
+        self._num_unequal = 0
+        self._last_unequal = ""
 
     def constant_reward(self, step: int, report: StepReport) -> str | None:
         """Return a notice if no group of the last CONSTANT_STEPS steps had returns that differ.
@@ -385,6 +388,27 @@ class FailureWatch:
             f"differ{value}, so nothing is learnt; look at the answers with `rayloom inspect`, and "
             "at the reward function"
         )
+
+    def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
+        """check: after the step's publication; None: no engine has answered.
+
+        Returns: a notice; empty where trainer and engines agree.
+        """
+        if check is None:
+            return ""
+        self._num_unequal = self._num_unequal + 1 if check.is_beyond else 0
+        self._last_unequal = f"step {step}: {check}" if check.is_beyond else ""
+        return self._last_unequal
+
+    def check_logprobs(self) -> None:
+        """Between two steps. Raises: RunFailed."""
+        limit = self._limits.trainer.logprob_check_failures
+        if limit and self._num_unequal >= limit:
+            raise RunFailed(
+                f"trainer and engines are not the same function after {self._num_unequal} "
+                f"publications in a row; {self._last_unequal}; to allow more, raise "
+                "trainer.logprob_check_failures"
+            )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
         """notices: what the merge actor says of the step. Raises: RunFailed."""

@@ -35,6 +35,7 @@ from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
 from actors.trajectory_queue.messages import QueueSnapshot, StepInput
 from actors.types import TrajectorySummary
+from actors.weights.logprob_check import LogprobCheck
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
 from service.run.pauses import Pausable, Pauses
@@ -313,7 +314,9 @@ class Loop:
             await self._train_step(built, stages)
             self._step += 1
             self._step_in_hand = None
+            self._failures.check_logprobs()
         await self._join_loading()
+        self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
         """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
@@ -516,13 +519,12 @@ class Loop:
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
         """Finish a step while the next one is collected and trained."""
-        logprob_check_max = await self._wait_until_loaded(trained)
-        await self._record(trained, logprob_check_max)
+        await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
         """Finish a step; evaluate and begin a checkpoint where they are due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
-        logprob_check_max = await self._wait_until_loaded(trained)
+        check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
         if self._is_evaluation_due(step):
             await self._evaluate(step=step)
@@ -531,27 +533,27 @@ class Loop:
         if is_due:
             await self._begin_save(step)
         stages = replace(stages, checkpoint=watch.lap())
-        await self._record(replace(trained, stages=stages), logprob_check_max)
+        await self._record(replace(trained, stages=stages), check)
         if is_due:
             await self._commit_when_written(step)
 
-    async def _wait_until_loaded(self, trained: TrainedStep) -> float | None:
+    async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
         """Wait until every engine holds a step's version, then let the queue admit groups by it.
 
         Returns: as Publisher.wait_until_loaded.
         """
-        logprob_check_max = await self._handles.publisher.wait_until_loaded(trained.version)
+        check = await self._handles.publisher.wait_until_loaded(trained.version)
         # The window counts steps: a version that was published once more moves nothing.
         await self._handles.queue.set_loaded_version(trained.step)
-        return logprob_check_max
+        return check
 
-    async def _record(self, trained: TrainedStep, logprob_check_max: float | None) -> None:
+    async def _record(self, trained: TrainedStep, check: LogprobCheck | None) -> None:
         record = step_record(
             trained.step,
             trained.report,
             trained.stats,
             version=trained.version,
-            logprob_check_max=logprob_check_max,
+            check=check,
             stages=trained.stages,
         )
         await self._handles.recorder.step(record)
@@ -559,6 +561,9 @@ class Loop:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
+        # After the record, which shows by how much they differ.
+        if notice := self._failures.note_logprobs(trained.step, check):
+            self._handles.recorder.notice(notice)
 
     async def _evaluate(self, *, step: int) -> None:
         self._evaluated_step = step

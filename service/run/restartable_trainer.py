@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.batch import Float32s
+from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost
 from actors.expert_records import ModelShape
 from actors.trainer.checkpoint import CheckpointError
@@ -86,6 +86,8 @@ class RestartableTrainer:
         self._fingerprint: tuple[int, ...] = ()
         self._logprobs: Float32s | None = None
         """What `check_logprobs` has found for `version`; None: not asked yet."""
+        self._scored_rows: Sequence[MicroBatch] = ()
+        """That it was asked about."""
         self._is_given_out = False
         """Whether an engine may hold `version`."""
         self._must_publish = False
@@ -184,10 +186,15 @@ class RestartableTrainer:
             await self._ask(publish, is_publish=True)
             self._must_publish = False
 
-    async def check_logprobs(self) -> Float32s:
+    async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
         """As `TrainerGroup.check_logprobs`: what follows a publish. Raises: as `step`."""
+
+        async def check(group: TrainerGroup) -> Float32s:
+            return await group.check_logprobs(rows)
+
         async with self._lock:
-            self._logprobs = await self._ask(lambda group: group.check_logprobs(), is_publish=True)
+            self._logprobs = await self._ask(check, is_publish=True)
+            self._scored_rows = rows
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
@@ -297,7 +304,8 @@ class RestartableTrainer:
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:
-            is_same = np.array_equal(await self._group.check_logprobs(), self._logprobs)
+            again = await self._group.check_logprobs(self._scored_rows)
+            is_same = np.array_equal(again, self._logprobs)
         version, republished = self.version, self.republished
         if not is_same and self._is_given_out:
             version += 1

@@ -27,7 +27,8 @@ from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trajectory_queue.settings import QueueStateSettings
-from actors.types import SESSION, UPLOADED, Task, TrajectorySummary
+from actors.types import SESSION, UPLOADED, Task, TokenIds, TrajectorySummary
+from actors.weights.logprob_check import CheckText, LogprobCheck, bounds_dtype, start_text
 from service.config.parts import rank_settings, step_settings
 from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
@@ -47,7 +48,7 @@ from service.run.environment_pool import (
     start_environment_actor,
 )
 from service.run.evaluation import EvaluationFiles
-from service.run.health import FailureLimits
+from service.run.health import FailureLimits, RunFailed
 from service.run.loop import Commit, Handles, Loop, LoopSettings
 from service.run.pauses import Pauses
 from service.run.restartable_merge import RestartableMerge
@@ -61,6 +62,8 @@ from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.term")
 
+# Of which the first prompts are pieces of the check's text, and how long they may delay a start.
+MAX_OPENING_TASKS, PROMPTS_GRACE_S = 16, 5.0
 # Requests that wait in the gateway for their group, their turn, or the engine's.
 MAX_HELD_REQUESTS = 20_000
 
@@ -148,6 +151,9 @@ class Term:
         """Held out of training; known once it trains."""
         self._evaluation_sets: Sequence[EvaluationSet] = ()
         self._stop_asked = asyncio.Event()
+        self._opening_tasks: asyncio.Task[TaskSource] | None = None
+        self._notices: list[str] = []
+        """Of the tasks."""
 
     @property
     def is_training(self) -> bool:
@@ -225,11 +231,10 @@ class Term:
             return
         self._recorder.training(str(self._pauses))
         assert self._pool is not None
-        notices: list[str] = []
-        by_model: dict[str, Any] = {"model_path": self._model, "tell": notices.append}
-        tasks = await asyncio.to_thread(open_tasks, self._config, **by_model)
+        by_model: dict[str, Any] = {"model_path": self._model, "tell": self._notices.append}
+        tasks = await self._open_tasks()
         self._evaluation_sets = await asyncio.to_thread(open_sets, self._config, tasks, **by_model)
-        for notice in notices:
+        for notice in self._notices:
             self._recorder.notice(notice)
         if self._stop_asked.is_set():
             return
@@ -313,7 +318,14 @@ class Term:
                 notice=self._recorder.notice,
             ),
         )
-        await asyncio.gather(self._start_trainer(), self.queue.open())
+        opening = asyncio.create_task(self._opening_prompts())
+        try:
+            await asyncio.gather(self._start_trainer(), self.queue.open())
+            # It has taken place by now, but for environments that are slow or have no node yet.
+            await asyncio.wait({opening}, timeout=PROMPTS_GRACE_S)
+        finally:
+            opening.cancel()
+        prompts = () if opening.cancelled() or not opening.done() else opening.result()
         self._is_queue_open = True
         await self.hold_generation()
         version = self._trainer.version
@@ -338,13 +350,67 @@ class Term:
             term=self._lease.term,
             quiet_limit_s=config.inference.start_deadline_s,
             measure=self._recorder.publishing,
+            text=self._check_text(prompts),
+            # An engine samples one token behind a prompt.
+            most_tokens=config.model.max_context_tokens - 1,
+            check_every=config.trainer.logprob_check_every,
+            dtype=bounds_dtype(config.model.dtype, config.trainer.dtype),
         )
         await publisher.publish(version)
         await self._cancel_again()
         self._recorder.starting("waiting for the engines")
         await self._engines.wait_ready()
-        await publisher.wait_until_loaded(version)
+        self._heed_check(await publisher.check_start(version))
         return publisher
+
+    async def _opening_prompts(self) -> Sequence[TokenIds]:
+        """First prompts of the run's own tasks, for the log-probability check."""
+        assert self._pool is not None
+        if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:
+            return ()
+        tasks = await self._open_tasks()
+        first = [tasks.task(index) for index in range(MAX_OPENING_TASKS)]
+        num_tokens = self._config.model.max_context_tokens
+        return await self._pool.opening_prompts(first, num_tokens=num_tokens)
+
+    def _check_text(self, prompts: Sequence[TokenIds]) -> CheckText | None:
+        config, shape = self._config, self._trainer.shape
+        if config.trainer.logprob_check_tokens == 0 or shape is None:
+            return None
+        return start_text(
+            prompts,
+            max_context_tokens=config.model.max_context_tokens,
+            limit=config.trainer.logprob_check_tokens,
+            is_on_cpu=config.inference.is_on_cpu,
+            vocab_size=shape.vocab_size,
+            temperatures=[each.rollouts.temperature for each in config.members.values()],
+        )
+
+    def _heed_check(self, check: LogprobCheck | None) -> None:
+        """Raises: RunFailed where trainer and engines are not the same function."""
+        if check is None:
+            self._recorder.notice(
+                "trainer and engines were not compared: no engine has scored the text in time; "
+                "lower trainer.logprob_check_tokens"
+            )
+            return
+        for each in check.comparisons:
+            log.info("log-probability check of the start: %s", each)
+        if check.is_beyond:
+            raise RunFailed(
+                f"the start is refused: {check}; to train all the same, set "
+                "trainer.logprob_check_tokens to 0"
+            )
+
+    async def _open_tasks(self) -> TaskSource:
+        """Open the run's tasks, once for all who ask."""
+        if self._opening_tasks is None:
+            self._opening_tasks = asyncio.create_task(
+                asyncio.to_thread(
+                    open_tasks, self._config, model_path=self._model, tell=self._notices.append
+                )
+            )
+        return await asyncio.shield(self._opening_tasks)
 
     async def _claim_checkpoints(self) -> None:
         """Raises: CheckpointError when a newer term has them, or the disk stays full."""

@@ -14,6 +14,7 @@ from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
 from actors.trainer.statistics import StepStats
 from actors.types import Outcome, SampledText
+from actors.weights.logprob_check import LogprobCheck
 from service import units
 
 MAX_OUTCOMES = 4
@@ -144,14 +145,15 @@ def step_record(
     stats: StepStats,
     *,
     version: int,
-    logprob_check_max: float | None,
+    check: LogprobCheck | None,
     stages: StageSeconds,
 ) -> StepRecord:
     """Complete the merge actor's report with the trainer's statistics and the publish.
 
-    version: that the weights were published as.
+    version: that the weights were published as. check: None where no engine has answered.
     """
-    known = {**report.statistics, **stats.statistics, "logprob_check_max": logprob_check_max}
+    checked = {} if check is None else check.statistics
+    known = {**report.statistics, **stats.statistics, **checked}
     counted = {each.name: getattr(report, each.name) for each in fields(StepReport)}
     return StepRecord(
         **{**counted, "step": step, "statistics": only_known(known)},

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -51,6 +51,22 @@ class MismatchTotals:
 
     mean_k3: float | None
     max_abs_delta: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobChecks:
+    """The largest number of any step's log-probability check; a term's first step tells of its
+    start too. None where no engine has answered."""
+
+    tokens: float | None
+    """Length of the longest text that trainer and engines have scored."""
+    mean: float | None
+    """Nats; max: of a single token."""
+    max: float | None
+    ratio: float | None
+    """In parts of what rounding may cause."""
+    seconds: float | None
+    """Of the check after one publication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +120,7 @@ class RunSummary:
     """Over the whole lineage."""
     mismatch: MismatchTotals
     logprob_check_max: float | None
+    logprob_check: LogprobChecks
     malformed_share: FirstAndLast
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
@@ -184,6 +201,12 @@ def summarize_run(
             max_abs_delta=totals.greatest("mismatch_max"),
         ),
         logprob_check_max=totals.greatest("logprob_check_max"),
+        logprob_check=LogprobChecks(
+            **{
+                each.name: totals.greatest(f"logprob_check_{each.name}")
+                for each in fields(LogprobChecks)
+            }
+        ),
         malformed_share=FirstAndLast(
             first=_malformed_share(steps[:AVERAGED_STEPS]),
             last=_malformed_share(steps[-AVERAGED_STEPS:]),

@@ -343,6 +343,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomRewardCollapsed": (showing("rayloom_reward_mean", 0.1), None, 75, 90),
     "RayloomEntropyCollapsed": (showing("rayloom_entropy_nats", 0.001), 10, 60, 90),
     "RayloomMismatchHigh": (showing("rayloom_mismatch_k3_nats", 0.5), 9, 15, 60),
+    "RayloomLogprobCheckFailed": (showing("rayloom_logprob_check_ratio", 3.0), None, 5, 60),
     "RayloomNonFinite": (counting("rayloom_train_skipped_steps_total", 0.01), None, 5, 30),
     "RayloomMalformedRewarded": (
         counting("rayloom_malformed_rewarded_total", 0.01), None, 5, 30

@@ -152,7 +152,13 @@ def test_ending_is_a_sentence() -> None:
 def test_broken_promises_are_named() -> None:
     run = Run(
         steps=(
-            step_record(1, policy_age_max=3, is_skipped=True, num_malformed_rewarded=2),
+            step_record(
+                1,
+                policy_age_max=3,
+                is_skipped=True,
+                num_malformed_rewarded=2,
+                logprob_check_ratio=1.5,
+            ),
             step_record(2, policy_version=1),
         )
     )
@@ -161,7 +167,7 @@ def test_broken_promises_are_named() -> None:
     )
     found = checks(summary, run.totals)
     assert not any(check.is_kept for check in found)
-    assert len(found) == 6
+    assert len(found) == 7
     assert balance_equation(summary) == ("9 admitted ≠ 6 = 4 trained + 0 evicted + 2 in flight")
 
 

@@ -259,6 +259,21 @@ async def test_a_run_of_which_no_update_is_finite_any_more_ends_with_the_reason(
     assert world.checkpoints[-1] == (4, "dir-4")
 
 
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_engines_that_score_otherwise_three_times_in_a_row_end_the_run(
+    max_lag: int,
+) -> None:
+    world = World(unequal_from=2)
+    with pytest.raises(RunFailed, match=r"after 3 publications in a row; step 4: trainer and eng"):
+        await make_loop(world, steps=100, max_lag=max_lag).run()
+    assert [record.step for record in world.records] == [1, 2, 3, 4]
+    # Of each a notice, and the last step done is durable.
+    assert [notice[:6] for notice in world.notices] == ["step 2", "step 3", "step 4"]
+    assert world.checkpoints[-1] == (4, "dir-4")
+    assert world.records[0].value("logprob_check_max") is None
+    assert world.records[1].value("logprob_check_ratio") == 5000
+
+
 async def test_a_run_of_which_nothing_can_be_merged_any_more_ends_with_the_reason() -> None:
     world = World(misalign_from=2)
     with pytest.raises(RunFailed, match=r"last 3 steps, up to step 4, ended .* an empty prompt;"):

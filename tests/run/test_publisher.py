@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,10 +12,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from actors.batch import MicroBatch
 from actors.deadline import ActorLost
 from actors.metrics import PublishPhase
 from actors.weights.actor import WeightBoard
-from actors.weights.board import WeightGroup, WeightManifest
+from actors.weights.board import Publication, WeightGroup, WeightManifest
+from actors.weights.logprob_check import (
+    ALONE,
+    COST_SHARE,
+    PACKED,
+    SHORT_TOKENS,
+    CheckSample,
+    CheckText,
+    LogprobCheck,
+    sampled_name,
+    start_text,
+)
 from service.run.engines import Publisher
 
 GROUP = WeightGroup(
@@ -39,14 +51,22 @@ class Handle:
         return SimpleNamespace(remote=getattr(self.board, method))
 
 
+def largest(check: LogprobCheck | None) -> float:
+    assert check is not None
+    return check.statistics["logprob_check_max"]
+
+
 class Trainer:
     is_restarting = False
+    num_scored: Sequence[int] = ()
 
     async def publish(self, board: Any, term: int, version: int) -> None:
         await board.publish.remote(term, version, [GROUP])
 
-    async def check_logprobs(self) -> Any:
-        return SCORES
+    async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Any:
+        """Of rows the token ids."""
+        self.num_scored = [row.num_trained for row in rows]
+        return np.concatenate([row.targets for row in rows]).astype(np.float32) if rows else SCORES
 
 
 class World:
@@ -66,7 +86,7 @@ class World:
             quiet_limit_s=LIMIT_S,
             measure=self._measure,
         )
-        self.waiting: asyncio.Task[float | None]
+        self.waiting: asyncio.Task[LogprobCheck | None]
 
     def _measure(self, phase: PublishPhase) -> AbstractContextManager[None]:
         self.phases.append(phase)
@@ -76,7 +96,7 @@ class World:
         await self.publisher.publish(0)
         await self.board.poll("a", None, None, 0.0)
         await self.board.report("a", 1, 0, SCORES)
-        assert await self.publisher.wait_until_loaded(0) == 0.0
+        assert largest(await self.publisher.wait_until_loaded(0)) == 0.0
         await self.publisher.publish(1)
         self.waiting = asyncio.ensure_future(self.publisher.wait_until_loaded(1))
 
@@ -138,7 +158,7 @@ async def test_an_engine_that_is_away_for_minutes_in_a_publish_does_not_send_the
     await world.pass_time(3 * LIMIT_S, load)
     assert not world.waiting.done()
     await world.board.report("b", 1, 1, SCORES + 0.5)
-    assert await world.waiting == 0.5
+    assert largest(await world.waiting) == 0.5
     assert world.phases == 2 * [PublishPhase.SEND, PublishPhase.CHECK, PublishPhase.LOAD]
 
 
@@ -162,4 +182,125 @@ async def test_engines_are_waited_for_while_ranks_are_replaced_and_no_longer(wor
     await world.pass_time(LIMIT_S - 60.0, world.live_and_load_nothing)
     assert not world.waiting.done()
     await world.board.report("a", 1, 1, SCORES)
-    assert await world.waiting == 0.0
+    assert largest(await world.waiting) == 0.0
+
+
+class CheckedWorld(World):
+    """With a text; the engine scores it as the trainer does, but for `off`."""
+
+    def __init__(self, *, context: int = 3000) -> None:
+        super().__init__()
+        self.off = 0.0
+        self.long_s = 0.0
+        """What the engine takes for more than the beginning of the text."""
+        text = start_text(
+            [], max_context_tokens=context, limit=None, is_on_cpu=True, vocab_size=50,
+            temperatures=[0.7],
+        )  # fmt: skip
+        self.publisher = Publisher(
+            cast(Any, self.trainer),
+            cast(Any, Handle(self.board)),
+            term=1,
+            quiet_limit_s=LIMIT_S,
+            measure=self._measure,
+            text=text,
+            most_tokens=context - 1,
+            check_every=4,
+            clock=lambda: self.now,
+        )
+
+    async def load(self, version: int, *, is_answered: bool = True) -> CheckText:
+        """Publish a version and have the engine load it. Returns: its publication's text."""
+        await self.publisher.publish(version)
+        publication = await self.board.poll("a", None, None, 0.0)
+        assert isinstance(publication, Publication) and publication.check is not None
+        text = publication.check
+        scores = text.token_ids[text.first_scored :].astype(np.float32) + self.off
+        samples = []
+        for temperature in text.temperatures:
+            sampled = np.arange(text.num_sampled, dtype=np.int32)
+            logprobs = sampled.astype(np.float32) + self.off
+            samples.append(
+                CheckSample(temperature=temperature, token_ids=sampled, logprobs=logprobs)
+            )
+        seconds = self.long_s if text.token_ids.size > SHORT_TOKENS else 0.0
+        answer = (scores, tuple(samples), seconds) if is_answered else (None,)
+        await self.board.report("a", 1, version, *answer)
+        return text
+
+    async def started(self) -> LogprobCheck | None:
+        await self.load(0)
+        return await self.publisher.check_start(0)
+
+    async def step(self, version: int, *, seconds: float) -> tuple[CheckText, LogprobCheck]:
+        self.now += seconds
+        text = await self.load(version)
+        check = await self.publisher.wait_until_loaded(version)
+        assert check is not None
+        return text, check
+
+
+async def test_a_start_compares_the_text_alone_packed_and_continued() -> None:
+    world = CheckedWorld()
+    check = await world.started()
+    assert check is not None and not check.is_beyond and check.num_tokens == 3000
+    names = [each.name for each in check.comparisons]
+    assert names == [ALONE, PACKED, sampled_name(1.0), sampled_name(0.7)]
+    assert [each.num_scores for each in check.comparisons] == [2935, 2935, 64, 64]
+
+
+async def test_a_start_of_other_scores_is_beyond_the_bound() -> None:
+    world = CheckedWorld()
+    world.off = 0.25
+    check = await world.started()
+    assert check is not None and check.is_beyond
+
+
+async def test_after_a_publication_the_far_end_is_scored_and_each_fourth_time_all_of_it() -> None:
+    world = CheckedWorld()
+    await world.started()
+    first_scored = []
+    for version in range(1, 9):
+        text, check = await world.step(version, seconds=10.0)
+        assert text.token_ids.size == 2999 and text.num_sampled == 0
+        assert world.trainer.num_scored == [2999 - text.first_scored]
+        first_scored.append(text.first_scored)
+        # The record of the first step tells of the start too.
+        assert check.num_tokens == (3000 if version == 1 else 2999)
+    assert first_scored == [1975, 1975, 1975, 1, 1975, 1975, 1975, 1]
+
+
+async def test_a_check_takes_no_more_than_its_share_of_the_time() -> None:
+    world = CheckedWorld()
+    await world.started()
+    world.long_s = 1.0
+    sizes, spent_s = [], 0.0
+    for version in range(1, 13):
+        text, check = await world.step(version, seconds=5.0)
+        sizes.append(text.token_ids.size)
+        spent_s += check.seconds
+    # What the first one took is earned after 20 s, and so is what the next one takes.
+    assert sizes == [2999, *[SHORT_TOKENS] * 6, 2999, *[SHORT_TOKENS] * 3, 2999]
+    assert spent_s == COST_SHARE * world.now
+
+
+async def test_the_series_that_is_farthest_off_decides() -> None:
+    world = CheckedWorld()
+    await world.started()
+    world.now += 10.0
+    text = await world.load(1)
+    await world.board.poll("b", None, None, 0.0)
+    await world.board.report(
+        "b", 1, 1, text.token_ids[text.first_scored :].astype(np.float32) - 2.0
+    )
+    check = await world.publisher.wait_until_loaded(1)
+    assert largest(check) == 2.0 and check is not None and check.is_beyond
+
+
+async def test_a_text_without_an_answer_in_time_is_shortened() -> None:
+    world = CheckedWorld()
+    await world.load(0, is_answered=False)
+    assert await world.publisher.check_start(0) is None
+    text, check = await world.step(1, seconds=1.0)
+    assert text.token_ids.size == SHORT_TOKENS and not text.temperatures
+    assert not check.is_beyond and check.num_tokens == SHORT_TOKENS

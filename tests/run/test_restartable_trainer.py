@@ -96,7 +96,7 @@ class Group:
         self._meet(f"publish {version}")
         self.disk.published.append((version, ",".join(self.weights)))
 
-    async def check_logprobs(self) -> np.ndarray:
+    async def check_logprobs(self, rows: Sequence[Any] = ()) -> np.ndarray:
         self._meet("check_logprobs")
         return np.array([hash(tuple(self.weights)) % 1000], np.float32)
 
@@ -326,8 +326,7 @@ class Publisher:
         self.world.calls.append(f"publish {version}")
         self.on_publish(version)
 
-    async def wait_until_loaded(self, version: int) -> float:
-        return 0.0
+    async def wait_until_loaded(self, version: int) -> None: ...
 
     async def num_ready(self) -> int:
         return 1

@@ -6,13 +6,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from worlds.record_builders import step_record
 
 from actors.merge.report import MergeReport, StepReport
 from actors.statistics import BY_NAME, STATISTICS, Source
+from actors.trainer.settings import Dtype
 from actors.trainer.statistics import StepStats
 from actors.types import Outcome
+from actors.weights.logprob_check import LogprobCheck, compare
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
 from service.telemetry.records import StageSeconds, StepRecord
@@ -44,15 +47,21 @@ REPORT = StepReport(
 )  # fmt: skip
 
 
+SCORES = np.array([-1.0, -2.0, -0.5, -0.25] * 16, np.float32)
+CHECK = LogprobCheck(
+    num_tokens=65, dtype=Dtype.FLOAT32, seconds=0.375,
+    comparisons=(compare("text", SCORES, SCORES + np.array([0, 0, 0, 0.125] * 16, np.float32)),),
+)  # fmt: skip
+EVERY |= CHECK.statistics
+
+
 def record_of(
     stats: StepStats,
     report: StepReport,
     *,
-    logprob_check_max: float | None = EVERY["logprob_check_max"],
+    check: LogprobCheck | None = CHECK,
 ) -> StepRecord:
-    return make_step_record(
-        1, report, stats, version=1, logprob_check_max=logprob_check_max, stages=StageSeconds()
-    )
+    return make_step_record(1, report, stats, version=1, check=check, stages=StageSeconds())
 
 
 def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None:
@@ -65,7 +74,7 @@ def test_each_number_of_each_part_is_in_the_record_once_under_its_name() -> None
 def test_what_no_part_knows_is_absent() -> None:
     nothing_trained = replace(STATS, statistics={}, trained_tokens=0)
     known = {"reward_std": 0.25, "reward_min": -0.75}
-    record = record_of(nothing_trained, replace(REPORT, statistics=known), logprob_check_max=None)
+    record = record_of(nothing_trained, replace(REPORT, statistics=known), check=None)
     assert record.statistics == known
     assert record.value("loss") is None and record.value("reward_std") == 0.25
     assert record.policy_age_max == 0

@@ -142,6 +142,9 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
     assert {"admitted", "trained", "evicted", "in_flight"} <= set(tree["ledger"])
     assert {"vllm", "ray", "torch"} <= set(tree["versions"])
     assert tree["logprob_check_max"] is None
+    names = {"tokens", "mean", "max", "ratio", "seconds"}
+    assert set(tree["logprob_check"]) == names and tree["logprob_check"]["max"] is None
+    assert tree["logprob_check"]["ratio"] == 0.01
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
 from actors.environment.evaluation import EvaluationSet
@@ -18,12 +20,13 @@ from actors.merge.advantages import Baseline
 from actors.merge.groups import PayloadsLost
 from actors.merge.report import GroupReturns, MergeReport, StepReport
 from actors.trainer.abandon import StepAbandoned
-from actors.trainer.settings import TrainerSettings
+from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Outcome, Task, TrajectorySummary
+from actors.weights.logprob_check import LogprobCheck, compare
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
 from service.run.health import FailureLimits, WeightsMoved
@@ -88,6 +91,8 @@ class World:
     skip_at: int | None = None
     skip_from: int = 10**9
     misalign_from: int = 10**9
+    unequal_from: int = 10**9
+    """The first version that the engines score otherwise than the trainer."""
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
@@ -102,6 +107,7 @@ class World:
     published_versions: list[int] = field(default_factory=list)
     value_shards: list[tuple[str, ...]] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
     evaluation_files: list[str] = field(default_factory=list)
     returns: tuple[GroupReturns, ...] = ()
     curricula: list[Mapping[str, tuple[float, ...]] | None] = field(default_factory=list)
@@ -242,11 +248,16 @@ class World:
     async def publish(self, version: int) -> None:
         self.calls.append(f"publish {version}")
 
-    async def wait_until_loaded(self, version: int) -> float:
+    async def wait_until_loaded(self, version: int) -> LogprobCheck | None:
         await self.engines_load(version)
         self.on_publish(version)
         self.published_versions.append(version)
-        return 0.0
+        if version < self.unequal_from:
+            return None
+        own = np.zeros(4, np.float32)
+        return LogprobCheck(
+            num_tokens=255, dtype=Dtype.FLOAT32, comparisons=(compare("t", own, own + 0.5),)
+        )
 
     async def num_ready(self) -> int:
         return 1
@@ -265,14 +276,13 @@ class Notebook:
     """The recorder."""
 
     world: World
-    notices: list[str] = field(default_factory=list)
 
     @property
     def num_evicted(self) -> int:
         return self.world.num_evicted
 
     def notice(self, text: str) -> None:
-        self.notices.append(text)
+        self.world.notices.append(text)
 
     async def step(self, record: StepRecord) -> None:
         self.world.calls.append(f"record {record.step}")

@@ -41,6 +41,7 @@ PLAUSIBLE = {
     "mismatch_k3_mean": 2e-12,
     "mismatch_max": 3e-6,
     "logprob_check_max": 1e-6,
+    "logprob_check_ratio": 0.01,
     "policy_age_max": 0.0,
     "policy_age_mean": 0.0,
 }

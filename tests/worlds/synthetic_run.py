@@ -147,6 +147,7 @@ class SyntheticRun:
             "rayloom_reward_mean": newest(lambda t: 0.5 + 0.02 * math.sin(7.0 * done(t))),
             "rayloom_entropy_nats": newest(lambda t: 0.4),
             "rayloom_mismatch_k3_nats": newest(lambda t: 1e-7),
+            "rayloom_logprob_check_ratio": newest(lambda t: 0.01),
             "rayloom_ledger_admitted_rollouts": a_step(TRAINED + EVICTED),
             "rayloom_ledger_trained_rollouts": a_step(TRAINED),
             "rayloom_ledger_in_flight_rollouts": lambda t: 0,

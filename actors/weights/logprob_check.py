@@ -1,0 +1,394 @@
+"""The log-probability check: a text that trainer and engines score, and by how much they differ.
+
+    text = CheckText(token_ids=join_prompts(prompts, num_tokens=4032, vocab_size=vocab_size))
+    own = ...                          # the trainer's scores of `text_row(text)`, [T - 1], nats
+    found = LogprobCheck(num_tokens=4032, dtype=dtype, comparisons=(compare("alone", own, engine),))
+    found.is_beyond                    # whether they differ by more than BOUNDS allows
+
+Pure: NumPy alone. The engines report their scores to the weight board after each load;
+`service.run.engines.Publisher` asks the trainer and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from actors.batch import Float32s, Int32s, MicroBatch
+from actors.trainer.settings import Dtype
+
+CPU_CHECK_TOKENS = 4096
+"""The text of a start on CPU, unless the configuration names a length."""
+FAR_TOKENS = 1024
+"""After a publication: so many scores, of the text's last tokens."""
+SHORT_TOKENS = 64
+"""After a publication that can afford no more: the text's first so many tokens."""
+MIN_JUDGED_TOKENS = 18
+"""Of what is shorter the difference is told and not judged."""
+MAX_SAMPLED = 256
+"""Sampled tokens of a start's check, at all temperatures together."""
+MAX_SAMPLED_AT_ONE = 64
+"""At one temperature."""
+CHECKED_TEMPERATURES = (1.0, 0.7)
+"""Beside the run's own."""
+COST_SHARE = 0.05
+"""Of the time since the start, that the checks after publications may take."""
+_MAX_PIECE = 64
+_MIN_QUARTER = 64
+# What stands for a difference that is no number, so that it can be stored and shown.
+_NO_NUMBER_NATS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The largest differences that are rounding, nats."""
+
+    mean: float
+    largest: float | None
+    """None: a single token may differ by any amount."""
+
+
+# Constants of the project, which no run measures for itself: above what the order of the sums gives
+# in models that both compute alike, and far below the 0.5 to 6 nats of families that one of the two
+# computes otherwise. In bfloat16 a single unlikely token may differ by more than 0.1.
+BOUNDS: Mapping[Dtype, Bounds] = {
+    Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
+    Dtype.BFLOAT16: Bounds(mean=0.02, largest=None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckText:
+    """What an engine is asked after it has loaded a version."""
+
+    token_ids: Int32s
+    """[T] int32."""
+    first_scored: int = 1
+    """The first token whose score counts; the very first one has none."""
+    temperatures: tuple[float, ...] = ()
+    """At each of which the text is continued."""
+    num_sampled: int = 0
+    """Tokens of each continuation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckSample:
+    """How an engine has continued the text."""
+
+    temperature: float
+    token_ids: Int32s
+    """[N] int32."""
+    logprobs: Float32s
+    """[N] float32, nats, at the temperature."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineScores:
+    """An engine's answer to a `CheckText`."""
+
+    logprobs: Float32s
+    """[T - first_scored] float32, nats, at temperature 1: vLLM scores a prompt at no other."""
+    samples: tuple[CheckSample, ...] = ()
+    seconds: float = 0.0
+
+
+def start_text(
+    prompts: Sequence[Int32s],
+    *,
+    max_context_tokens: int,
+    limit: int | None,
+    is_on_cpu: bool,
+    vocab_size: int,
+    temperatures: Iterable[float],
+) -> CheckText:
+    """The text of a start: as long as the context, and the limit, allow with its continuations.
+
+    limit: None: 4,096 tokens on CPU, else the whole context. temperatures: the run's own.
+    """
+    cap = limit or (CPU_CHECK_TOKENS if is_on_cpu else max_context_tokens)
+    num_tokens = max(min(max_context_tokens, cap), 8)
+    every = tuple(dict.fromkeys((*CHECKED_TEMPERATURES, *temperatures)))
+    num_sampled = max(1, min(MAX_SAMPLED_AT_ONE, MAX_SAMPLED // len(every), num_tokens // 4))
+    token_ids = join_prompts(prompts, num_tokens=num_tokens - num_sampled, vocab_size=vocab_size)
+    return CheckText(token_ids=token_ids, temperatures=every, num_sampled=num_sampled)
+
+
+def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
+    """Join pieces of the prompts, in an order that is always the same: [num_tokens] int32.
+
+    Pieces and not whole prompts: a text that repeats itself can be copied, and a token that is all
+    but certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
+    """
+    generator = np.random.default_rng(0)
+    usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
+    if not usable:
+        return generator.integers(vocab_size, size=num_tokens).astype(np.int32)
+    pieces = [usable[0][:num_tokens]]
+    missing = num_tokens - pieces[0].size
+    while missing > 0:
+        prompt = usable[int(generator.integers(len(usable)))]
+        begin = int(generator.integers(prompt.size))
+        length = int(generator.integers(1, _MAX_PIECE + 1))
+        pieces.append(prompt[begin : begin + min(length, missing)])
+        missing -= pieces[-1].size
+    return np.concatenate(pieces).astype(np.int32)
+
+
+def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
+    """The text after a publication: the start's, and what an engine has sampled behind it.
+
+    most: tokens that an engine takes as a prompt.
+    """
+    token_ids = np.concatenate([start.token_ids, *[each.token_ids for each in samples[:1]]])
+    return CheckText(token_ids=token_ids[:most].astype(np.int32))
+
+
+def far_end(text: CheckText) -> CheckText:
+    """The same text, of which the last FAR_TOKENS count; itself where all of it does."""
+    if text.token_ids.size <= FAR_TOKENS + text.first_scored:
+        return text
+    return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
+
+
+def short(text: CheckText) -> CheckText:
+    """The beginning of the text."""
+    return CheckText(token_ids=text.token_ids[:SHORT_TOKENS])
+
+
+def text_row(text: CheckText) -> MicroBatch:
+    """A row of the text alone; its targets are the tokens whose score counts."""
+    return _row([text.token_ids], [-1], text, begin=0)
+
+
+def packed_row(text: CheckText) -> MicroBatch:
+    """The text between two other samples, which are parts of it."""
+    quarter = max(1, text.token_ids.size // 4)
+    before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]
+    return _row([before, text.token_ids, after], [-1, -1, -1], text, begin=quarter)
+
+
+def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
+    """The text with its continuations, whose tokens are the targets, in their order."""
+    length = text.token_ids.size
+    starts = list(accumulate((each.token_ids.size for each in samples), initial=length))
+    positions = [
+        np.concatenate(([length - 1], np.arange(start, start + each.token_ids.size - 1)))
+        for start, each in zip(starts, samples, strict=False)
+    ]
+    return _packed(
+        [text.token_ids, *[each.token_ids for each in samples]],
+        [-1, *[0] * len(samples)],
+        loss_positions=np.concatenate(positions),
+        targets=np.concatenate([each.token_ids for each in samples]),
+        temperatures=np.concatenate(
+            [np.full(each.token_ids.size, each.temperature) for each in samples]
+        ),
+    )
+
+
+def _row(
+    segments: Sequence[Int32s], parents: Sequence[int], text: CheckText, *, begin: int
+) -> MicroBatch:
+    targets = text.token_ids[text.first_scored :]
+    return _packed(
+        segments,
+        parents,
+        loss_positions=begin + np.arange(text.first_scored - 1, text.token_ids.size - 1),
+        targets=targets,
+        temperatures=np.ones(targets.size),
+    )
+
+
+def _packed(
+    segments: Sequence[Int32s],
+    parents: Sequence[int],
+    *,
+    loss_positions: np.ndarray,
+    targets: Int32s,
+    temperatures: np.ndarray,
+) -> MicroBatch:
+    begins = [0 if parent < 0 else segments[parent].size for parent in parents]
+    zeros: Float32s = np.zeros(targets.size, np.float32)
+    return MicroBatch(
+        token_ids=np.concatenate(segments).astype(np.int32),
+        position_ids=np.concatenate(
+            [begin + np.arange(each.size) for begin, each in zip(begins, segments, strict=True)]
+        ).astype(np.int32),
+        segment_lengths=np.array([each.size for each in segments], np.int32),
+        segment_parents=np.array(parents, np.int32),
+        loss_positions=loss_positions.astype(np.int32),
+        targets=targets.astype(np.int32),
+        behaviour_logprobs=zeros,
+        advantages=zeros,
+        sampled_versions=np.zeros(targets.size, np.int32),
+        loss_weights=zeros,
+        trajectory_index=np.zeros(targets.size, np.int32),
+        temperatures=temperatures.astype(np.float32),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Trainer and engine over one series of scores: |trainer - engine|, nats."""
+
+    name: str
+    """Which scores they are."""
+    num_scores: int
+    mean: float
+    largest: float
+    quarters: tuple[float, float, float]
+    """The mean of the first, the middle and the last quarter."""
+
+    def ratio(self, bounds: Bounds) -> float:
+        """The difference in parts of what is allowed; above 1 it is no rounding."""
+        means = [self.mean]
+        if self.num_scores >= 4 * _MIN_QUARTER:
+            means += self.quarters
+        found = max(means) / bounds.mean
+        return found if bounds.largest is None else max(found, self.largest / bounds.largest)
+
+    def __str__(self) -> str:
+        first, middle, last = (_nats(each) for each in self.quarters)
+        return (
+            f"{self.name}: mean {_nats(self.mean)}, largest {_nats(self.largest)} over "
+            f"{self.num_scores} tokens (first quarter {first}, middle {middle}, last {last})"
+        )
+
+
+def compare(name: str, own: Float32s, engine: Float32s) -> Comparison:
+    """Compare the trainer's scores with an engine's, [N] float32 each, N at least 1.
+
+    Raises: ValueError when the engine scored another number of tokens.
+    """
+    if engine.shape != own.shape:
+        raise ValueError(
+            f"log-probability check: got {engine.shape[0]} log-probabilities of an engine, "
+            f"expected {own.shape[0]}; trainer and engine run different versions of Rayloom"
+        )
+    found = np.abs(own.astype(np.float64) - engine.astype(np.float64))
+    found = np.nan_to_num(found, nan=_NO_NUMBER_NATS, posinf=_NO_NUMBER_NATS)
+    count, quarter = found.size, max(1, found.size // 4)
+    middle = (count - quarter) // 2
+    parts = (found[:quarter], found[middle : middle + quarter], found[count - quarter :])
+    first, second, last = (float(part.mean()) for part in parts)
+    return Comparison(
+        name=name,
+        num_scores=count,
+        mean=float(found.mean()),
+        largest=float(found.max()),
+        quarters=(first, second, last),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobCheck:
+    """What a check has found: of a start, or after a publication."""
+
+    num_tokens: int
+    """Length of the text, with its continuations: the context that was tried."""
+    dtype: Dtype
+    """Of the bounds: what the coarser of trainer and engine computes in."""
+    comparisons: tuple[Comparison, ...]
+    """At least one."""
+    seconds: float = 0.0
+    """That the trainer and the slowest engine took, after a publication."""
+
+    @property
+    def worst(self) -> Comparison:
+        return max(self.comparisons, key=lambda each: each.ratio(BOUNDS[self.dtype]))
+
+    @property
+    def ratio(self) -> float:
+        return self.worst.ratio(BOUNDS[self.dtype])
+
+    @property
+    def is_judged(self) -> bool:
+        """Not of the fixed text of 17 tokens, whose mean says little in bfloat16."""
+        return self.num_tokens >= MIN_JUDGED_TOKENS
+
+    @property
+    def is_beyond(self) -> bool:
+        return self.is_judged and self.ratio > 1
+
+    @property
+    def statistics(self) -> dict[str, float]:
+        """By the names of `actors.statistics`."""
+        ratio = {"logprob_check_ratio": self.ratio} if self.is_judged else {}
+        return ratio | {
+            "logprob_check_max": max(each.largest for each in self.comparisons),
+            "logprob_check_mean": max(each.mean for each in self.comparisons),
+            "logprob_check_tokens": float(self.num_tokens),
+            "logprob_check_seconds": self.seconds,
+        }
+
+    def after(self, earlier: LogprobCheck | None) -> LogprobCheck:
+        """This one and an earlier one, for the record of one step."""
+        if earlier is None:
+            return self
+        return replace(
+            self,
+            num_tokens=max(self.num_tokens, earlier.num_tokens),
+            comparisons=(*earlier.comparisons, *self.comparisons),
+        )
+
+    def __str__(self) -> str:
+        """The worst difference, what is allowed, and the likely causes."""
+        bounds = BOUNDS[self.dtype]
+        allowed = f"a mean of at most {_nats(bounds.mean)}"
+        if bounds.largest is not None:
+            allowed += f" and a largest of at most {_nats(bounds.largest)}"
+        return (
+            f"trainer and engine differ over a text of {self.num_tokens} tokens by "
+            f"|trainer - engine|, nats: {self._listed()}; expected in {self.dtype} {allowed}; "
+            f"likely: {self._causes()}"
+        )
+
+    def _listed(self) -> str:
+        """Of each series the engine that is farthest off, the worst series first."""
+        found: dict[str, Comparison] = {}
+        bounds = BOUNDS[self.dtype]
+        for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
+            found.setdefault(each.name, each)
+        return "; ".join(str(each) for each in found.values())
+
+    def _causes(self) -> str:
+        bounds = BOUNDS[self.dtype]
+        beyond = {each.name for each in self.comparisons if each.ratio(bounds) > 1}
+        first, _, last = self.worst.quarters
+        if beyond == {PACKED}:
+            return (
+                "the model's layers mix the samples of a packed row; choose an architecture that "
+                "mixes tokens in attention alone"
+            )
+        if beyond and ALONE not in beyond and PACKED not in beyond:
+            return "the two divide their logits by different temperatures"
+        if last > 10 * max(first, bounds.mean / 10):
+            return (
+                "positions or attention that change with the length (RoPE scaling, a sliding "
+                "window, chunks): shorten model.max_context_tokens to where they agree"
+            )
+        return (
+            "the engine holds other weights than the trainer (a tensor or a buffer that is not "
+            "published, a head that is not tied), or one of the two computes this architecture "
+            "otherwise; compare with other versions of vLLM and transformers, or choose another "
+            "model"
+        )
+
+
+ALONE, PACKED = "the text alone", "the text packed beside other rows"
+
+
+def sampled_name(temperature: float) -> str:
+    return f"tokens sampled at temperature {temperature:g}"
+
+
+def bounds_dtype(*dtypes: Dtype) -> Dtype:
+    """The coarsest of what trainer and engine compute in."""
+    return Dtype.BFLOAT16 if Dtype.BFLOAT16 in dtypes else Dtype.FLOAT32
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2g}"
