@@ -347,23 +347,24 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Of each series the engine that is farthest off, the worst series first."""
+        """Of each series beyond its bound the engine that is farthest off, the worst first."""
         found: dict[str, Comparison] = {}
         bounds = BOUNDS[self.dtype]
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
-            found.setdefault(each.name, each)
+            if each is self.worst or each.ratio(bounds) > 1:
+                found.setdefault(each.name, each)
         return "; ".join(str(each) for each in found.values())
 
     def _causes(self) -> str:
         bounds = BOUNDS[self.dtype]
         beyond = {each.name for each in self.comparisons if each.ratio(bounds) > 1}
         first, _, last = self.worst.quarters
-        if beyond == {PACKED}:
+        if PACKED in beyond and ALONE not in beyond:
             return (
                 "the model's layers mix the samples of a packed row; choose an architecture that "
                 "mixes tokens in attention alone"
             )
-        if beyond and ALONE not in beyond and PACKED not in beyond:
+        if ALONE not in beyond:
             return "the two divide their logits by different temperatures"
         if last > 10 * max(first, bounds.mean / 10):
             return (

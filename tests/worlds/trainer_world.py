@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -204,8 +204,13 @@ class RankHost:
                 named[name] = part.view(shape).float().numpy()
         return named
 
+    def plant(self, fault: Callable[[TrainerRank], None]) -> None:
+        """fault: changes the rank, until the next one joins."""
+        assert self.rank is not None
+        fault(self.rank)
+
     def do(self, method: str, arguments: dict[str, Any]) -> Any:
-        if method in ("open", "join", "weights"):
+        if method in ("open", "join", "weights", "plant"):
             return getattr(self, method)(**arguments)
         return getattr(self.rank, method)(**arguments)
 

@@ -1,0 +1,238 @@
+"""The log-probability check by a real engine and a real trainer, with faults planted in either way.
+
+The publisher, the weight board and vLLM are in this process, the trainer's rank in another one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import pytest_asyncio
+import torch
+from worlds.settings import rank_settings
+from worlds.trainer_world import World, random_samples
+from worlds.unequal_trainers import (
+    cast_temperatures,
+    let_samples_see_each_other,
+    take_another_rope_table,
+)
+
+from actors.batch import Float32s, MicroBatch
+from actors.metrics import PublishPhase
+from actors.trainer.rank import TrainerRank
+from actors.trainer.settings import Dtype
+from actors.trainer.tiny.model import build_tiny_model
+from actors.weights.actor import WeightBoard
+from actors.weights.board import Publication, WeightGroup
+from actors.weights.buffers import pack_group
+from actors.weights.logprob_check import ALONE, PACKED, SHORT_TOKENS, LogprobCheck, start_text
+from service.inference.settings import EngineSettings, InferenceSettings
+from service.run.engines import Publisher
+
+if TYPE_CHECKING:
+    from service.inference.engine import PolicyEngine
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.training,
+    pytest.mark.timeout(900),
+    # Of vLLM's imports, which elsewhere are made in processes of their own.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+CONTEXT = 2048
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+
+
+def no_measure(phase: PublishPhase) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@dataclass
+class PipedTrainer:
+    """A rank in another process; what it publishes lies here for the engine."""
+
+    world: World
+    withheld: str = ""
+    """A tensor that is never published."""
+    stale: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that are published in place of the current ones."""
+    groups: tuple[WeightGroup, ...] = ()
+    is_restarting = False
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(each) for name, each in self.world.weights().items()}
+
+    async def publish(self, board: Any, term: int, version: int) -> None:
+        named = self.weights() | self.stale
+        named.pop(self.withheld, None)
+        self.groups = (pack_group(list(named.items())),)
+        # Without its bytes, as of a broadcast: the board would put them into Ray's store.
+        await board.publish.remote(term, version, [replace(self.groups[0], buffer=None)])
+
+    async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
+        scores: Float32s = self.world.call("check_logprobs", rows=tuple(rows))[0]
+        return scores
+
+
+class Handle:
+    """Calls a board of this process as Ray would."""
+
+    def __init__(self, board: WeightBoard) -> None:
+        self._board = board
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._board, method))
+
+
+@dataclass
+class Run:
+    """A term: a new trainer with the model's own weights, and the engine that all tests share."""
+
+    engine: PolicyEngine
+    trainer: PipedTrainer
+    board: WeightBoard
+    publisher: Publisher
+    term: int
+    version: int = 0
+
+    async def start(self) -> LogprobCheck:
+        await self.load()
+        check = await self.publisher.check_start(0)
+        assert check is not None
+        return check
+
+    async def train(self) -> LogprobCheck:
+        """A step, its publication, and what the check has found."""
+        samples = random_samples(self.version, 6, version=self.version)
+        self.trainer.world.step([samples], version=self.version, step=self.version + 1)
+        self.version += 1
+        await self.load()
+        check = await self.publisher.wait_until_loaded(self.version)
+        assert check is not None
+        return check
+
+    async def load(self) -> None:
+        await self.publisher.publish(self.version)
+        found = await self.board.poll("a", None, None, 0.0)
+        assert isinstance(found, Publication)
+        groups = self.trainer.groups
+        publication = replace(found, groups=groups)
+        buffers = [group.buffer for group in groups]
+        await self.engine.apply(publication, buffers, on_progress=lambda: None)
+        scores = await self.engine.check_logprobs(found.check)
+        assert scores is not None
+        await self.board.report(
+            "a", self.term, self.version, scores.logprobs, scores.samples, scores.seconds
+        )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("untied")
+    build_tiny_model(directory, seed=0, tie_word_embeddings=False, warmup_steps=0)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[PolicyEngine]:
+    settings = EngineSettings(
+        inference=InferenceSettings(max_num_seqs=8, kv_cache_gib=0.2, enforce_eager=True),
+        model=str(model),
+        dtype=Dtype.FLOAT32,
+        max_context_tokens=CONTEXT,
+        stop_token_ids=(),
+        resets_prefix_cache=False,
+        seed=0,
+    )
+    os.environ.update(settings.environment)
+    from service.inference.engine import PolicyEngine
+
+    engine = PolicyEngine(settings, tmp_path_factory.mktemp("engine"))
+    await engine.start()
+    yield engine
+    engine.shutdown()
+
+
+TERMS = iter(range(1, 100))
+
+
+@pytest.fixture
+def run(engine: PolicyEngine, one_rank: World, model: Path, tmp_path: Path) -> Run:
+    trainer = PipedTrainer(one_rank.start(rank_settings(str(model), tmp_path, learning_rate=1e-3)))
+    board, term = WeightBoard(), next(TERMS)
+    text = start_text(
+        [], max_context_tokens=CONTEXT, limit=None, is_on_cpu=True, vocab_size=300,
+        temperatures=[1.2],
+    )  # fmt: skip
+    publisher = Publisher(
+        cast(Any, trainer),
+        cast(Any, Handle(board)),
+        term=term,
+        quiet_limit_s=60.0,
+        measure=no_measure,
+        text=text,
+        most_tokens=CONTEXT - 1,
+    )
+    return Run(engine=engine, trainer=trainer, board=board, publisher=publisher, term=term)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_right_is_within_the_bounds_at_every_length_and_temperature(run: Run) -> None:
+    start = await run.start()
+    assert not start.is_beyond and start.ratio < 0.5, start
+    assert start.num_tokens == CONTEXT and len(start.comparisons) == 5
+    for num_tokens in (CONTEXT, SHORT_TOKENS):
+        # The second step follows too soon after the first for more.
+        later = await run.train()
+        assert not later.is_beyond and later.num_tokens == num_tokens, later
+
+
+@pytest.mark.parametrize(
+    ("fault", "right", "cause"),
+    [
+        (take_another_rope_table, "", "one of the two computes this architecture otherwise"),
+        (cast_temperatures, ALONE, "different temperatures"),
+        (let_samples_see_each_other, ALONE, "the samples of a packed row"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_trainer_that_computes_otherwise_is_refused_at_the_start(
+    run: Run, fault: Callable[[TrainerRank], None], right: str, cause: str
+) -> None:
+    """right: the series that such a fault leaves alone."""
+    run.trainer.world.call("plant", fault=fault)
+    check = await run.start()
+    print(check)
+    assert check.is_beyond and cause in str(check), check
+    by_name = {each.name: each for each in check.comparisons}
+    if right:
+        assert by_name[right].largest < 1e-3
+    if fault is let_samples_see_each_other:
+        assert by_name[PACKED].mean > 1e-3
+
+
+@pytest.mark.parametrize("fault", ["stale head", "withheld norm"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_tensor_that_is_not_published_shows_after_the_first_publication(
+    run: Run, fault: str
+) -> None:
+    start = await run.start()
+    assert not start.is_beyond, start
+    if fault == "stale head":
+        run.trainer.stale = {HEAD: run.trainer.weights()[HEAD]}
+    else:
+        run.trainer.withheld = NORM
+    for _ in range(3):
+        check = await run.train()
+        print(check)
+        assert check.is_beyond and "the engine holds other weights" in str(check), check
