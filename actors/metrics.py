@@ -52,7 +52,7 @@ class PublishPhase(StrEnum):
     SEND = "send"
     """From the trainer's ranks to the weight board; or the offer of a broadcast."""
     CHECK = "check"
-    """The trainer scores the fixed text of the log-probability check."""
+    """The trainer scores the text of the log-probability check."""
     LOAD = "load"
     """Until every engine holds it."""
 
