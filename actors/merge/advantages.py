@@ -3,11 +3,12 @@
 `credit_group` is the entry; it chooses by baseline and turn_discount. baseline and scale are
 separate choices. Statistics are over trajectories, never over rows, so that how turns were cut into
 samples changes no advantage. With a group baseline a return is compared with those of its group,
-once a trajectory or (turn_discount) once a turn; with the baseline critic GAE runs over the action
-tokens of one trajectory, as they were played: values and the decay by lambda step from one action
-token to the next and skip observations, so that an environment's long answer does not wash credit
-out. Where a trajectory branched (a sub-agent, a compacted history), each token's state is the one
-that it was sampled in, in its own sample. Called by `step`.
+once a trajectory or (turn_discount) once a turn; with baseline none a KL in the reward counts from
+each token on; with the baseline critic GAE runs over the action tokens of one trajectory, as they
+were played: values and the decay by lambda step from one action token to the next and skip
+observations, so that an environment's long answer does not wash credit out. Where a trajectory
+branched (a sub-agent, a compacted history), each token's state is the one that it was sampled in,
+in its own sample. Called by `step`.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ def credit_group(
     returns = [member.baseline_return for member in members if member.baseline_return is not None]
     group = group_advantages(returns, baseline=baseline, scale=scale)
     credited = [
-        replace(
+        _credit_kl_to_go(member, value)
+        if baseline is Baseline.NONE and member.kl_rewards is not None
+        else replace(
             member,
             advantages=tuple(np.full(sample.num_trained, value) for sample in member.samples),
         )
@@ -249,6 +252,27 @@ def turn_advantages(
         if reason in reasons:
             return advantages, reason
     return advantages, EvictionReason.ZERO_VARIANCE
+
+
+def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
+    """Leave the KL of earlier tokens out of each token's advantage.
+
+    A_t = A - sum_{i<t} k_i, k_i = -beta KL_i, A the return with all of them: what remains is the
+    reward less beta times the KL from t on. A token cannot change what was sampled before it.
+    Source: REINFORCE++, arXiv 2501.03262, equation 8.
+
+    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`.
+    Returns: [N] float64.
+    Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
+    """
+    return advantage - (np.cumsum(kl_rewards) - kl_rewards)
+
+
+def _credit_kl_to_go(member: Member, advantage: float) -> Member:
+    assert member.kl_rewards is not None
+    bounds, by_token = turn_bounds(member), kl_to_go(advantage, member.kl_rewards)
+    numbers = [token_numbers(sample, bounds) for sample in member.samples]
+    return replace(member, advantages=tuple(by_token[own] for own in numbers))
 
 
 def _turn_rewards(member: Member) -> Float64s:

@@ -132,6 +132,7 @@ ways = st.sampled_from(
         {"turn_discount": 0.9, "normalise_advantages": True},
         {"turn_discount": 0.5, "reward": KL},
         {"reward": KL, "normalise_advantages": True},
+        {"reward": KL, "baseline": Baseline.NONE, "scale": Scale.NONE},
         {"reward": RewardSettings(clip=(-0.5, 1.0))},
     ]
 )
@@ -211,6 +212,20 @@ def test_the_kl_of_each_token_is_charged_in_the_order_of_play_however_turns_bran
     assert found.kl_rewards is not None
     assert found.kl_rewards.tolist() == [-0.5, -1, -1.5, -2.5, -3, -3.5, -4]
     assert found.baseline_return == -16
+
+
+def test_without_a_baseline_a_token_bears_the_kl_from_itself_on() -> None:
+    trajectory = make_trajectory(
+        [
+            make_turn([1], [2, 3], logprobs=[-1, -2]),
+            make_turn([7], [8], logprobs=[-3], reward=20.0),
+            make_turn([1, 2, 3, 4], [5], logprobs=[-4]),
+        ]
+    )
+    # k1 with log p_ref = 2 log p and beta .5: -.5, -1, -1.5, -2 in the order of play.
+    way = {"reward": KL, "baseline": Baseline.NONE, "scale": Scale.NONE}
+    found = advantages(build(group_of(trajectory), **way))
+    assert found == {-1: 15.0, -2: 15.5, -3: 16.5, -4: 18.0}
 
 
 def critic(**fields: Any) -> dict[str, Any]:
