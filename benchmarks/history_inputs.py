@@ -126,7 +126,7 @@ class _Run:
             model="none",
         )
         checkpoint.begin(checkpoints, progress)
-        checkpoint.finish(checkpoints, progress)
+        checkpoint.finish(checkpoints, progress, digests={}, digest_s=0.0)
         self._recorder.events(self._ledger.drain())
         snapshot = QueueSnapshot(ledger=self._ledger.snapshot())
         await self._recorder.checkpoint(

@@ -1,10 +1,12 @@
 """Which directories are whole checkpoints, what each one records, and which run may write them.
 
 A checkpoint is the directory `step-000012-t2`: shards of weights and optimiser, and
-`manifest.json`, written last. Invariants: a directory with a manifest is whole, anything else is
-not a checkpoint; once a term has claimed the parent directory, an older term writes and deletes
-nothing there. Imports no torch: the command line and the supervisor read this before anything that
-trains is imported. `sharded_model` writes and reads the shards.
+`manifest.json`, written last, with a digest of every other file and of itself. Invariants: a
+directory with a manifest is whole, anything else is not a checkpoint; nobody reads weights from it
+before `check_files` has found the bytes that were written; once a term has claimed the parent
+directory, an older term writes and deletes nothing there. Imports no torch: the command line and
+the supervisor read this before anything that trains is imported. `sharded_model` writes and reads
+the shards.
 """
 
 from __future__ import annotations
@@ -12,11 +14,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
+# Written before files had digests.
+_READ_FORMATS = (2, FORMAT)
+_READ_BYTES = 2**22
 _TEMPORARY = ".tmp-"
 CLAIM = ".term"
 
@@ -56,8 +64,50 @@ class Progress:
 def read_manifest(path: Path) -> Progress:
     """Read a checkpoint's manifest.
 
-    Raises: CheckpointError when there is none or it is not ours.
+    Raises: CheckpointError when there is none, it is not ours, or it is not what was written.
     """
+    return _read(path)[0]
+
+
+def has_digests(path: Path) -> bool:
+    """Whether changed bytes would be noticed; false for one of an older version.
+
+    Raises: as `read_manifest`.
+    """
+    return bool(_read(path)[1])
+
+
+def check_files(
+    path: Path,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    on_read: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Read a checkpoint's files and compare them with their digests; nothing where it has none.
+
+    Args: part, num_parts: which share of the files, where several processes divide them. on_read:
+        called with each number of bytes.
+    Raises: CheckpointError for a file that is not what was written; as `read_manifest`.
+    """
+    for name, written in sorted(_read(path)[1].items())[part::num_parts]:
+        try:
+            found = _digest_of(path / name, on_read)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {path}: {name} cannot be read ({error.strerror or error}), expected "
+                "the file that was written; use an older one"
+            ) from error
+        if found != written:
+            raise CheckpointError(
+                f"checkpoint {path}: got other bytes in {name} than were written (sha256 "
+                f"{found[:12]}…, expected {written[:12]}…); the disk or a copy has changed them: "
+                "use an older one"
+            )
+
+
+def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
+    """Returns: what the manifest records, and each file's digest. Raises: as `read_manifest`."""
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:
@@ -73,18 +123,40 @@ def read_manifest(path: Path) -> Progress:
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} cannot be read ({error}); use another one"
         ) from error
-    found = fields.pop("format", None) if isinstance(fields, dict) else None
-    if found != FORMAT:
+    found = fields.get("format") if isinstance(fields, dict) else None
+    if found not in _READ_FORMATS:
         raise CheckpointError(
             f"checkpoint {path}: got manifest format {found}, expected {FORMAT}; it was written "
             "by another version"
         )
+    written = fields.pop("sha256", None)
+    if written is not None and written != _digest_of_fields(fields):
+        raise CheckpointError(
+            f"checkpoint {path}: its {MANIFEST} is not what was written; the disk or a copy has "
+            "changed it: use an older one"
+        )
+    digests = fields.pop("digests", {})
+    for name in ("format", "digest_s"):
+        fields.pop(name, None)
     try:
-        return Progress(**fields)
+        return Progress(**fields), digests
     except TypeError as error:
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
         ) from error
+
+
+def _digest_of(file: Path, on_read: Callable[[int], None]) -> str:
+    digest = sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+            on_read(len(block))
+    return digest.hexdigest()
+
+
+def _digest_of_fields(fields: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def claim(root: Path, term: int) -> None:
@@ -110,15 +182,19 @@ def begin(root: Path, progress: Progress) -> None:
     temporary_path(root, progress).mkdir()
 
 
-def finish(root: Path, progress: Progress) -> None:
+def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest_s: float) -> None:
     """Turn the written shards into a checkpoint that is on the disk when this returns.
 
+    digests: SHA-256 of each file that the ranks have written, by its name. digest_s: seconds that
+    they took the slowest rank; for people.
     Raises: as `claim`.
     """
     _claim(root, progress.term)
     aside, final = temporary_path(root, progress), root / progress.directory_name
+    fields = {"format": FORMAT, **asdict(progress), "digests": dict(digests)}
+    fields["digest_s"] = round(digest_s, 3)
     with (aside / MANIFEST).open("w") as file:
-        json.dump({"format": FORMAT, **asdict(progress)}, file, indent=1)
+        json.dump({**fields, "sha256": _digest_of_fields(fields)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     if final.exists():

@@ -1,43 +1,58 @@
 """A checkpoint as a Hugging Face directory, in one process and without a process group.
 
-The weights come from the checkpoint; configuration, tokenizer, chat template and generation
-defaults come from the base model. Invariant: the directory appears whole or not at all, and
-nothing is ever overwritten. Called by the command line.
+The weights, and whether the head is the embedding, come from the checkpoint; configuration,
+tokenizer, processor, chat templates and generation defaults come from the base model, byte for
+byte, so that an answer ends on the tokens on which the run's ended. Invariant: the directory
+appears whole or not at all, and nothing is ever overwritten. Called by the command line.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
-from actors.trainer.checkpoint import CheckpointError, Progress, read_manifest
+from actors.trainer.checkpoint import CheckpointError, Progress, check_files, read_manifest
 
-# What a base model's directory holds for its tokenizer travels as it is, byte for byte.
+# Beside configuration and weights, what transformers and vLLM read of a model's directory.
 _COMPANIONS = (
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
     "tokenizer*",
     "vocab*",
     "merges*",
-    "*.jinja",
-    "chat_template*",
-    "special_tokens_map*",
-    "added_tokens*",
-    "generation_config.json",
+    "*.txt",
     "*.model",
+    "*.tiktoken",
+    "*.py",
     "LICENSE*",
+    "NOTICE*",
 )
+# Of the base's own weights, or of another layout or type of them.
+_OF_WEIGHTS = (
+    "config.json",
+    "*.index.json",
+    "params.json",
+    "adapter_config.json",
+    "*quant*_config.json",
+    "quantize_config.json",
+)
+_GENERATION = "generation_config.json"
+_STORED = "model."
 
 
 def export_checkpoint(
@@ -52,8 +67,8 @@ def export_checkpoint(
     Args: output: a directory that does not exist. model: the base model, when it is no longer
         where the run found it. dtype: of the written weights.
     Returns: the checkpoint's manifest.
-    Raises: FileExistsError when `output` exists; CheckpointError for a broken checkpoint or
-        another base model; OSError (transformers) when the base model is not there.
+    Raises: FileExistsError when `output` exists; CheckpointError for a broken or changed
+        checkpoint, or another base model; OSError (transformers) when the base model is not there.
     """
     if output.exists():
         raise FileExistsError(
@@ -61,25 +76,38 @@ def export_checkpoint(
         )
     progress = read_manifest(checkpoint)
     base = progress.model if model is None else model
+    check_files(checkpoint)
     causal_lm = _load_weights(checkpoint, base)
     aside = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    _copy_companions(base, aside)
     causal_lm.to(dtype).save_pretrained(aside)
+    # transformers' own, which it makes of the configuration.
+    (aside / _GENERATION).unlink(missing_ok=True)
+    _copy_companions(base, aside)
     aside.rename(output)
     return progress
 
 
 def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(base)
+    parts = [config, config.get_text_config()]
+    parts = [part for part in parts if hasattr(part, "tie_word_embeddings")]
+    flags = [part.tie_word_embeddings for part in parts]
+    # The trainer leaves a head of its own apart, whatever the configuration says of it.
+    _tie(parts, [False] * len(parts))
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _tie(parts, flags)
+    tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True)
     weights = dict(causal_lm.state_dict())
     try:
         with warnings.catch_warnings():
             # It warns of what is meant: one process, no group.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # A tied head is one tensor under two names; both are read into the same storage.
+            stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            for name in tied:
+                if _STORED + name not in stored:
+                    del weights[name]
             dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     except (CheckpointException, Exception) as error:
         # torch's own is no Exception. Reading includes unpickling, and a damaged pickle raises
@@ -88,15 +116,27 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
             f"checkpoint {checkpoint}: its weights cannot be read ({type(error).__name__}), "
             f"expected those of {base}; name the run's base model or use another checkpoint"
         ) from error
+    # A tied head is one tensor under two names.
+    if all(name not in weights or torch.equal(weights[name], weights[tied[name]]) for name in tied):
+        causal_lm.all_tied_weights_keys = tied
+        causal_lm.tie_weights(recompute_mapping=False)
+    else:
+        _tie(parts, [False] * len(parts))
     return causal_lm
+
+
+def _tie(parts: Sequence[PretrainedConfig], flags: Sequence[bool]) -> None:
+    for part, flag in zip(parts, flags, strict=True):
+        part.tie_word_embeddings = flag
 
 
 def _copy_companions(base: str, output: Path) -> None:
     source = Path(base)
     if not source.is_dir():
-        AutoTokenizer.from_pretrained(base).save_pretrained(output)
-        GenerationConfig.from_pretrained(base).save_pretrained(output)
-        return
-    for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _COMPANIONS):
-            shutil.copy2(path, output / path.name)
+        source = Path(snapshot_download(base, allow_patterns=list(_COMPANIONS)))
+    for path in sorted({path for pattern in _COMPANIONS for path in source.glob(pattern)}):
+        is_of_weights = any(fnmatch(path.name, pattern) for pattern in _OF_WEIGHTS)
+        if path.is_file() and not is_of_weights:
+            target = output / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, target)

@@ -9,13 +9,15 @@ before the first update resumes exactly. Used alike by policy, critic and refere
 from __future__ import annotations
 
 import io
+import json
 import logging
 import math
 import shutil
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +43,7 @@ from transformers import PreTrainedModel
 
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
+from actors.trainer.checkpoint_files import DigestingWriter
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.settings import TrainerSettings
 
@@ -315,8 +318,9 @@ def _write_once(
     aside = checkpoint.temporary_path(root, progress)
     is_writer = dist.get_rank() == 0
     _together(lambda: checkpoint.begin(root, progress), does_run=is_writer, group=group)
+    writer = DigestingWriter(aside)
     try:
-        dcp.save(state, checkpoint_id=aside, process_group=group, planner=_CountingSave())
+        dcp.save(state, storage_writer=writer, process_group=group, planner=_CountingSave())
     except (CheckpointException, OSError) as error:
         if is_writer:
             # A full disk would otherwise stay full.
@@ -325,8 +329,17 @@ def _write_once(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
             f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
         ) from error
-    dist.barrier(group)
-    _together(lambda: checkpoint.finish(root, progress), does_run=is_writer, group=group)
+    # Of every rank, so that all have written.
+    texts = gather_texts(json.dumps([writer.digests, writer.seconds]), group)
+    digests, seconds = zip(*map(json.loads, texts), strict=True)
+    finish = partial(
+        checkpoint.finish,
+        root,
+        progress,
+        digests=dict(ChainMap(*digests)),
+        digest_s=max(seconds),
+    )
+    _together(finish, does_run=is_writer, group=group)
     return root / progress.directory_name
 
 
@@ -341,8 +354,9 @@ def load_checkpoint(
 
     A critic in it is left there when none is given.
 
-    Raises: CheckpointError when it is incomplete, broken, of another model, or has no critic for
-        the one that is given. The weights may then be half read: load another one before going on.
+    Raises: CheckpointError when it is incomplete, changed, broken, of another model, or has no
+        critic for the one that is given. The weights may then be half read: load another one before
+        going on.
     """
     progress = checkpoint.read_manifest(path)
     if critic is not None and progress.critic_updates is None:
@@ -350,6 +364,14 @@ def load_checkpoint(
             f"checkpoint {path}: got none of a critic, expected one; the run that wrote it had no "
             "critic: start a new run, with this one's export as its model"
         )
+    check = partial(
+        checkpoint.check_files,
+        path,
+        part=dist.get_rank(group),
+        num_parts=dist.get_world_size(group),
+        on_read=MOVED.add,
+    )
+    _together(check, does_run=True, group=group)
     state = _state(policy, critic)
     try:
         dcp.load(state, checkpoint_id=path, process_group=group, planner=_CountingLoad())
@@ -388,7 +410,7 @@ def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[
 def _together(
     work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Run work on one rank while the others wait for its end; when it fails, all ranks raise."""
+    """Run work where it does run, and wait for its end; when it fails anywhere, all ranks raise."""
     not_written = refused = ""
     if does_run:
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds.mounts import fill, small_disk
 from worlds.settings import changed, rank_settings
@@ -20,6 +22,7 @@ from worlds.trainer_world import (
     random_samples,
 )
 
+from actors.environment.rendering import stop_token_ids
 from actors.trainer.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -28,6 +31,7 @@ from actors.trainer.checkpoint import (
     begin,
     claim,
     finish,
+    has_digests,
     read_manifest,
     temporary_path,
 )
@@ -142,7 +146,7 @@ def test_a_run_that_is_replaced_while_it_saves_finishes_no_checkpoint(tmp_path: 
     # A rank writes its shard after the newer run has claimed the directory.
     temporary_path(tmp_path, progress).mkdir()
     with pytest.raises(CheckpointError, match="got term 3, expected at least 4"):
-        finish(tmp_path, progress)
+        finish(tmp_path, progress, digests={}, digest_s=0.0)
     assert list_checkpoints(tmp_path) == []
 
 
@@ -208,6 +212,9 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(
     whole = save(two_ranks, 2)
     shard = next(path.glob("*1_0.distcp"))
     shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"got other bytes in __1_0\.distcp than"):
+        two_ranks.call("load", path=path)
+    without_digests(path)
     with pytest.raises(CheckpointError, match="its shards cannot be read"):
         two_ranks.call("load", path=path)
     assert two_ranks.call("load", path=whole)[0].step == 2
@@ -220,11 +227,72 @@ def test_metadata_that_is_damaged_is_told_in_a_sentence(
     two_ranks.start(settings)
     path = save(two_ranks, 1)
     (path / ".metadata").write_bytes(b"\x80\x04no pickle")
+    with pytest.raises(CheckpointError, match=r"got other bytes in \.metadata"):
+        two_ranks.call("load", path=path)
+    without_digests(path)
     with pytest.raises(CheckpointError, match="its shards cannot be read"):
         two_ranks.call("load", path=path)
     with pytest.raises(CheckpointError, match="its weights cannot be read"):
         export_checkpoint(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def without_digests(path: Path) -> None:
+    """Make its manifest one of format 2."""
+    fields = json.loads((path / MANIFEST).read_text())
+    for name in ("digests", "digest_s", "sha256"):
+        del fields[name]
+    (path / MANIFEST).write_text(json.dumps({**fields, "format": 2}))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+
+
+def test_one_flipped_bit_of_any_file_is_refused_by_ranks_and_export(
+    two_ranks: World, settings: RankSettings, tmp_path: Path
+) -> None:
+    two_ranks.start(settings)
+    path = save(two_ranks, 1)
+    names = sorted(file.name for file in path.iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", MANIFEST]
+    for name in names:
+        content = (path / name).read_bytes()
+        flip_a_bit(path / name)
+        with pytest.raises(CheckpointError, match=r"other bytes|not what was written|be read"):
+            two_ranks.call("load", path=path)
+        with pytest.raises(CheckpointError, match=r"other bytes|not what was written|be read"):
+            export_checkpoint(path, tmp_path / "out")
+        (path / name).write_bytes(content)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp cannot be read .No such file"):
+        two_ranks.call("load", path=path)
+    (path / "__0_0.distcp").write_bytes(content)
+
+
+def test_a_changed_number_in_a_manifest_is_refused(tmp_path: Path) -> None:
+    progress = Progress(step=1, version=1, term=3, num_updates=1, num_ranks=1, model="m")
+    begin(tmp_path, progress)
+    finish(tmp_path, progress, digests={}, digest_s=0.0)
+    path = tmp_path / progress.directory_name
+    assert read_manifest(path) == progress
+    manifest = path / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 3'))
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        read_manifest(path)
+
+
+def test_a_checkpoint_of_an_older_version_is_read_without_digests(
+    one_rank: World, settings: RankSettings, tmp_path: Path
+) -> None:
+    path = save(one_rank.start(settings), 1)
+    assert has_digests(path)
+    without_digests(path)
+    assert not has_digests(path)
+    assert one_rank.call("load", path=path)[0].step == 1
+    assert export_checkpoint(path, tmp_path / "out").step == 1
 
 
 def test_a_manifest_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -280,3 +348,54 @@ def test_an_export_on_another_base_model_is_refused(
     with pytest.raises(CheckpointError, match="name the run's base model"):
         export_checkpoint(path, tmp_path / "out", model=str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("has_own_head", [True, False])
+def test_a_head_of_its_own_is_exported_whatever_the_configuration_says(
+    one_rank: World, tiny_models: dict[bool, str], tmp_path: Path, has_own_head: bool
+) -> None:
+    # transformers ties nothing where a checkpoint has another head than its embedding.
+    base = tmp_path / "base"
+    shutil.copytree(tiny_models[False], base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    if not has_own_head:
+        weights = load_file(base / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    one_rank.start(rank_settings(str(base), tmp_path / "run"))
+    train(one_rank, range(1))
+    path, expected = save(one_rank, 1), one_rank.call("check_logprobs")[0]
+    export_checkpoint(path, tmp_path / "out")
+    causal_lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert causal_lm.config.tie_word_embeddings is not has_own_head
+    found = obvious_logprobs(causal_lm, check_tokens(config["vocab_size"])).detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
+    one_rank: World, settings: RankSettings, tmp_path: Path
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(settings.model, base)
+    given = '{"eos_token_id": [1, 5], "temperature": 0.6}'
+    (base / "generation_config.json").write_text(given)
+    for name in ("preprocessor_config.json", "processor_config.json", "vocab.json", "code.py"):
+        (base / name).write_text("{}")
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    others = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "params.json")
+    for name in (*others, "adapter_config.json", "hf_quant_config.json", "pytorch_model.bin"):
+        (base / name).write_text("of other weights")
+    path = save(one_rank.start(settings), 1)
+    export_checkpoint(path, out, model=str(base))
+    assert (out / "generation_config.json").read_text() == given
+    assert stop_token_ids(str(out)) == stop_token_ids(str(base))
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    of_base = {file.name for file in base.iterdir() if file.name not in others}
+    of_base -= {"adapter_config.json", "hf_quant_config.json", "pytorch_model.bin"}
+    assert {file.name for file in out.iterdir()} == of_base
+    # Without generation settings the run ended answers by its tokenizer alone.
+    (base / "generation_config.json").unlink()
+    export_checkpoint(path, tmp_path / "plain", model=str(base))
+    assert not (tmp_path / "plain" / "generation_config.json").exists()
