@@ -135,7 +135,11 @@ class _Run:
         kept = kept_commits(
             checkpoints, self._store, term=self.term, keep=self._scale.keep_checkpoints
         )
-        retention = Retention(journal_steps=self._scale.journal_steps, max_policy_age=2)
+        retention = Retention(
+            journal_steps=self._scale.journal_steps,
+            max_policy_age=2,
+            keep_checkpoints=self._scale.keep_checkpoints,
+        )
         await self._recorder.forget(kept, retention)
         prune_directories(checkpoints, kept)
 

@@ -15,7 +15,7 @@ from actors.environment.builtin.code_search.from_git import QuestionSource, task
 from actors.environment.builtin.reasoning_gym_env import generate_tasks
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
-from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress
+from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress, has_digests
 from actors.trainer.settings import Dtype
 from service.config.file import ConfigError
 from service.launch.resume import newest_usable
@@ -30,9 +30,10 @@ def export_checkpoint(source: Path, directory: Path) -> str:
     """
     checkpoint = checkpoint_of(source, command="export")
     manifest = export_to(checkpoint, directory, command="export")
+    unchecked = "" if has_digests(checkpoint) else "; it has no digests, so its bytes are unchecked"
     return (
         f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in "
-        f"{directory}"
+        f"{directory}{unchecked}"
     )
 
 

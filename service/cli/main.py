@@ -99,6 +99,14 @@ def start(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
     ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="with --resume: go back to this one, by its name or its step; later ones are "
+            "undone",
+        ),
+    ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="resume a run although another process holds it")
     ] = False,
@@ -133,6 +141,11 @@ def start(
             )
             if take_over and resumed is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
+            if checkpoint is not None and resumed is None:
+                raise ConfigError(
+                    f"--checkpoint {checkpoint}: got no --resume, expected the run whose it is; "
+                    "name it"
+                )
             if new_run is not None and resumed is not None:
                 raise ConfigError(
                     f"--run-dir {new_run}: got --resume {resumed} too, expected one of them: a run "
@@ -148,6 +161,12 @@ def start(
                     "does not open; start `rayloom serve`, or name an environment"
                 )
             _check_machine_and_files(settings, new_run, resumed, kind=kind, is_local=is_local)
+            returns_to = ""
+            if checkpoint is not None and resumed is not None:
+                from service.launch.resume import named_checkpoint
+                from service.launch.run_dir import RunDir
+
+                returns_to = named_checkpoint(RunDir(path=resumed), checkpoint).directory
             # Ctrl-C may come during these seconds of imports too.
             from service.cli.train import TrainRequest, run_training
 
@@ -156,6 +175,7 @@ def start(
                 address=address,
                 run_dir=new_run,
                 resume=resumed,
+                checkpoint=returns_to,
                 takes_over=take_over,
                 store=store,
                 api=api,

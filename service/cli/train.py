@@ -52,6 +52,8 @@ class TrainRequest:
     run_dir: Path | None = None
     resume: Path | None = None
     """The directory of the run to go on with; None: start a new one."""
+    checkpoint: str = ""
+    """With resume: the directory's name of the checkpoint to go back to; empty: the newest."""
     takes_over: bool = False
     """Resume a run although another process has its lease."""
     store: StoreOptions = field(default_factory=StoreOptions)
@@ -71,7 +73,8 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
     if request.resume is not None:
         run_dir = RunDir(path=request.resume)
         try:
-            if (step := finished_step(run_dir, steps=config.run.steps)) is not None:
+            step = finished_step(run_dir, steps=config.run.steps)
+            if step is not None and not request.checkpoint:
                 return _report_finished(config, run_dir, step)
             if not request.takes_over:
                 check_lease_free(run_dir)
@@ -123,6 +126,7 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             endpoint=start_endpoint(config, run_id=run_id, place=supervisor_place(run_dir)),
             is_service=api is not None,
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
+            returns_to=request.checkpoint,
         )
         supervisor = start()
         # Beside the supervisor's imports. It needs Serve in `run`, which is asked for afterwards.

@@ -16,7 +16,7 @@ from actors.trainer.checkpoint import CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.database import PATIENCE_S
-from service.store.lineage import Checkpoint
+from service.store.lineage import Checkpoint, is_named, mean_returns
 from service.store.run_store import TOLERANCE_S, LeaseHeld, LeaseLost, RunStore, StoreError
 
 # A supervisor outlives the kill -9 of its command for a moment.
@@ -74,6 +74,28 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
     )
 
 
+def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
+    """The checkpoint to go back to, by its directory's name or the number of its step.
+
+    Raises: ConfigError for one that the run cannot go back to.
+    """
+    try:
+        with run_dir.looked_into() as store:
+            commits = store.checkpoints()
+    except StoreError as error:
+        raise ConfigError(f"--checkpoint {name}: {error}") from error
+    found = next((commit for commit in commits if is_named(commit, name)), None)
+    if found is None:
+        there = ", ".join(commit.directory for commit in commits)
+        raise ConfigError(
+            f"--checkpoint {name}: the run in {run_dir.path} cannot go back to it; expected the "
+            f"name or the step of one that it has: {there or 'there is none'}"
+        )
+    if fault := find_faults(run_dir.checkpoints, [found]).get(found.directory):
+        raise ConfigError(f"--checkpoint {name}: {fault}")
+    return found
+
+
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     """A supervisor that Ray calls dead is not always dead yet: its own lease is no loss.
 
@@ -86,13 +108,22 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
         raise LeaseLost(f"{owner} has taken the run over")
 
 
-def kept_commits(checkpoints: Path, store: RunStore, *, term: int, keep: int) -> list[Checkpoint]:
-    """The newest `keep` commits of the lineage, newest first, when everything else may go.
+def kept_commits(
+    checkpoints: Path, store: RunStore, *, term: int, keep: int, keep_best: int = 0
+) -> list[Checkpoint]:
+    """The newest `keep` commits of the lineage and its best, newest first; all else may go.
 
+    keep_best: how many of those with the highest mean return (`mean_returns`) stay; of equal ones
+    the newer.
     Returns: none unless this term has committed and a kept directory is there. Raises: LeaseLost.
     """
     store.check_lease(term)
-    kept = store.checkpoints()[:keep]
+    commits = store.checkpoints()
+    returns = mean_returns(store, [commit.step for commit in commits]) if keep_best else {}
+    ranked = [commit for commit in commits if commit.step in returns]
+    ranked.sort(key=lambda commit: (returns[commit.step], commit.id), reverse=True)
+    best = {commit.id for commit in ranked[:keep_best]}
+    kept = [commit for number, commit in enumerate(commits) if number < keep or commit.id in best]
     is_ours = bool(kept) and kept[0].term == term
     is_there = any((checkpoints / commit.directory).is_dir() for commit in kept)
     return kept if is_ours and is_there else []

@@ -58,6 +58,7 @@ PASSED_LIMIT_S = 10.0
 # Of an environment actor's slots, so that training keeps the others.
 EVALUATION_SLOTS_SHARE = 0.25
 MAX_EVALUATED = 100_000
+_KEPT_BY = "run.keep_checkpoints, run.keep_best"
 OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
 
 
@@ -215,7 +216,7 @@ class Control:
         ]
 
     def _checkpoint_view(self, found: Checkpoint, *, is_usable: bool) -> CheckpointView:
-        why_not = "it was pruned (run.keep_checkpoints), or undone by a return to an older one"
+        why_not = f"it was pruned ({_KEPT_BY}), or undone by a return to an older one"
         if is_usable:
             why_not = find_faults(self._checkpoints, [found]).get(found.directory, "")
         return CheckpointView(
@@ -239,17 +240,21 @@ class Control:
         return self._begin("checkpoint", work, detail="after the step in hand")
 
     async def go_back(self, checkpoint_id: str) -> Operation:
-        """End the term, and have the next go on from this checkpoint.
+        """End the term, and have the next go on from this checkpoint. checkpoint_id: or its step.
 
         Raises: ControlRefused, StoreError.
         """
         self._check_goes_on()
-        found = {each.id: each for each in await self.checkpoints()}.get(checkpoint_id)
+        views = [
+            each for each in await self.checkpoints() if checkpoint_id in (each.id, str(each.step))
+        ]
+        # Of the checkpoints of one step all but one are undone.
+        found = next((each for each in views if not each.why_not), views[0] if views else None)
         if found is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,
                 f"this run knows no checkpoint {checkpoint_id!r}: it never was, or it is pruned "
-                "(run.keep_checkpoints); GET /api/v1/checkpoints lists those that are there",
+                f"({_KEPT_BY}); GET /api/v1/checkpoints lists those that are there",
             )
         if found.why_not:
             raise ControlRefused(

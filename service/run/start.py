@@ -109,13 +109,15 @@ def start_supervisor(
     endpoint: Any,
     is_service: bool = False,
     when_held: WhenHeld = WhenHeld.REFUSE,
+    returns_to: str = "",
     lost: Any = None,
     lost_name: str = "",
 ) -> Any:
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
     One of the same name is what an earlier start of this run left on the cluster: it is ended,
-    unless the run's owner is to be waited for. endpoint: of `start_endpoint`. lost: the supervisor
+    unless the run's owner is to be waited for. endpoint: of `start_endpoint`. returns_to: the
+    directory of the checkpoint to go back to; empty: the newest. lost: the supervisor
     of this process that died, and that the new one replaces; lost_name: its HOST:PID, empty where
     it never said.
     Raises: LeaseLost when another process has started one since `lost` died.
@@ -149,6 +151,8 @@ def start_supervisor(
             is_service=is_service,
             when_held=when_held if lost is None else WhenHeld.REFUSE,
             replaces=lost_name,
+            # The first has done it: what was trained since stays.
+            returns_to=returns_to if lost is None else "",
             notice=notice,
         )
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from actors.deadline import ActorLost
 from actors.metrics import Metrics, Part
-from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.checkpoint import CheckpointError, has_digests
 from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
@@ -125,9 +125,11 @@ class Supervisor:
         is_service: bool = False,
         when_held: WhenHeld = WhenHeld.REFUSE,
         replaces: str = "",
+        returns_to: str = "",
         notice: str = "",
     ) -> None:
-        """endpoint: the actor of the run's metrics.
+        """endpoint: the actor of the run's metrics. returns_to: the directory of the checkpoint to
+        go back to first; empty: the newest.
 
         is_service: train on what clients submit, not on the configuration's own tasks.
 
@@ -145,7 +147,7 @@ class Supervisor:
         self._metrics = Metrics()
         self._thread = StoreThread()
         self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
-        self._when_held, self._replaces = when_held, replaces
+        self._when_held, self._replaces, self._returns_to = when_held, replaces, returns_to
         self._leasing = asyncio.Lock()
         """Held while a lease is taken or renewed."""
         self._lost: LeaseLost | None = None
@@ -607,7 +609,22 @@ class Supervisor:
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0] and commits[0].directory in self._faults:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
+        if used and self._recorder.term == 0:
+            await self._tell_of_parent(used[0])
         return lease
+
+    async def _tell_of_parent(self, parent: Checkpoint) -> None:
+        """Of the checkpoint that this supervisor goes on from first."""
+        if parent.directory == self._returns_to:
+            self._recorder.notice(f"going back to {parent.directory}, as asked (--checkpoint)")
+        with suppress(CheckpointError):
+            if not await asyncio.to_thread(
+                has_digests, self._run_dir.checkpoints / parent.directory
+            ):
+                self._recorder.notice(
+                    f"{parent.directory} was written by an older version and has no digests: "
+                    "changed bytes in it would not be noticed; the next checkpoint has them"
+                )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
         """Returns: the lease, and the checkpoints of which it goes on from the newest sound one."""
@@ -623,7 +640,7 @@ class Supervisor:
             follows=None if is_first else self._recorder.term,
             unless_held=is_first and self._when_held is not WhenHeld.TAKE_OVER,
             replaces=self._replaces,
-            returns_to=self._control.returns_to,
+            returns_to=self._control.returns_to or (self._returns_to if is_first else ""),
         )
         if is_first:
             write_config(self._run_dir, self._config)

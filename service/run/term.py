@@ -534,11 +534,13 @@ class Term:
             self._store,
             term=self._lease.term,
             keep=config.run.keep_checkpoints,
+            keep_best=config.run.keep_best,
         )
         if kept:
             retention = Retention(
                 journal_steps=config.run.journal_steps,
                 max_policy_age=config.algorithm.max_policy_age,
+                keep_checkpoints=config.run.keep_checkpoints,
             )
             await self._recorder.forget(kept, retention)
             await asyncio.to_thread(prune_directories, directory, kept)

@@ -7,7 +7,7 @@ metrics count all that was ever stored, superseded or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -202,6 +202,34 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
         )
 
     return store.read(read)
+
+
+def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
+    """Of these steps' own records that survive, the mean return, scaled where that is known.
+
+    Returns: by step, whether it is the scheduled evaluation's, and the mean: the training's where
+        there was none. What was evaluated compares as more than what was not.
+    """
+
+    def read(connection: Connection) -> dict[int, tuple[bool, float]]:
+        found: dict[int, tuple[bool, float]] = {}
+        spans = surviving_spans(connection)
+        of_schedule = tables.evaluations.c.number == 0
+        for table, conditions in ((tables.steps, ()), (tables.evaluations, (of_schedule,))):
+            columns, is_evaluated = table.c, table is tables.evaluations
+            query = select(columns.step, columns.record).where(columns.step.in_(steps), *conditions)
+            for span in spans:
+                for step, record in connection.execute(query.where(within(columns, span))):
+                    if (mean := record.best_known_reward) is not None:
+                        found[step] = (is_evaluated, mean)
+        return found
+
+    return store.read(read)
+
+
+def is_named(commit: Checkpoint, name: str) -> bool:
+    """Whether a person who says `name`, a directory's name or a number of a step, may mean it."""
+    return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
 def stored_totals(store: Readable) -> RunTotals:

@@ -4,14 +4,15 @@ Called after each committed checkpoint, in one fenced transaction. Sums are kept
 (`service.telemetry.totals`), so that no sum changes when rows leave.
 
 - Superseded rows leave at once.
-- Queue snapshots are kept of the newest `run.keep_checkpoints` checkpoints: a run can go back to
-  these alone.
-- Step records: the first 5, the newest 256 or as many as the journal and the kept checkpoints
-  reach back, and of the older ones the first of each 2^k steps, with the smallest k that leaves at
-  most 257. Evaluations likewise.
-- Ledger events: those that a kept checkpoint can go back before and those of the journal's steps,
-  which `inspect --audit` holds against them. The window admits no group earlier than the bound on
-  the policy's age allows, so that these were written after the step so many versions before.
+- Queue snapshots are kept of the newest `run.keep_checkpoints` and the best `run.keep_best`
+  checkpoints: a run can go back to these alone.
+- Step records: the first 5, the newest 256 or as many as the journal and the newest kept
+  checkpoints reach back, those of the best, and of the older ones the first of each 2^k steps, with
+  the smallest k that leaves at most 257. Evaluations likewise.
+- Ledger events: those that a kept checkpoint, the best ones too, can go back before and those of
+  the journal's steps, which `inspect --audit` holds against them. The window admits no group
+  earlier than the bound on the policy's age allows, so that these were written after the step so
+  many versions before.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Retention:
     """Newest steps whose trajectories `inspect` can show."""
     max_policy_age: int
     """Versions."""
+    keep_checkpoints: int
+    """How many of the kept checkpoints are so as the newest."""
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
@@ -48,14 +51,15 @@ def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention:
     Raises: LeaseLost, StoreError.
     """
     newest, oldest = kept[0].step, kept[-1].step
+    oldest_new = kept[: retention.keep_checkpoints][-1].step
     journalled = newest - retention.journal_steps
 
     def remove(connection: Connection) -> None:
         _forget_superseded(connection, surviving_spans(connection))
         _forget_snapshots(connection, [commit.id for commit in kept])
-        last_thinned = min(oldest, journalled, newest - WHOLE_STEPS)
+        last_thinned = min(oldest_new, journalled, newest - WHOLE_STEPS)
         for table in (tables.steps, tables.evaluations):
-            _thin(connection, table, last_step=last_thinned)
+            _thin(connection, table, last_step=last_thinned, spared=[each.step for each in kept])
         _forget_events(connection, last_step=min(oldest, journalled) - retention.max_policy_age - 1)
 
     store.write(term, remove)
@@ -86,8 +90,11 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     )
 
 
-def _thin(connection: Connection, table: Table, *, last_step: int) -> None:
-    """Of each 2^k steps up to last_step keep the first row, and the first five steps."""
+def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
+    """Of each 2^k steps up to last_step keep the first row, and the first five steps.
+
+    spared: steps that stay as well.
+    """
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:
         stride *= 2
@@ -95,7 +102,12 @@ def _thin(connection: Connection, table: Table, *, last_step: int) -> None:
         return
     firsts = select(func.min(step)).where(step <= last_step).group_by(step // stride)
     connection.execute(
-        delete(table).where(step > AVERAGED_STEPS, step <= last_step, step.not_in(firsts))
+        delete(table).where(
+            step > AVERAGED_STEPS,
+            step <= last_step,
+            step.not_in(firsts),
+            step.not_in(spared),
+        )
     )
 
 

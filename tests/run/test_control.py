@@ -142,6 +142,19 @@ async def test_a_run_goes_back_to_a_checkpoint_by_id_and_stays_there_after_a_cra
     ]  # fmt: skip
 
 
+async def test_a_run_goes_back_to_a_step_that_is_named_by_its_number(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.begin()
+    ids = [world.commit(step) for step in (2, 4)]
+    await world.control.go_back("2")
+    await world.begin()
+    again = world.commit(4)
+    # Of the two of step 4 the one that is not undone.
+    assert again != ids[1] and (await world.control.go_back("4")).checkpoint == again
+    with pytest.raises(ControlRefused, match="knows no checkpoint '3'"):
+        await world.control.go_back("3")
+
+
 async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_to(
     tmp_path: Path,
 ) -> None:

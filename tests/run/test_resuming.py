@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from sqlalchemy import update
 from worlds.journal_builders import group_of, step_of, written
 from worlds.mounts import fill, make_read_only, small_disk
+from worlds.record_builders import evaluation_record, step_record
 from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
 from worlds.store_builders import commit, write_under_way
 
@@ -27,12 +29,14 @@ from service.launch.resume import (
     find_faults,
     finished_step,
     kept_commits,
+    named_checkpoint,
     newest_usable,
     prune_directories,
 )
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
 from service.store import tables
+from service.store.retention import Retention, forget
 from service.store.run_store import RunStore, StoreError
 
 
@@ -156,6 +160,66 @@ def test_the_newest_checkpoint_that_can_be_read_is_used_and_the_others_are_named
     told = fallback_notice(faults, commits[0], used)
     assert "step-000008-t1 is not there" in told
     assert "going back to step-000004-t1, steps 5 to 8 are trained again" in told
+
+
+def test_a_checkpoint_is_named_by_its_directory_or_its_step(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run", steps=(2, 4))
+    for name in ("2", "step-000002-t1"):
+        assert named_checkpoint(place, name).step == 2
+    with pytest.raises(ConfigError, match=r"--checkpoint 3: .* has: step-000004-t1, step-000002"):
+        named_checkpoint(place, "3")
+    (place.checkpoints / "step-000002-t1" / MANIFEST).write_text("{")
+    with pytest.raises(ConfigError, match=r"--checkpoint 2: .*its manifest.json cannot be read"):
+        named_checkpoint(place, "2")
+    with pytest.raises(ConfigError, match=r"--checkpoint 2: .*there is none"):
+        named_checkpoint(make_run(tmp_path / "new", steps=()), "2")
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "rewards", "best"),
+    [
+        # By the evaluation of the step, whatever the training's reward.
+        ({2: 0.3, 4: 0.9, 6: 0.5, 8: 0.1}, {2: 1.0, 4: 0.0}, [4, 6]),
+        # Without one by the training's; of equal ones the newer.
+        ({}, {2: 0.7, 4: 0.2, 6: 0.7, 8: 0.1}, [2, 6]),
+        # What was evaluated comes first.
+        ({4: 0.1}, {2: 0.9, 4: 0.2, 6: 0.8, 8: 0.3}, [2, 4]),
+        ({2: None, 4: None}, {}, []),
+    ],
+)
+def test_the_best_checkpoints_are_kept_beside_the_newest(
+    tmp_path: Path,
+    evaluations: dict[int, float | None],
+    rewards: dict[int, float],
+    best: list[int],
+) -> None:
+    place = make_run(tmp_path / "run", steps=())
+    store = RunStore(place.database_url)
+    term = store.acquire_lease(owner="b").term
+    for step in (2, 4, 6, 8):
+        if step in evaluations:
+            store.add_evaluation(evaluation_record(step, reward=evaluations[step]), term=term)
+        # What an operator asked for, and another set, say nothing of it.
+        of_others = evaluation_record(step, reward=5.0 - step)
+        store.add_evaluation(replace(of_others, is_scheduled=False), term=term)
+        store.add_evaluation(replace(of_others, name="hard"), term=term)
+        reward = rewards.get(step)
+        record = step_record(step, scaled_reward_mean=reward, reward_mean=reward)
+        store.add_step(record, term=term, new_events=[])
+        commit(store, term=term, step=step, directory=write_checkpoint(place, step, term).name)
+    kept = kept_commits(place.checkpoints, store, term=term, keep=1, keep_best=2)
+    assert [commit.step for commit in kept] == sorted({8, *best}, reverse=True)
+    prune_directories(place.checkpoints, kept)
+    forget(
+        store,
+        term=term,
+        kept=kept,
+        retention=Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=1),
+    )
+    assert names(place) == [f"step-{step:06d}-t{term}" for step in sorted({8, *best})]
+    assert [each.step for each in store.checkpoints()] == [each.step for each in kept]
+    oldest = named_checkpoint(place, str(kept[-1].step))
+    assert store.acquire_lease(owner="c", returns_to=oldest.directory).parent == oldest
 
 
 def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(

@@ -94,6 +94,30 @@ async def test_a_run_without_a_usable_checkpoint_ends_with_that_sentence(
     assert "step-000003-t1" in str((await supervisor.status(Cursor())).exit_reason)
 
 
+async def test_a_supervisor_goes_back_once_to_the_checkpoint_that_was_named(
+    supervisor: Supervisor, place: RunDir
+) -> None:
+    store = RunStore(place.database_url)
+    term = store.acquire_lease(owner="a").term
+    for step in (3, 6):
+        commit(store, term=term, step=step, directory=write_checkpoint(place, step).name)
+    store.release(term)
+    supervisor._returns_to = "step-000003-t1"
+    lease = await supervisor._take_lease()
+    assert lease.parent is not None and lease.parent.step == 3
+    back, unchecked = (await supervisor.status(Cursor())).notices[-2:]
+    assert back == "going back to step-000003-t1, as asked (--checkpoint)"
+    assert "step-000003-t1 was written by an older version and has no digests" in unchecked
+    await supervisor._recorder.begin_term(lease)
+    commit(store, term=lease.term, step=5, directory=write_checkpoint(place, 5, lease.term).name)
+    # The next term goes on from what this one has trained, and nothing is said again.
+    lease = await supervisor._take_lease()
+    assert lease.parent is not None and lease.parent.step == 5
+    notices = (await supervisor.status(Cursor())).notices
+    assert notices.count(back) == notices.count(unchecked) == 1
+    store.close()
+
+
 async def test_a_supervisor_renews_its_lease_until_its_end(
     supervisor: Supervisor, place: RunDir
 ) -> None:

@@ -28,13 +28,16 @@ def test_an_interrupted_run_goes_on_though_moved_and_damaged(tmp_path: Path) -> 
 
     moved = (tmp_path / "before").rename(tmp_path / "after")
     shard = next((moved / "checkpoints" / newest).glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:500])
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    shard.write_bytes(content)
     (tmp_path / "link").symlink_to(moved)
 
     steps = stopped_at + 1
     with running(config, tmp_path / "link", ["--resume", "--set", f"run.steps={steps}"]) as run:
         assert run.wait(limit_s=START_S + 4 * STEP_S) == 0, run.log()
         check_finished(run, steps=steps)
+        assert f"got other bytes in {shard.name} than were written" in run.log()
         assert f"going back to {earlier}, step" in run.log()
         assert run.history().num_terms == 3
         assert checkpoints(run)[0] == f"step-{steps:06d}-t3"

@@ -20,6 +20,7 @@ from service.store import tables
 from service.store.lineage import (
     RecordKind,
     count_events,
+    mean_returns,
     read_events,
     read_history,
     records_after,
@@ -128,12 +129,35 @@ def play(store: RunStore, *, term: int, steps: range) -> None:
         commit(store, term=term, step=step, last_event_seq=2 * step + 1)
 
 
+def test_the_record_of_a_best_checkpoint_stays_and_those_between_are_thinned(
+    tmp_path: Path,
+) -> None:
+    store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
+    term = store.acquire_lease(owner="a").term
+    newest = 4 * OLDER_STEPS
+    for step in (1, 6, 7, 8, 9, newest):
+        store.add_step(step_record(step), term=term, new_events=[])
+    for step in (7, newest):
+        commit(store, term=term, step=step)
+    kept = store.checkpoints()
+    retention = Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=1)
+    forget(store, term=term, kept=kept, retention=retention)
+    # Of each four steps the first row that is there, and the best checkpoint's own.
+    assert [record.step for record in read_history(store).steps] == [1, 6, 7, 8, newest]
+    assert mean_returns(store, [7]).keys() == {7}
+
+
 def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Path) -> None:
     store = RunStore(f"sqlite:///{tmp_path / 'run.db'}")
     term = store.acquire_lease(owner="a").term
     play(store, term=term, steps=range(1, 21))
     kept = store.checkpoints()[:3]
-    forget(store, term=term, kept=kept, retention=Retention(journal_steps=4, max_policy_age=1))
+    forget(
+        store,
+        term=term,
+        kept=kept,
+        retention=Retention(journal_steps=4, max_policy_age=1, keep_checkpoints=3),
+    )
     assert [item.seq for item in read_events(store)] == list(range(30, 42))
     assert [item.step for item in store.checkpoints()] == [20, 19, 18]
     lease = store.acquire_lease(owner="b", passed_over={"1-20", "1-19"})
@@ -145,7 +169,7 @@ def test_a_run_goes_back_to_an_older_kept_checkpoint_with_its_sums(tmp_path: Pat
     assert (history.totals.num_steps, stored_totals(store).num_steps) == (22, 24)
     # Now the two steps that were gone back on leave, and what a later term may go back to is its.
     kept = store.checkpoints()[:3]
-    retention = Retention(journal_steps=4, max_policy_age=1)
+    retention = Retention(journal_steps=4, max_policy_age=1, keep_checkpoints=3)
     forget(store, term=lease.term, kept=kept, retention=retention)
     assert num_rows(store, "steps") == num_rows(store, "evaluations") == 22
     assert read_history(store).totals == history.totals
@@ -160,6 +184,11 @@ def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
     term = store.acquire_lease(owner="a").term
     play(store, term=term, steps=range(1, 21))
     kept = store.checkpoints()[:2]
-    forget(store, term=term, kept=kept, retention=Retention(journal_steps=0, max_policy_age=2))
+    forget(
+        store,
+        term=term,
+        kept=kept,
+        retention=Retention(journal_steps=0, max_policy_age=2, keep_checkpoints=3),
+    )
     # Step 19 is the older one; what it trained was admitted after step 16.
     assert [item.seq for item in read_events(store)] == list(range(34, 42))

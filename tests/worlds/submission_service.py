@@ -131,7 +131,9 @@ class Service:
     async def prune(self, *, keep: int = 1) -> None:
         """As after a checkpoint: let go of what no kept one needs."""
         kept = self.store.checkpoints()[:keep]
-        await self.recorder.forget(kept, Retention(journal_steps=0, max_policy_age=1))
+        await self.recorder.forget(
+            kept, Retention(journal_steps=0, max_policy_age=1, keep_checkpoints=3)
+        )
 
     async def status(self, name: str) -> str:
         view = await self.submissions.view(name)
