@@ -27,12 +27,16 @@ NamedTensors = list[tuple[str, Tensor]]
 def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
     """Gather the full tensors layer by layer, so that a layer or two are in memory.
 
-    Args: dtype: what the engines are given: the type that the trainer computes in, so that both
-        round the weights alike.
+    Args: dtype: of the parameters that the engines are given: the type that the trainer computes
+        in, so that both round the weights alike.
     """
     parameters = dict(causal_lm.named_parameters())
-    for names in layer_groups(list(parameters)):
-        gathered = {name: _full(parameters[name]).to(dtype) for name in names}
+    buffers = persistent_buffers(causal_lm)
+    for names in layer_groups([*parameters, *buffers]):
+        gathered = {
+            name: buffers[name] if name in buffers else _full(parameters[name]).to(dtype)
+            for name in names
+        }
         MOVED.add(sum(tensor.nbytes for tensor in gathered.values()))
         yield _as_in_checkpoint(causal_lm, gathered)
 
@@ -40,6 +44,16 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
     """Whole layers of a model under the names, and in the pieces, that its checkpoint has."""
     return list(revert_weight_conversion(causal_lm, tensors).items())
+
+
+def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint holds beside parameters: a router's bias, an activation's constants.
+
+    An engine that loads a layer anew would leave them unset. They keep their type: the trainer does
+    not round them either.
+    """
+    saved = causal_lm.state_dict()
+    return {name: buffer for name, buffer in causal_lm.named_buffers() if name in saved}
 
 
 def _full(parameter: Tensor) -> Tensor:
