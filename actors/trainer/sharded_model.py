@@ -82,7 +82,13 @@ class ShardedModel(Generic[Model]):
         self.model = model
         self.device = sharding.device
         self._shards_between_micro_batches = sharding.shard_between_micro_batches
-        mixed = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=torch.float32)
+        # Inputs as they are: activations have the type of the embedding anyway, and temperatures
+        # and advantages, rounded to a short type, would be others than the engine sampled with.
+        mixed = MixedPrecisionPolicy(
+            param_dtype=sharding.param_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
         names = set(pretrained._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         for module in layers:

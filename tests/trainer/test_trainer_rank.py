@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import (
@@ -21,8 +22,11 @@ from worlds.trainer_world import (
     shards,
 )
 
+from actors.trainer.model import RowTensors, load_policy, row_tensors
+from actors.trainer.scoring import score_row
 from actors.trainer.settings import Dtype, RankSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
+from actors.trainer.sharded_model import ShardedModel, Sharding
 from actors.weights.board import check_tokens
 
 # float32: two orders of adding the same numbers, then one AdamW update of learning rate 1e-3.
@@ -267,3 +271,23 @@ def test_bfloat16_computes_with_float32_master_weights(
     weights = two_ranks.weights()
     moved = np.concatenate([np.abs(weights[n] - base[n].numpy()).ravel() for n in weights])
     assert 0 < np.median(moved[moved > 0]) < 1e-4
+
+
+def test_temperatures_and_advantages_stay_float32_where_the_model_computes_in_bfloat16(
+    model: str, mesh: DeviceMesh
+) -> None:
+    policy = load_policy(model, logprob_chunk=64, gradient_checkpointing=False)
+    sharding = Sharding(mesh=mesh, device=torch.device("cpu"), param_dtype=torch.bfloat16)
+    sharded = ShardedModel(policy, policy.causal_lm, sharding)
+    seen: list[RowTensors] = []
+    # Behind FSDP's own hook, which could cast what it finds in dataclasses.
+    policy.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    sample = replace(random_samples(0, 1)[0], temperature=0.7)
+    row = row_tensors(pack([sample]), device=torch.device("cpu"))
+    score_row(sharded.model, row)
+    assert policy.causal_lm.dtype is torch.bfloat16
+    temperatures, advantages = seen[0].temperatures, seen[0].advantages
+    assert temperatures is not None
+    assert torch.equal(temperatures, torch.full_like(row.advantages, 0.7))
+    assert torch.equal(advantages, row.advantages)
+    assert {temperatures.dtype, advantages.dtype} == {torch.float32}
