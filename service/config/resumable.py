@@ -30,6 +30,22 @@ def refused_changes(before: Config, now: Config) -> list[str]:
     return [*found, *_refused_of_algorithm(before, now)]
 
 
+def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:
+    """Stored turns and uploads are trained at the temperature that they were sampled at.
+
+    Args: num_kept_samples: those in the run's database.
+    Returns: as `refused_changes`.
+    """
+    own, new = before.rollouts.temperature, now.rollouts.temperature
+    if new == own or not num_kept_samples:
+        return []
+    return [
+        f"rollouts.temperature is {new:g}, the run has {own:g}; expected the same while "
+        f"{num_kept_samples} stored turns of sessions or uploads wait, which were sampled at "
+        f"{own:g}; change it once they are trained"
+    ]
+
+
 def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
     own, new = before.algorithm, now.algorithm
     if new.groups_per_step != own.groups_per_step:

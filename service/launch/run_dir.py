@@ -18,7 +18,7 @@ from pathlib import Path
 from actors.trainer.checkpoint import CLAIM
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
-from service.config.resumable import refused_changes
+from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config, TinyModelSettings
 from service.launch.sources import check_sources, sources_of, write_sources
 from service.store.place import (
@@ -324,7 +324,13 @@ def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.
             f"--resume {run_dir.path}: the run's own configuration cannot be used "
             f"({' '.join(str(error).split())}); restore it, or start a new run"
         ) from error
-    if refused := refused_changes(before, config):
+    try:
+        with run_dir.looked_into() as store:
+            num_kept = store.num_kept_samples()
+    except StoreError as error:
+        raise ConfigError(f"--resume {run_dir.path}: {error}") from error
+    refused = refused_changes(before, config)
+    if refused := refused or refused_temperature(before, config, num_kept_samples=num_kept):
         raise ConfigError(
             f"--resume {run_dir.path}: {refused[0]}; use the run's own configuration "
             f"({run_dir.config_file}), or start a new run"

@@ -182,6 +182,18 @@ class ReadOnlyStore:
 
         return self.read(find)
 
+    def num_kept_samples(self) -> int:
+        """Stored turns of sessions, and uploads, that are still to be trained, or may be again."""
+
+        def count(connection: Connection) -> int:
+            if not self._database.has_tables(connection):
+                return 0
+            turns = select(func.count()).select_from(tables.session_turns)
+            kept = select(func.count()).where(tables.uploads.c.content.is_not(None))
+            return (connection.scalar(turns) or 0) + (connection.scalar(kept) or 0)
+
+        return self.read(count)
+
     def all_checkpoints(self) -> list[Checkpoint]:
         """Every row that is kept, of every lineage, newest first: also those that only say where
         terms joined, and those that are undone."""

@@ -16,6 +16,7 @@ from worlds.journal_builders import group_of, step_of, written
 from worlds.mounts import fill, make_read_only, small_disk
 from worlds.record_builders import evaluation_record, step_record
 from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
+from worlds.session_builders import session_request, turn_added
 from worlds.store_builders import commit, write_under_way
 
 from actors.trainer.checkpoint import MANIFEST, claim
@@ -38,6 +39,8 @@ from service.launch.signals import StopSignals
 from service.store import tables
 from service.store.retention import Retention, forget
 from service.store.run_store import RunStore, StoreError
+from service.store.sessions import SessionStore
+from service.store.submissions import SubmissionStore, packed
 
 
 def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
@@ -52,6 +55,26 @@ def make_run(path: Path, *, steps: tuple[int, ...] = (1, 2, 3)) -> RunDir:
         commit(store, term=1, step=step, directory=directory.name)
     store.close()
     return place
+
+
+def test_the_temperature_stays_while_turns_or_uploads_of_it_wait(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run")
+    own = load_config(place.config_file)
+    temperature = own.rollouts.temperature
+    changed = replace(own, rollouts=replace(own.rollouts, temperature=temperature / 2))
+    check_resumable(place, changed)
+    store = RunStore(place.database_url)
+    term = store.acquire_lease(owner="b").term
+    SubmissionStore(store).add([packed(session_request("a"))], term=term)
+    SessionStore(store).apply([turn_added("a-0"), turn_added("a-0", 1)], term=term)
+    store.close()
+    check_resumable(place, own)
+    expected = (
+        rf"--resume .*run: rollouts\.temperature is {temperature / 2:g}, the run has "
+        rf"{temperature:g}; expected the same while 2 stored turns"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_resumable(place, changed)
 
 
 GO_ON = """
