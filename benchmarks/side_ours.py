@@ -73,6 +73,7 @@ def start_rank(
         model=model,
         checkpoint_dir=directory,
         weight_backend=WeightBackend.OBJECT_STORE,
+        max_context_tokens=4096,
         seed=0,
     )
     store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=60.0)

@@ -78,13 +78,24 @@ class Critic:
     """Scores states, and learns the returns that followed them."""
 
     def __init__(
-        self, model: str, settings: CriticSettings, trainer: TrainerSettings, sharding: Sharding
+        self,
+        model: str,
+        settings: CriticSettings,
+        trainer: TrainerSettings,
+        sharding: Sharding,
+        *,
+        max_context_tokens: int | None = None,
     ) -> None:
         """Load the value model and shard it. Raises: as `load_value_model`.
 
-        trainer: what its optimiser has in common with the policy's.
+        trainer: what its optimiser has in common with the policy's. max_context_tokens: as
+            `load_value_model`.
         """
-        value_model = load_value_model(model, gradient_checkpointing=trainer.gradient_checkpointing)
+        value_model = load_value_model(
+            model,
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            max_context_tokens=max_context_tokens,
+        )
         self.settings = settings
         own = replace(
             trainer,

@@ -10,29 +10,30 @@ whose packed rows would not equal their samples is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actors.batch import Float32s, Int32s, MicroBatch
 from actors.trainer.attention.forest import PackedLayout, build_layout
 from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.logprobs import token_logprobs
 from actors.trainer.loss.micro_batch import MicroBatchTerms
+from actors.trainer.model_check import (
+    check_architecture,
+    check_output_head,
+    check_packing,
+    hidden_states,
+    longest_context,
+    refusing,
+)
+from actors.trainer.rope import fix_rope
 from actors.trainer.routing_replay import ReplayedExperts, attach_routing_replay, replayed_experts
-
-# The order in which two ways through the same model add. A tolerance on the model's kind, not on
-# training.
-_HEAD_TOLERANCE = 1e-4
-# Of the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random weights;
-# layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
-_PACKING_TOLERANCE = 1e-4
-# A mixture whose router is near a tie may route a token to other experts over a rounding: a second
-# and a third row do not meet the same tie, while a model that mixes samples does so in every row.
-_PACKING_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ class PolicyModel(nn.Module):
         Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies with
             gradient where it is asked for.
         """
-        hidden = _hidden_states(
+        hidden = hidden_states(
             self.causal_lm.base_model,
             row.token_ids,
             row.position_ids,
@@ -201,134 +202,96 @@ class ValueModel(nn.Module):
         Returns: [T] float32, with gradient: at position t, of the state that ends with token t. The
             state in which a token was sampled ends one position before the token.
         """
-        hidden = _hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
+        hidden = hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
         # A sum over the one number, because FSDP2 warns of a module that returns a view.
         values: Tensor = self.head(hidden).sum(-1).float()
         return values
 
 
-def load_policy(model: str, *, logprob_chunk: int, gradient_checkpointing: bool) -> PolicyModel:
+def load_policy(
+    model: str,
+    *,
+    logprob_chunk: int,
+    gradient_checkpointing: bool,
+    max_context_tokens: int | None = None,
+) -> PolicyModel:
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
-    Args: model: directory or hub name.
+    Args: model: directory or hub name. max_context_tokens: the engine's; it chooses the table of a
+        RoPE that depends on it. None: as many as the model has positions.
     Raises: NotImplementedError for an architecture that cannot be trained packed; OSError
         (transformers) when there is no such model.
     """
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation=register_packed_attention()
-    )
-    causal_lm.eval()
-    check_output_head(causal_lm)
-    _prepare(causal_lm, gradient_checkpointing=gradient_checkpointing)
-    policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk)
-    # transformers checkpoints a layer only in training mode, which changes nothing else here.
-    policy.train(gradient_checkpointing)
+    longest = _check_configuration(model, max_context_tokens)
+    name = register_packed_attention()
+    with refusing(model):
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=name
+        )
+        _prepare(causal_lm, max_context_tokens=longest)
+        check_output_head(causal_lm)
+    policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk).eval()
+    if gradient_checkpointing:
+        checkpoint_layers(causal_lm)
     return policy
 
 
-def load_value_model(model: str, *, gradient_checkpointing: bool) -> ValueModel:
+def load_value_model(
+    model: str, *, gradient_checkpointing: bool, max_context_tokens: int | None = None
+) -> ValueModel:
     """Load the body of a Hugging Face causal model in float32 on the CPU, with packed attention.
 
-    Args: model: directory or hub name, mostly the policy's own.
+    Args: model: directory or hub name, mostly the policy's own. max_context_tokens: as
+        `load_policy`.
     Raises: as `load_policy`.
     """
-    body = AutoModel.from_pretrained(
-        model, dtype=torch.float32, attn_implementation=register_packed_attention()
-    )
-    _prepare(body, gradient_checkpointing=gradient_checkpointing)
-    critic = ValueModel(body)
-    critic.train(gradient_checkpointing)
+    longest = _check_configuration(model, max_context_tokens)
+    name = register_packed_attention()
+    with refusing(model):
+        body = AutoModel.from_pretrained(model, dtype=torch.float32, attn_implementation=name)
+        _prepare(body, max_context_tokens=longest)
+    critic = ValueModel(body).eval()
+    if gradient_checkpointing:
+        checkpoint_layers(body)
     return critic
 
 
-def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Make a model the same function in training as in scoring and in the engine, and check it."""
-    model.config.use_cache = False
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        # A mixture's noise on what its router sees: jitter_noise, router_jitter_noise, ...
-        for name in [name for name in vars(module) if name.endswith("jitter_noise")]:
-            setattr(module, name, 0.0)
-    check_packing(model.base_model)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def _check_configuration(model: str, max_context_tokens: int | None) -> int:
+    """Check the architecture; return the longest context."""
+    config = AutoConfig.from_pretrained(model)
+    check_architecture(config, max_context_tokens=max_context_tokens)
+    return max_context_tokens or longest_context(config)
 
 
-@torch.no_grad()
-def check_output_head(causal_lm: PreTrainedModel) -> None:
-    """Refuse a model that scales, caps or shifts its logits after the projection."""
-    token_ids = torch.arange(4) % causal_lm.config.get_text_config().vocab_size
-    layout = build_layout([4], device="cpu")
-    logits = causal_lm(input_ids=token_ids[None], use_cache=False, packed_layout=layout).logits[0]
-    head = causal_lm.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise NotImplementedError(
-            f"trainer: the output head of {type(causal_lm).__name__} is a {type(head).__name__}, "
-            "expected a linear projection; choose another architecture"
-        )
-    projected = head(_hidden_states(causal_lm.base_model, token_ids, torch.arange(4), layout))
-    if not torch.allclose(logits, projected, atol=_HEAD_TOLERANCE, rtol=_HEAD_TOLERANCE):
-        difference = float((logits - projected).abs().max())
-        raise NotImplementedError(
-            f"trainer: {type(causal_lm).__name__} changes its logits after the output projection "
-            f"(by {difference:.3g}), expected a plain projection; choose another architecture"
-        )
+def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
+    """Make a model the same function in training as in scoring and in the engine, and check it.
 
-
-@torch.no_grad()
-def check_packing(body: PreTrainedModel) -> None:
-    """Refuse a model in which the samples of a packed row see each other.
-
-    Two short random samples with a common start are run as one packed row and each alone. Layers
-    that mix tokens outside the attention interface (convolutions, state-space models, linear
-    attention) do not know where a sample ends. Every rank checks alike, before it shards.
-
-    Raises: NotImplementedError when hidden states differ by more than rounding.
+    It is never in training mode: there layers drop and routers add noise, each under a name of its
+    own.
     """
-    body.eval()
-    vocab_size = body.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    difference = 0.0
-    for _ in range(_PACKING_ATTEMPTS):
-        start, first, second = (
-            torch.randint(vocab_size, (length,), generator=generator) for length in (6, 5, 7)
-        )
-        packed = _run(body, [start, first, second], parents=[-1, 0, 0])
-        one = _run(body, [torch.cat([start, first])], parents=[-1])
-        other = _run(body, [torch.cat([start, second])], parents=[-1])
-        alone = torch.cat([one, other[len(start) :]])
-        difference = float((packed - alone).abs().max() / alone.abs().max())
-        if difference <= _PACKING_TOLERANCE:
-            return
-    raise NotImplementedError(
-        f"trainer: {type(body).__name__} gives tokens of a packed row other hidden states than "
-        f"their sample alone (by {difference:.2g} of the largest, expected at most "
-        f"{_PACKING_TOLERANCE:g}), because its layers mix tokens outside of transformers' "
-        "attention interface; choose an architecture that mixes tokens in attention alone"
-    )
+    model.config.use_cache = False
+    model.eval()
+    fix_rope(model, max_context_tokens=max_context_tokens)
+    check_packing(model.base_model)
 
 
-def _run(body: PreTrainedModel, segments: list[Tensor], *, parents: list[int]) -> Tensor:
-    layout = build_layout([len(segment) for segment in segments], parents, device="cpu")
-    positions = torch.from_numpy(layout.segments.token_positions())
-    return _hidden_states(body, torch.cat(segments), positions, layout)
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Compute each layer's activations again in the backward pass, in evaluation mode both times.
+
+    transformers asks a layer, and it alone, for its training mode before it is called.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            layer.register_forward_pre_hook(_evaluate)
+            # Also where the second computation ends early, which torch does by an exception.
+            layer.register_forward_hook(_ask_again, always_call=True)
 
 
-def _hidden_states(
-    body: nn.Module,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    layout: PackedLayout,
-    **extra: ReplayedExperts | None,
-) -> Tensor:
-    """Run one packed row through a model's body: the last hidden states, [T, D]."""
-    output = body(
-        input_ids=token_ids[None],
-        position_ids=position_ids[None],
-        use_cache=False,
-        packed_layout=layout,
-        **extra,
-    )
-    hidden: Tensor = output.last_hidden_state[0]
-    return hidden
+def _evaluate(layer: nn.Module, args: Any) -> None:
+    layer.training = False
+
+
+def _ask_again(layer: nn.Module, args: Any, output: Any) -> None:
+    layer.training = True

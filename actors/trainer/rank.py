@@ -109,6 +109,7 @@ class TrainerRank:
             settings.model,
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=trainer.gradient_checkpointing,
+            max_context_tokens=settings.max_context_tokens,
         )
         self.causal_lm = policy.causal_lm
         self.shape = ModelShape(
@@ -124,7 +125,13 @@ class TrainerRank:
         self._critic: Critic | None = None
         if algorithm.has_critic:
             critic_model = algorithm.critic.model or settings.model
-            self._critic = Critic(critic_model, algorithm.critic, trainer, sharding)
+            self._critic = Critic(
+                critic_model,
+                algorithm.critic,
+                trainer,
+                sharding,
+                max_context_tokens=settings.max_context_tokens,
+            )
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
         """Score rows before their rewards are shaped: by the critic, and by the reference.

@@ -63,6 +63,7 @@ class Reference:
             settings.algorithm.reference or settings.model,
             logprob_chunk=settings.logprob_chunk,
             gradient_checkpointing=False,
+            max_context_tokens=settings.max_context_tokens,
         ).requires_grad_(False)
         self._policy = ShardedModel(policy, policy.causal_lm, sharding)
 

@@ -103,6 +103,8 @@ class RankSettings:
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend
     """How published weights travel."""
+    max_context_tokens: int
+    """Of the engines, whose table of a RoPE that depends on it the ranks take."""
     seed: int
     logprob_chunk: int = LOGPROB_CHUNK
     """Loss positions whose logits are alive at once."""

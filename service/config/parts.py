@@ -31,5 +31,6 @@ def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSe
         model=model,
         checkpoint_dir=checkpoint_dir,
         weight_backend=config.inference.weight_backend,
+        max_context_tokens=config.model.max_context_tokens,
         seed=config.run.seed,
     )

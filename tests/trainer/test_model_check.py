@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     FalconMambaConfig,
+    Gemma3Config,
     Gemma3TextConfig,
+    GraniteConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MixtralConfig,
+    Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
+from worlds.trainer_world import obvious_logprobs
 
-from actors.trainer.model import load_policy, load_value_model
+from actors.trainer.model import load_policy, load_value_model, row_tensors, scoring_row
+from actors.trainer.model_check import check_architecture
 
 COMMON: dict[str, Any] = dict(
     vocab_size=64,
@@ -100,13 +113,137 @@ def test_loading_a_model_does_not_move_the_random_numbers(tmp_path: Path) -> Non
     assert torch.equal(found, torch.rand(4))
 
 
-def test_a_routers_noise_is_off_for_policy_and_critic_in_training_mode(tmp_path: Path) -> None:
-    model = write(ATTENDING["mixtral"], tmp_path)
+CHECKPOINTED: dict[str, PretrainedConfig] = {
+    "a router's noise": ATTENDING["mixtral"],
+    "a layer's own dropout": SeedOssConfig(
+        **DECODER, head_dim=8, attention_dropout=0.5, residual_dropout=0.5
+    ),
+    "dropout modules": Starcoder2Config(**DECODER, residual_dropout=0.5, embedding_dropout=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_with_gradient_checkpointing_nothing_is_dropped_and_no_noise_is_added(
+    kind: str, tmp_path: Path
+) -> None:
+    model = write(CHECKPOINTED[kind], tmp_path)
+    token_ids = np.arange(9, dtype=np.int32)
+    row = row_tensors(scoring_row(token_ids), device=torch.device("cpu"))
+    expected = load_policy(model, logprob_chunk=8, gradient_checkpointing=False)(row)[0]
     policy = load_policy(model, logprob_chunk=8, gradient_checkpointing=True)
-    critic = load_value_model(model, gradient_checkpointing=True)
-    token_ids = torch.arange(9)[None]
-    for body in (policy.causal_lm.base_model, critic.body):
-        assert body.training
-        body.set_attn_implementation("eager")
-        first, second = (body(input_ids=token_ids).last_hidden_state for _ in range(2))
-        assert torch.equal(first, second)
+    for _ in range(2):
+        assert torch.equal(policy(row)[0], expected)
+    values = [
+        load_value_model(model, gradient_checkpointing=is_checkpointed).body(
+            input_ids=row.token_ids[None],
+            position_ids=row.position_ids[None],
+            use_cache=False,
+            packed_layout=row.layout,
+        )
+        for is_checkpointed in (False, True)
+    ]
+    assert torch.equal(*(each.last_hidden_state for each in values))
+
+
+def test_a_checkpointed_layer_is_computed_again_in_the_backward_pass(tmp_path: Path) -> None:
+    model = write(ATTENDING["qwen3"], tmp_path)
+    row = row_tensors(scoring_row(np.arange(9, dtype=np.int32)), device=torch.device("cpu"))
+    gradients, num_calls = [], []
+    for is_checkpointed in (False, True):
+        policy = load_policy(model, logprob_chunk=8, gradient_checkpointing=is_checkpointed)
+        calls: list[bool] = []
+        norm = policy.causal_lm.model.layers[0].input_layernorm
+        norm.register_forward_pre_hook(lambda module, args, calls=calls: calls.append(True))
+        # The second time, too: a layer must ask to be checkpointed again.
+        for _ in range(2):
+            policy.zero_grad()
+            policy(row)[0].sum().backward()
+        num_calls.append(len(calls))
+        gradients.append([parameter.grad for parameter in policy.parameters()])
+    assert num_calls == [2, 4]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def longrope(original: int) -> Phi3Config:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": original,
+    }
+    return Phi3Config(
+        **DECODER, original_max_position_embeddings=original, rope_parameters=rope | factors
+    )
+
+
+@pytest.mark.parametrize(("context", "is_long"), [(32, False), (33, True), (128, True)])
+def test_the_longest_context_chooses_one_table_of_longrope_for_all_rows(
+    context: int, is_long: bool, tmp_path: Path
+) -> None:
+    model = write(longrope(32), tmp_path)
+    policy = load_policy(
+        model, logprob_chunk=8, gradient_checkpointing=False, max_context_tokens=context
+    )
+    rotary = policy.causal_lm.model.rotary_emb
+    # vLLM's: 1 / (factor base^(2i/d)).
+    plain = 1e4 ** (-torch.arange(4) / 4)
+    for length in (8, 60, 8):
+        rotary(torch.zeros(1, length, 32), torch.arange(length)[None])
+        torch.testing.assert_close(rotary.inv_freq, plain / 4 if is_long else plain)
+
+
+def test_a_rope_that_the_engine_scales_otherwise_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = write(LlamaConfig(**DECODER, rope_parameters=rope), tmp_path / "dynamic")
+    with pytest.raises(NotImplementedError, match="kind 'dynamic', whose table changes with the"):
+        load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
+    scaled = longrope(32)
+    scaled.rope_parameters = {**scaled.rope_parameters, "attention_factor": 2.0}
+    model = write(scaled, tmp_path / "longrope")
+    with pytest.raises(
+        NotImplementedError, match=r"positions of phi3 by 2 and the engine by 1\.18322;"
+    ):
+        load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (PhimoeConfig(**DECODER, num_local_experts=4, sliding_window=16), "a window, a chunk or"),
+        (StableLmConfig(**DECODER), "StableLmForCausalLM does not run with packed attention"),
+        (Llama4TextConfig(**DECODER, head_dim=8), "Llama4ForCausalLM does not run with packed"),
+        (GraniteConfig(**DECODER, logits_scaling=8.0), "changes its logits after the output"),
+        (DeepseekV3Config(**DECODER), r"has multi-head latent attention \(kv_lora_rank is 512\)"),
+        (Gemma3Config(), "is of a model for text and images or sound"),
+        (Qwen3Config(**DECODER, use_sliding_window=True, sliding_window=0), "sliding_window is 0"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, PretrainedConfig) else "",
+)
+def test_an_architecture_is_refused_by_its_configuration_before_weights_are_read(
+    config: PretrainedConfig, expected: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=expected):
+        check_architecture(config)
+
+
+def test_a_window_that_the_context_never_fills_does_not_matter() -> None:
+    config = PhimoeConfig(**DECODER, num_local_experts=4, sliding_window=64)
+    check_architecture(config, max_context_tokens=64)
+
+
+@pytest.mark.parametrize("kind", ATTENDING)
+def test_an_architecture_of_any_size_is_checked_by_a_narrow_copy(kind: str) -> None:
+    config = copy.deepcopy(ATTENDING[kind])
+    # Nobody could make its weights here.
+    config.vocab_size, config.intermediate_size = 256_000, 2**20
+    config.num_attention_heads, config.num_key_value_heads, config.hidden_size = 64, 8, 8192
+    check_architecture(config)
+
+
+def test_a_threshold_that_is_called_noise_is_left_alone(tmp_path: Path) -> None:
+    model = write(PhimoeConfig(**DECODER, num_local_experts=4, sliding_window=None), tmp_path)
+    token_ids = np.random.default_rng(0).integers(0, 64, 40).astype(np.int32)
+    row = row_tensors(scoring_row(token_ids), device=torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = load_policy(model, logprob_chunk=8, gradient_checkpointing=True)(row)[0]
+    torch.testing.assert_close(found, obvious_logprobs(plain, token_ids), atol=1e-4, rtol=0)

@@ -14,7 +14,7 @@ from actors.trainer.attention.interface import (
     packed_attention,
     register_packed_attention,
 )
-from actors.trainer.model import check_output_head
+from actors.trainer.model_check import check_output_head
 
 LENGTHS = [5, 17, 1, 40, 9, 3]
 COMMON = dict(

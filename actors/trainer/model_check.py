@@ -1,0 +1,327 @@
+"""Whether a model can be trained packed: that its rows equal transformers' own model on each path.
+
+`check_architecture` looks at the architecture in seconds, before anything starts: a copy of the
+configuration with a few narrow layers, short windows and random weights is run on rows longer than
+each of its windows. `check_packing` and `check_output_head` look at the loaded weights. Invariant:
+a refusal is a NotImplementedError with a sentence. Called by `model` and by the command line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from actors.trainer.attention.forest import PackedLayout, build_layout
+from actors.trainer.attention.interface import register_packed_attention
+from actors.trainer.rope import fix_rope, longrope_table
+
+# The order in which two ways through the same model add. A tolerance on the model's kind, not on
+# training.
+_HEAD_TOLERANCE = 1e-4
+# Of the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random weights;
+# layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
+_PACKING_TOLERANCE = 1e-4
+# A mixture whose router is near a tie may route a token to other experts over a rounding: a second
+# and a third row do not meet the same tie, while a model that mixes samples does so in every row.
+_PACKING_ATTEMPTS = 3
+# Of the narrow copy. Its windows and its switch of RoPE are shorter than its rows.
+_SHORT_SEGMENTS, _LONG_SEGMENTS = (6, 5, 7), (9, 11, 13)
+_COPY_WINDOW, _COPY_SWITCH, _COPY_CONTEXT = 5, 12, 64
+_COPY_VOCABULARY, _COPY_WIDTH, _COPY_HEADS, _MAX_COPY_LAYERS = 256, 64, 4, 12
+# With weights near 0 a convolution, or a head's cap, changes next to nothing.
+_COPY_WEIGHTS = 0.2
+_WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size", "window_size")
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+# Configurations that were checked in this process, with their contexts.
+_PASSED: set[tuple[str, int]] = set()
+
+
+def hidden_states(
+    body: nn.Module,
+    token_ids: Tensor,
+    position_ids: Tensor,
+    layout: PackedLayout,
+    **extra: Any,
+) -> Tensor:
+    """Run one packed row through a model's body: the last hidden states, [T, D]."""
+    output = body(
+        input_ids=token_ids[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        packed_layout=layout,
+        **extra,
+    )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | None = None) -> None:
+    """Refuse an architecture of which a packed row is not transformers' own model on each path.
+
+    Reads no weights. A configuration that cannot be made narrow is let through: its loaded model is
+    checked later.
+
+    Args: max_context_tokens: the longest row's path; None: as many positions as the model has.
+    Raises: NotImplementedError.
+    """
+    if config.get_text_config() is not config:
+        raise NotImplementedError(
+            f"trainer: {type(config).__name__} ({config.model_type}) is of a model for text and "
+            "images or sound, expected a causal model of text alone; choose one, or export the "
+            "text part as a model of its own"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise NotImplementedError(
+            f"trainer: {config.model_type} has multi-head latent attention (kv_lora_rank is "
+            f"{config.kv_lora_rank}), whose keys and values have heads of two sizes; expected "
+            "heads of one size; choose another architecture"
+        )
+    for name in _WINDOWS:
+        if getattr(config, name, None) == 0:
+            raise NotImplementedError(
+                f"trainer: {name} is 0 in config.json, in which no token sees any; expected a "
+                "number of tokens, or null for no window"
+            )
+    longest = max_context_tokens or longest_context(config)
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        longrope_table(config, None, max_context_tokens=longest)
+    # Policy, reference and critic often share an architecture.
+    asked = (config.to_json_string(), longest)
+    if asked not in _PASSED:
+        _check_narrow_copy(config, max_context_tokens=longest)
+        _PASSED.add(asked)
+
+
+def _check_narrow_copy(config: PreTrainedConfig, *, max_context_tokens: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            narrow, context = _narrow(config, max_context_tokens=max_context_tokens)
+            plain = AutoModelForCausalLM.from_config(
+                narrow, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        except Exception:  # noqa: BLE001  # settings check themselves, in types of their own
+            return
+        fix_rope(plain, max_context_tokens=context)
+        _check_copy(plain, max_context_tokens=context)
+
+
+@torch.no_grad()
+def _check_copy(plain: PreTrainedModel, *, max_context_tokens: int) -> None:
+    start, first, _ = _segments(plain, _LONG_SEGMENTS, seed=0)
+    try:
+        plain(input_ids=torch.cat([start, first])[None], use_cache=False)
+    except Exception:  # noqa: BLE001  # too narrow for it, or not for the CPU
+        return
+    with refusing(type(plain).__name__):
+        packed = AutoModelForCausalLM.from_config(
+            copy.deepcopy(plain.config),
+            dtype=torch.float32,
+            attn_implementation=register_packed_attention(),
+        ).eval()
+        packed.load_state_dict(plain.state_dict())
+        fix_rope(packed, max_context_tokens=max_context_tokens)
+        check_output_head(packed)
+        check_packing(packed.base_model, lengths=_LONG_SEGMENTS, reference=plain.base_model)
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Make a refusal of whatever an architecture raises with packed attention."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _refused(name, error) from error
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError | torch.OutOfMemoryError):
+            raise
+        raise _refused(name, error) from error
+
+
+def _refused(name: str, error: Exception) -> NotImplementedError:
+    first_line = (str(error).strip().splitlines() or [""])[0][:200]
+    return NotImplementedError(
+        f"trainer: {name} does not run with packed attention ({type(error).__name__}: "
+        f"{first_line}), expected an architecture whose layers call transformers' attention "
+        "interface, with heads of one size; choose another architecture"
+    )
+
+
+def longest_context(config: PreTrainedConfig) -> int:
+    """As many positions as a model has."""
+    return int(getattr(config, "max_position_embeddings", None) or _COPY_CONTEXT)
+
+
+def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
+    """A copy with few and narrow layers, and the context that it is checked for.
+
+    A window or a switch of RoPE that the run's context never reaches stays as it is.
+    """
+    narrow = copy.deepcopy(config)
+    settings: dict[str, Any] = {}
+
+    def shrink(name: str, most: int) -> None:
+        if isinstance(value := getattr(config, name, None), int) and value > most:
+            settings[name] = most
+
+    shrink("vocab_size", _COPY_VOCABULARY)
+    shrink("vocab_size_per_layer_input", _COPY_VOCABULARY)
+    for name in _WIDTHS:
+        shrink(name, _COPY_WIDTH)
+    for name in _WINDOWS:
+        if isinstance(window := getattr(config, name, None), int) and window < max_context_tokens:
+            shrink(name, _COPY_WINDOW)
+    settings |= _narrow_heads(config) | _few_layers(config)
+    settings |= {
+        name: 0 if name == "pad_token_id" else None
+        for name in _SPECIAL_TOKENS
+        if getattr(config, name, None) is not None
+    }
+    if hasattr(config, "initializer_range"):
+        settings["initializer_range"] = _COPY_WEIGHTS
+    for name, value in settings.items():
+        setattr(narrow, name, value)
+    return narrow, _early_switch(narrow, max_context_tokens=max_context_tokens)
+
+
+def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
+    """Few heads of the model's own size, in its own ratio to those of keys and values."""
+    heads, kv_heads = (
+        getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    width = getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(width, int) or heads <= _COPY_HEADS:
+        return {}
+    size = getattr(config, "head_dim", None) or width // heads
+    found = {"num_attention_heads": _COPY_HEADS, "hidden_size": _COPY_HEADS * size}
+    if isinstance(kv_heads, int):
+        found["num_key_value_heads"] = max(1, _COPY_HEADS * kv_heads // heads)
+    return found
+
+
+def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
+    """As many as show each kind of layer; what is listed by layer is cut with them."""
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(num_layers, int):
+        return {}
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == num_layers
+    }
+    kept = 2
+    while kept < num_layers and any(
+        len({repr(each) for each in value[:kept]}) < len({repr(each) for each in value})
+        for value in lists.values()
+    ):
+        kept += 1
+    if kept > _MAX_COPY_LAYERS or kept >= num_layers:
+        return {}
+    return {"num_hidden_layers": kept, **{name: value[:kept] for name, value in lists.items()}}
+
+
+def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
+    """Move the switch of longrope into the rows, if the context reaches it; return the context."""
+    parameters = getattr(narrow, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type") != "longrope" or not isinstance(original, int):
+        return max_context_tokens
+    if max_context_tokens <= original:
+        return max_context_tokens
+    # The quotient of the two is a scale, and stays; it was compared with the engine's before.
+    longest = narrow.max_position_embeddings * _COPY_SWITCH // original
+    kept = {
+        name: value
+        for name, value in parameters.items()
+        if name not in ("factor", "attention_factor")
+    }
+    narrow.rope_parameters = {**kept, "original_max_position_embeddings": _COPY_SWITCH}
+    narrow.max_position_embeddings = max(longest, _COPY_SWITCH + 1)
+    if hasattr(narrow, "original_max_position_embeddings"):
+        narrow.original_max_position_embeddings = _COPY_SWITCH
+    return _COPY_CONTEXT
+
+
+@torch.no_grad()
+def check_output_head(causal_lm: PreTrainedModel) -> None:
+    """Refuse a model that scales, caps or shifts its logits after the projection."""
+    token_ids = torch.arange(4) % causal_lm.config.get_text_config().vocab_size
+    layout = build_layout([4], device="cpu")
+    logits = causal_lm(input_ids=token_ids[None], use_cache=False, packed_layout=layout).logits[0]
+    head = causal_lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise NotImplementedError(
+            f"trainer: the output head of {type(causal_lm).__name__} is a {type(head).__name__}, "
+            "expected a linear projection; choose another architecture"
+        )
+    projected = head(hidden_states(causal_lm.base_model, token_ids, torch.arange(4), layout))
+    if not torch.allclose(logits, projected, atol=_HEAD_TOLERANCE, rtol=_HEAD_TOLERANCE):
+        difference = float((logits - projected).abs().max())
+        raise NotImplementedError(
+            f"trainer: {type(causal_lm).__name__} changes its logits after the output projection "
+            f"(by {difference:.3g}), expected a plain projection; choose another architecture"
+        )
+
+
+@torch.no_grad()
+def check_packing(
+    body: PreTrainedModel,
+    *,
+    lengths: tuple[int, int, int] = _SHORT_SEGMENTS,
+    reference: PreTrainedModel | None = None,
+) -> None:
+    """Refuse a model in which the samples of a packed row see each other.
+
+    Two random samples with a common start are run as one packed row and each alone. Layers that mix
+    tokens outside the attention interface (convolutions, state-space models, linear attention) do
+    not know where a sample ends. Every rank checks alike, before it shards.
+
+    Args: lengths: of the start and of what follows in each sample. reference: the same weights with
+        transformers' own attention; alone, a sample is run by it. None: by the packed model.
+    Raises: NotImplementedError when hidden states differ by more than rounding.
+    """
+    body.eval()
+    difference = 0.0
+    for attempt in range(_PACKING_ATTEMPTS):
+        start, first, second = _segments(body, lengths, seed=attempt)
+        packed = _run(body, [start, first, second], parents=[-1, 0, 0])
+        one, other = (
+            _run(body, [sample], parents=[-1]) if reference is None else _alone(reference, sample)
+            for sample in (torch.cat([start, first]), torch.cat([start, second]))
+        )
+        alone = torch.cat([one, other[len(start) :]])
+        difference = float((packed - alone).abs().max() / alone.abs().max())
+        if difference <= _PACKING_TOLERANCE:
+            return
+    raise NotImplementedError(
+        f"trainer: {type(body).__name__} gives tokens of a packed row other hidden states than "
+        f"their sample alone (by {difference:.2g} of the largest, expected at most "
+        f"{_PACKING_TOLERANCE:g}), because its layers mix tokens outside of transformers' "
+        "attention interface, or its attention has a window, a chunk or sinks that the interface "
+        "is not given; choose an architecture that mixes tokens in attention alone"
+    )
+
+
+def _segments(model: PreTrainedModel, lengths: tuple[int, ...], *, seed: int) -> list[Tensor]:
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def _run(body: nn.Module, segments: list[Tensor], *, parents: list[int]) -> Tensor:
+    layout = build_layout([len(segment) for segment in segments], parents, device="cpu")
+    positions = torch.from_numpy(layout.segments.token_positions())
+    return hidden_states(body, torch.cat(segments), positions, layout)
+
+
+def _alone(body: nn.Module, token_ids: Tensor) -> Tensor:
+    """As transformers runs it, with its own attention and masks."""
+    hidden: Tensor = body(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+    return hidden

@@ -1,0 +1,97 @@
+"""One table of rotary positions for a model, whatever rows it is given.
+
+Some kinds of RoPE look at the longest position of each forward pass: a packed row would then change
+the scores of its samples, and the engine, which keeps one table for all requests, would score yet
+otherwise. Invariant: after `fix_rope` the table is the engine's, chosen by the longest context of
+the run. Called when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_SCALING_TOLERANCE = 1e-6
+
+
+def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
+    """Give each rotary module of a model the one table that the engine takes.
+
+    longrope: the long factors at every position where the context is longer than the original one,
+    the short factors otherwise.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding` (transformers
+    chooses by the longest position of each forward pass).
+
+    Raises: NotImplementedError for a kind of which engine and transformers have different tables.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str):
+            _fix(module, kinds, None, max_context_tokens=max_context_tokens)
+        elif isinstance(kinds, dict):
+            for layer_type, kind in tuple(kinds.items()):
+                _fix(module, kind, layer_type, max_context_tokens=max_context_tokens)
+
+
+def _fix(module: Any, kind: str, layer_type: str | None, *, max_context_tokens: int) -> None:
+    assert isinstance(module, nn.Module)
+    if "dynamic" in kind:
+        raise NotImplementedError(
+            f"trainer: {type(module).__name__} has RoPE of the kind {kind!r}, whose table changes "
+            "with the length of a row, and the engine scales it for every length; expected one "
+            "table; remove rope_scaling from config.json and stay within the original context, or "
+            "use yarn"
+        )
+    if kind != "longrope":
+        return
+    table = longrope_table(module.config, layer_type, max_context_tokens=max_context_tokens)
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    module.register_buffer(f"{prefix}inv_freq", table, persistent=False)
+    # Any other name than longrope: transformers then leaves the table alone.
+    if layer_type is None:
+        module.rope_type = "fixed"
+    else:
+        module.rope_type = {**module.rope_type, layer_type: "fixed"}
+
+
+def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: int) -> torch.Tensor:
+    """Return the inverse frequencies of longrope for every row of a run: [D / 2] float32.
+
+    Raises: NotImplementedError where cosines and sines are scaled otherwise than in the engine.
+    """
+    of_layer = {} if layer_type is None else {"layer_type": layer_type}
+    parameters = (
+        config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    )
+    table, scaling = ROPE_INIT_FUNCTIONS["longrope"](
+        config, None, seq_len=max_context_tokens, **of_layer
+    )
+    of_engine = _engine_scaling(
+        parameters,
+        max_position_embeddings=config.max_position_embeddings,
+        max_context_tokens=max_context_tokens,
+    )
+    if abs(scaling - of_engine) > _SCALING_TOLERANCE:
+        raise NotImplementedError(
+            f"trainer: longrope scales the rotary positions of {config.model_type} by "
+            f"{scaling:.6g} and the engine by {of_engine:.6g}; expected the same; remove factor, "
+            "attention_factor and the mscales from rope_scaling in config.json, or choose another "
+            "model"
+        )
+    return table
+
+
+def _engine_scaling(
+    parameters: dict[str, Any], *, max_position_embeddings: int, max_context_tokens: int
+) -> float:
+    """Of cosines and sines.   Source: vLLM, as in `fix_rope`."""
+    original = parameters["original_max_position_embeddings"]
+    name = "long_mscale" if max_context_tokens > original else "short_mscale"
+    if parameters.get(name) is not None:
+        return float(parameters[name])
+    factor = max_position_embeddings / original
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
