@@ -10,7 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from actors.trainer.settings import Dtype
 from service.config.file import ConfigError
+from service.inference.model_support import unserved
+from service.inference.settings import InferenceSettings
 
 INDEX = "model.safetensors.index.json"
 # Read by transformers, tokenizers and vLLM, each with an error of its own where they are broken.
@@ -18,17 +21,14 @@ _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generati
 _REMEDY = "copy or download the model again, or export it anew with `rayloom export`"
 
 
-def check_model_files(directory: Path, *, was_loaded: bool) -> None:
-    """Every settings file is a JSON object, the architecture is known, every weight file is whole.
+def check_model_files(directory: Path) -> None:
+    """Every settings file is a JSON object, and every weight file is whole.
 
-    Args: was_loaded: a run that goes on has loaded the model before: its architecture is known.
     Raises: ConfigError naming the file.
     """
     for name in _SETTINGS:
         if (directory / name).is_file():
             read_object(directory / name)
-    if not was_loaded:
-        _check_architecture(directory)
     for file in _weight_files(directory):
         _check_header(file)
 
@@ -48,19 +48,45 @@ def read_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def _check_architecture(directory: Path) -> None:
-    from transformers import AutoConfig  # four seconds of imports, torch among them
+def check_architecture(
+    directory: Path,
+    *,
+    key: str,
+    max_context_tokens: int,
+    dtype: Dtype,
+    inference: InferenceSettings | None,
+) -> None:
+    """transformers knows the architecture, the trainer can train it, and the engines serve it.
+
+    Reads no weights: the trainer's own check runs a copy of a few narrow layers.
+
+    Args: key: the setting that names the model. dtype: of the engines' weights. inference: None for
+        a model that only the trainer holds.
+    Raises: ConfigError naming what cannot be done.
+    """
+    # Four seconds of imports, torch among them.
+    from transformers import AutoConfig
+
+    from actors.trainer import model_check
 
     try:
-        AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory)
     except Exception as error:
         # Each architecture's settings check themselves, in types of their own.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"model.path: {directory / 'config.json'} is no model that can be loaded "
+            f"{key}: {directory / 'config.json'} is no model that can be loaded "
             f"({first_line}); expected the settings of an architecture that transformers knows; "
             "correct model_type there, or choose another model"
         ) from error
+    try:
+        model_check.check_architecture(config, max_context_tokens=max_context_tokens)
+    except NotImplementedError as error:
+        reason = str(error).removeprefix("trainer: ")
+        raise ConfigError(f"{key}: {directory} cannot be trained: {reason}") from error
+    reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))
+    if reasons:
+        raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
 
 
 def _weight_files(directory: Path) -> list[Path]:

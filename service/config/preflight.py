@@ -23,7 +23,7 @@ from actors.environment.protocol import Observation
 from actors.environment.rendering import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
-from service.config.model_files import check_model_files, read_object
+from service.config.model_files import check_architecture, check_model_files, read_object
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.hacking.shadow import load_shadow
@@ -207,7 +207,15 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     file = Path(model_path) / "config.json"
     if not file.is_file():
         return
-    check_model_files(file.parent, was_loaded=was_loaded)
+    check_model_files(file.parent)
+    if not was_loaded:
+        check_architecture(
+            file.parent,
+            key="model.path",
+            max_context_tokens=config.model.max_context_tokens,
+            dtype=config.model.dtype,
+            inference=config.inference,
+        )
     longest = read_object(file).get("max_position_embeddings")
     if isinstance(longest, int) and config.model.max_context_tokens > longest:
         raise ConfigError(
@@ -216,6 +224,15 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
         )
     for key, path in companions(config).items():
         _check_companion(key, path, policy=file.parent)
+        directory = Path(path).expanduser()
+        if not was_loaded and (directory / "config.json").is_file():
+            check_architecture(
+                directory,
+                key=key,
+                max_context_tokens=config.model.max_context_tokens,
+                dtype=config.model.dtype,
+                inference=None,
+            )
 
 
 def _check_companion(key: str, path: str, *, policy: Path) -> None:

@@ -116,6 +116,58 @@ def test_a_damaged_model_is_refused_and_the_file_is_named(
         check_all(config_with(str(directory)), str(directory))
 
 
+def with_settings(directory: Path, **changes: Any) -> str:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "cannot be trained: .*'dynamic', whose table changes .*; remove rope_scaling",
+        ),
+        (
+            {"head_dim": 16},
+            "cannot be served: its attention has heads of 16 dimensions, expected .*; choose",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 0},
+            "cannot be trained: sliding_window is 0 .*; expected a number of tokens, or null",
+        ),
+    ],
+)
+def test_a_model_that_trainer_or_engine_cannot_run_is_refused_before_anything_starts(
+    model: str, tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    path = with_settings(directory, **changes)
+    with pytest.raises(ConfigError, match=rf"model\.path: {re.escape(path)} {expected}"):
+        check_all(config_with(path), path)
+    # A run that goes on has loaded it before, and need not wait for the imports.
+    config = config_with(path)
+    observations = preflight.check_without_model(config)
+    preflight.check_with_model(config, observations, model_path=path, was_loaded=True)
+
+
+def test_a_reference_that_the_trainer_cannot_run_is_refused_by_its_own_key(
+    model: str, tmp_path: Path
+) -> None:
+    directory = tmp_path / "reference"
+    shutil.copytree(model, directory)
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    path = with_settings(directory, rope_parameters=rope)
+    algorithm = {"loss": {"kl": {"coefficient": 0.1}}, "reference": path}
+    with pytest.raises(ConfigError, match=rf"algorithm\.reference: {re.escape(path)} cannot be"):
+        check_all(config_with(model, algorithm=algorithm), model)
+    # Heads of any size: no engine serves it.
+    path = with_settings(directory, rope_parameters={"rope_type": "default"}, head_dim=16)
+    check_all(config_with(model, algorithm=algorithm), model)
+
+
 def test_a_model_whose_answers_would_never_end_is_refused(model: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model, directory)

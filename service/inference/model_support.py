@@ -1,0 +1,102 @@
+"""Which models the installed vLLM serves, found out without importing it, which takes seconds.
+
+Its source names the architectures of its registry and the sizes of heads that its attention has a
+kernel for on CPU. Where vLLM is not installed, or written otherwise, nothing is refused here, and
+an engine's start tells. Called by `service.config`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from actors.trainer.settings import Dtype
+from service.inference.settings import InferenceSettings
+
+_REGISTRY = Path("model_executor", "models", "registry.py")
+_CPU_ATTENTION = Path("v1", "attention", "backends", "cpu_attn.py")
+_OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"})
+_NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
+
+
+def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
+    """The architectures of text that vLLM's registry names; none where it cannot be read.
+
+    Args: tables: of the registry.
+    """
+    return frozenset(
+        key.value
+        for node in ast.walk(_parsed(_REGISTRY))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets)
+        for key in node.value.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    )
+
+
+def cpu_head_sizes() -> frozenset[int]:
+    """The sizes that vLLM's attention takes on CPU; none where they cannot be read."""
+    return frozenset(
+        item.value
+        for node in ast.walk(_parsed(_CPU_ATTENTION))
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
+        for returned in ast.walk(node)
+        if isinstance(returned, ast.List)
+        for item in returned.elts
+        if isinstance(item, ast.Constant) and isinstance(item.value, int)
+    )
+
+
+def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iterator[str]:
+    """Why the engines cannot serve a model: each a sentence; none where they can.
+
+    Args: config: transformers' configuration of a causal model of text. dtype: of the weights.
+    """
+    served, named = registered_architectures(), set(config.architectures or ())
+    if served and named and not served & named and not _runs_in_transformers(config, named):
+        yield (
+            f"{', '.join(sorted(named))} is not among the architectures of the installed vLLM, "
+            "expected one that the engines serve; choose another model"
+        )
+    if getattr(config, "hidden_act", None) == "xielu" and dtype is Dtype.FLOAT32:
+        yield (
+            "its activation is xIELU, whose constants vLLM rounds to bfloat16, while the trainer "
+            "computes in float32; expected the same in both; set trainer.dtype and model.dtype to "
+            "bfloat16"
+        )
+    sizes = cpu_head_sizes() if inference.is_on_cpu else frozenset()
+    if sizes and (size := head_size(config)) is not None and size not in sizes:
+        yield (
+            f"its attention has heads of {size} dimensions, expected one of "
+            f"{', '.join(map(str, sorted(sizes)))}, for which vLLM's attention has a kernel on "
+            "CPU; choose another model, or run the engines on GPUs"
+        )
+
+
+def _runs_in_transformers(config: Any, named: set[str]) -> bool:
+    """Whether vLLM would run transformers' own model, as it does where it has none."""
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None or named & registered_architectures(_NO_LONGER):
+        return False
+    return bool(kind.is_backend_compatible())
+
+
+def head_size(config: Any) -> int | None:
+    """Dimensions of an attention head; None where the configuration does not say."""
+    if isinstance(size := getattr(config, "head_dim", None), int):
+        return size
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+
+
+def _parsed(file: Path) -> ast.Module:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return ast.Module(body=[], type_ignores=[])
+    source = Path(spec.origin).parent / file
+    return ast.parse(source.read_text(encoding="utf-8") if source.is_file() else "")

@@ -1,0 +1,60 @@
+"""What the installed vLLM serves, as its source says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import ApertusConfig, FalconConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from actors.trainer.settings import Dtype
+from service.inference.model_support import cpu_head_sizes, registered_architectures, unserved
+from service.inference.settings import InferenceSettings
+
+ON_CPU, ON_GPU = InferenceSettings(), InferenceSettings(gpus_per_replica=1.0)
+QWEN3 = ["Qwen3ForCausalLM"]
+
+
+def qwen3(**named: Any) -> Qwen3Config:
+    return Qwen3Config(**{"head_dim": 128, "architectures": QWEN3, **named})
+
+
+def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
+    assert len(registered_architectures()) > 100
+    assert {"LlamaForCausalLM", "Qwen3MoeForCausalLM", "SeedOssForCausalLM"} <= (
+        registered_architectures()
+    )
+    assert {32, 64, 128} <= cpu_head_sizes()
+
+
+@pytest.mark.parametrize(
+    ("config", "inference", "dtype", "expected"),
+    [
+        (qwen3(), ON_CPU, Dtype.FLOAT32, None),
+        (LlamaConfig(hidden_size=1024, num_attention_heads=16), ON_CPU, Dtype.FLOAT32, None),
+        (qwen3(architectures=None), ON_CPU, Dtype.FLOAT32, None),
+        (qwen3(head_dim=16), ON_CPU, Dtype.FLOAT32, "heads of 16 dimensions, expected one of 32,"),
+        (qwen3(head_dim=16), ON_GPU, Dtype.FLOAT32, None),
+        (qwen3(architectures=["Own"]), ON_GPU, Dtype.FLOAT32, None),
+        (
+            FalconConfig(architectures=["Own"]),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "Own is not among the architectures of the installed vLLM",
+        ),
+        (
+            qwen3(architectures=["Phi3SmallForCausalLM"]),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "Phi3SmallForCausalLM is not among the architectures of the installed vLLM",
+        ),
+        (ApertusConfig(), ON_CPU, Dtype.FLOAT32, "whose constants vLLM rounds to bfloat16"),
+        (ApertusConfig(), ON_CPU, Dtype.BFLOAT16, None),
+    ],
+)
+def test_a_model_that_no_engine_serves_is_refused_with_a_sentence(
+    config: PretrainedConfig, inference: InferenceSettings, dtype: Dtype, expected: str | None
+) -> None:
+    reasons = list(unserved(config, inference, dtype=dtype))
+    assert len(reasons) == (expected is not None)
+    assert expected is None or expected in reasons[0]
