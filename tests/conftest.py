@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What `make proof PART=…` runs.
-PROOF_PARTS = {"training", "clients", "nodes", "release", "chart", "images", "chaos", "fuzz"}
+PROOF_PARTS = {
+    "training",
+    "clients",
+    "nodes",
+    "release",
+    "chart",
+    "images",
+    "chaos",
+    "fuzz",
+    "families",
+}
 
 # No deadline: machines that run tests are busy.
 settings.register_profile("rayloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])

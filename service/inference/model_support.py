@@ -19,6 +19,10 @@ from service.inference.settings import InferenceSettings
 _REGISTRY = Path("model_executor", "models", "registry.py")
 _CPU_ATTENTION = Path("v1", "attention", "backends", "cpu_attn.py")
 _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"})
+# Where no property of a configuration says so: vLLM asserts it when it samples.
+_NOT_ON_CPU = {
+    "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
+}
 _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
@@ -66,6 +70,11 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
             "its activation is xIELU, whose constants vLLM rounds to bfloat16, while the trainer "
             "computes in float32; expected the same in both; set trainer.dtype and model.dtype to "
             "bfloat16"
+        )
+    for name in sorted(named & _NOT_ON_CPU.keys()) if inference.is_on_cpu else ():
+        yield (
+            f"{name}: {_NOT_ON_CPU[name]}, for which vLLM has no kernel on CPU; choose another "
+            "model, or run the engines on GPUs"
         )
     sizes = cpu_head_sizes() if inference.is_on_cpu else frozenset()
     if sizes and (size := head_size(config)) is not None and size not in sizes:

@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,11 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.network import LOOPBACK
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, read_manifest
+from actors.trainer.model import row_tensors, scoring_row
 from actors.trainer.process_group import connect_store, open_store
 from actors.trainer.rank import TrainerRank
+from actors.trainer.scoring import score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 from actors.trainer.tiny.model import build_tiny_model
+from actors.weights.board import WeightGroup
 from worlds.settings import changed
 
 # Generous: a machine that does other work must not fail a test.
@@ -209,8 +212,21 @@ class RankHost:
         assert self.rank is not None
         fault(self.rank)
 
+    def packed(self) -> list[WeightGroup]:
+        """What is published."""
+        assert self.rank is not None
+        return list(self.rank.pack_weights())
+
+    def logprobs(self, token_ids: np.ndarray, temperature: float) -> np.ndarray:
+        """Of every token but the first, by the way that a training step goes: [T - 1], nats."""
+        assert self.rank is not None
+        row = scoring_row(token_ids)
+        row = replace(row, temperatures=np.full_like(row.temperatures, temperature))
+        tensors = row_tensors(row, device=self.rank.device)
+        return score_row(self.rank._policy.model, tensors).numpy()
+
     def do(self, method: str, arguments: dict[str, Any]) -> Any:
-        if method in ("open", "join", "weights", "plant"):
+        if method in ("open", "join", "weights", "plant", "packed", "logprobs"):
             return getattr(self, method)(**arguments)
         return getattr(self.rank, method)(**arguments)
 
@@ -229,8 +245,9 @@ def _serve(pipe: Connection) -> None:
 class World:
     """Real processes with gloo between them; ranks are made in them again and again."""
 
-    def __init__(self, num_ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, num_ranks: int, *, method: str = "spawn") -> None:
+        """method: fork starts at once, where this process has imported all and run nothing."""
+        context: Any = multiprocessing.get_context(method)
         self.num_ranks = num_ranks
         self._pipes: list[Connection] = []
         self._processes = []
