@@ -128,6 +128,8 @@ def _under_way(session: Session, call: ChatCall, digest: str) -> Sampling | None
                     "key of its own for each request",
                 )
             return sampling
-        if call.request.is_retry and sampling.digest == digest:
+        # Under a key that is not the other's it repeats a request that never arrived.
+        is_same = sampling.digest == digest and key in ("", sampling.idempotency_key)
+        if call.request.is_retry and is_same:
             return sampling
     return None

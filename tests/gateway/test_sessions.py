@@ -379,6 +379,22 @@ async def test_a_retry_is_the_same_turn_and_a_repetition_another(tmp_path: Path)
     assert len(gateway.policy.requests) == 5
 
 
+async def test_a_retry_under_a_key_that_never_arrived_is_a_new_sample(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
+    asked = [
+        asyncio.create_task(gateway.ask(HI, request_id=key, idempotency_key=key, is_retry=is_retry))
+        for key, is_retry in (("one", False), ("two", True))
+    ]
+    await asyncio.sleep(0.05)
+    gate.set()
+    replies = [each.turn_id for each in await asyncio.gather(*asked)]
+    assert sorted(replies) == ["task-0.0", "task-0.1"]
+    third = await gateway.ask(HI, idempotency_key="three", is_retry=True)
+    assert third.turn_id == "task-0.2"
+    assert await gateway.ask(HI, idempotency_key="three", is_retry=True) == third
+
+
 async def test_a_retry_of_what_is_under_way_waits_for_it(tmp_path: Path) -> None:
     """Case 18; the gateway's own repetition of a request, after a lost connection, too."""
     gate = asyncio.Event()
