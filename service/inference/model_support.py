@@ -23,6 +23,7 @@ _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS
 _NOT_ON_CPU = {
     "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
@@ -71,6 +72,15 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
             "computes in float32; expected the same in both; set trainer.dtype and model.dtype to "
             "bfloat16"
         )
+    windowed, layers = (
+        getattr(config, name, None) for name in ("max_window_layers", "num_hidden_layers")
+    )
+    if getattr(config, "use_sliding_window", False) and windowed and windowed < layers:
+        yield (
+            f"its sliding window is of some layers alone (max_window_layers is {windowed} of "
+            f"{layers} layers), expected one of all layers or none; set use_sliding_window to "
+            "false in config.json and stay within the window, or choose another model"
+        )
     for name in sorted(named & _NOT_ON_CPU.keys()) if inference.is_on_cpu else ():
         yield (
             f"{name}: {_NOT_ON_CPU[name]}, for which vLLM has no kernel on CPU; choose another "
@@ -86,10 +96,15 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Whether vLLM would run transformers' own model, as it does where it has none."""
+    """Whether vLLM would run transformers' own model, as it does where it has none.
+
+    Not a mixture: vLLM puts its own experts behind a router that it does not know.
+    """
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        return False
     if kind is None or named & registered_architectures(_NO_LONGER):
         return False
     return bool(kind.is_backend_compatible())

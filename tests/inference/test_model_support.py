@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import ApertusConfig, FalconConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    ApertusConfig,
+    FalconConfig,
+    LlamaConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from actors.trainer.settings import Dtype
 from service.inference.model_support import cpu_head_sizes, registered_architectures, unserved
@@ -47,6 +55,18 @@ def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
             ON_GPU,
             Dtype.FLOAT32,
             "Phi3SmallForCausalLM is not among the architectures of the installed vLLM",
+        ),
+        (
+            PhimoeConfig(architectures=["PhimoeForCausalLM"]),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "PhimoeForCausalLM is not among the architectures of the installed vLLM",
+        ),
+        (
+            Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "(max_window_layers is 1 of 32 layers), expected one of all layers or none",
         ),
         (ApertusConfig(), ON_CPU, Dtype.FLOAT32, "whose constants vLLM rounds to bfloat16"),
         (ApertusConfig(), ON_CPU, Dtype.BFLOAT16, None),
