@@ -107,8 +107,9 @@ def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     times: how often; not looked at where the text is shown in no form that can be counted.
     """
     text = text.strip()
-    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
-    if found := max(rendering.count(text), rendering.count(escaped)):
+    # One message may be shown as it is and another, with the same text, escaped.
+    as_json = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)}
+    if found := sum(map(rendering.count, {text, html.escape(text), *as_json})):
         return found >= times
     plain = _unescaped(rendering)
     return _in_order(plain, _units(text)) or _in_order(plain, _units(_unescaped(text)))

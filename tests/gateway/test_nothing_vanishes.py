@@ -17,6 +17,7 @@ from worlds.trait_templates import TEMPLATES, renderer, tokenizer
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.environment.shown_text import holds
 from actors.types import FinishReason, VersionSpan
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.settings import SessionSettings, SystemMessages
@@ -245,6 +246,12 @@ async def test_the_setting_decides_whether_system_texts_are_merged(
     with pytest.raises(Refused, match=r"only come first; sessions\.system_messages: merge") as no:
         await gateway.ask(*chat)
     assert (no.value.code, no.value.param) == (RefusalCode.INVALID_REQUEST, "messages")
+
+
+def test_a_text_is_counted_in_all_forms_that_a_template_gives_it() -> None:
+    shown = 'tool: "a \\"b\\" caf\\u00e9" user: a "b" caf\u00e9 html: a &quot;b&quot; caf\u00e9'
+    assert holds(shown, 'a "b" caf\u00e9', times=3)
+    assert not holds(shown, 'a "b" caf\u00e9', times=4)
 
 
 _TEXTS = st.sampled_from(

@@ -569,7 +569,7 @@ async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
 
 async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: Path) -> None:
     """Case 23: a client that was not answered in time repeats it, also under a locked database."""
-    gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=0.1)).opened()
+    gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=5.0)).opened()
     await gateway.ask(HI)
     with gateway.store._database._writing_connection():
         asked = [asyncio.create_task(gateway.finish(1.0)) for _ in range(2)]
