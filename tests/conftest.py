@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 PROOF_PARTS = {
     "training",
     "clients",
+    "templates",
     "nodes",
     "release",
     "chart",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds.tool_families import FAMILIES, Family
+from worlds.trait_templates import TEMPLATES, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall
@@ -547,3 +548,18 @@ def test_calls_that_repeat_are_rendered_once_where_the_template_knows_no_ids(
         )
     # Each of two dummy chats whole and closed, with its head.
     assert num_encoded == 8 * num_rendered
+
+
+def test_a_result_that_the_template_hides_is_refused() -> None:
+    shown = "for m in messages"
+    hiding = TEMPLATES["plain"].replace(shown, f"{shown} if m.role != 'tool'")
+    renderer = ChatRenderer(tokenizer("plain"), template_options={"chat_template": hiding})
+    prompt = renderer.first_prompt([user("q")], (CALCULATOR,))
+    with pytest.raises(RenderError, match=r"the content of message 2 \(tool\): 'seven'"):
+        renderer.extend(
+            prompt,
+            ids(QWEN3, "x"),
+            history=[user("q"), reply("", CALLS[0])],
+            new_messages=[result(CALLS[0], "seven")],
+            tools=(CALCULATOR,),
+        )
