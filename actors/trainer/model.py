@@ -9,6 +9,7 @@ whose packed rows would not equal their samples is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,15 +226,29 @@ def load_policy(
     longest = _check_configuration(model, max_context_tokens)
     name = register_packed_attention()
     with refusing(model):
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=name
+        causal_lm, loading = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation=name, output_loading_info=True
         )
+        _check_complete(model, loading["missing_keys"])
         _prepare(causal_lm, max_context_tokens=longest)
         check_output_head(causal_lm)
     policy = PolicyModel(causal_lm, logprob_chunk=logprob_chunk).eval()
     if gradient_checkpointing:
         checkpoint_layers(causal_lm)
     return policy
+
+
+def _check_complete(model: str, missing: Iterable[str]) -> None:
+    """Raise NotImplementedError if the files lack parameters: transformers makes them at random.
+
+    An engine would be served others, or none.
+    """
+    if names := sorted(missing):
+        raise NotImplementedError(
+            f"model {model}: its files lack {len(names)} of its parameters, such as {names[0]}, "
+            "which would be random; expected a complete checkpoint of its configuration "
+            "(tie_word_embeddings: true if the output head is the embedding)"
+        )
 
 
 def load_value_model(

@@ -247,3 +247,11 @@ def test_a_threshold_that_is_called_noise_is_left_alone(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = load_policy(model, logprob_chunk=8, gradient_checkpointing=True)(row)[0]
     torch.testing.assert_close(found, obvious_logprobs(plain, token_ids), atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_that_lacks_its_output_head_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**DECODER, head_dim=8))
+    tensors = {name: each for name, each in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    with pytest.raises(NotImplementedError, match=r"lack 1 of its parameters, such as lm_head"):
+        load_policy(str(tmp_path), logprob_chunk=64, gradient_checkpointing=False)
