@@ -18,7 +18,7 @@ PRODUCERS = {
     Source.LOSS: ("actors/trainer/loss/statistics.py", "actors/trainer/statistics.py"),
     Source.CRITIC: ("actors/trainer/critic.py",),
     Source.MERGE: ("actors/merge/report.py",),
-    Source.PUBLISH: ("service/telemetry/records.py",),
+    Source.PUBLISH: ("actors/weights/logprob_check.py",),
     Source.TRAINER: ("actors/trainer/utilization.py",),
 }
 

@@ -86,7 +86,7 @@ class PlayedRun:
             result.report,
             stats,
             version=version + 1,
-            logprob_check_max=None,
+            check=None,
             stages=StageSeconds(),
         )
         self.store.add_step(record, term=self.term, new_events=[])

@@ -6,12 +6,13 @@ That samples are what the rule makes of the turns is a property test of the buil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.policy_age import policy_ages
+from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import NO_VERSION, Outcome, Sample
 from service.inspect.audit.offence import Check, Offence
 
@@ -28,7 +29,11 @@ def _findings(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check
         for check, text in _check_sample(sample):
             yield check, f"sample {number}: {text}"
     yield from _check_handed_out(entry)
-    yield from _check_rewards(entry, is_shaped=step.group_rule is None)
+    yield from _check_rewards(
+        entry,
+        is_shaped=step.group_rule is None,
+        worst_completed=lambda: _worst_completed(step, entry.trajectory.group_number),
+    )
     if entry.reason is None:
         yield from _check_age(step, entry)
 
@@ -72,7 +77,9 @@ def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
         yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
 
 
-def _check_rewards(entry: TrajectoryEntry, *, is_shaped: bool) -> Iterator[tuple[Check, str]]:
+def _check_rewards(
+    entry: TrajectoryEntry, *, is_shaped: bool, worst_completed: Callable[[], float]
+) -> Iterator[tuple[Check, str]]:
     trajectory = entry.trajectory
     value = trajectory.episode_return
     if trajectory.outcome is Outcome.MALFORMED_TOOL_CALL and value > 0:
@@ -87,11 +94,25 @@ def _check_rewards(entry: TrajectoryEntry, *, is_shaped: bool) -> Iterator[tuple
     if brought is not None and not math.isfinite(brought):
         yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
     elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
-        yield (
-            Check.BASELINE,
-            f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or at "
-            "most 0",
-        )
+        lowest = worst_completed()
+        if brought != min(value, 0.0, lowest):
+            yield (
+                Check.BASELINE,
+                f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or "
+                f"at most {min(0.0, lowest):g}: 0, or the worst return of its group that completed",
+            )
+
+
+def _worst_completed(step: JournalStep, group: int) -> float:
+    """Return the lowest return of a group's completed members; infinity: none has completed."""
+    returns = [
+        entry.trajectory.episode_return
+        for entry in step.entries
+        if entry.trajectory.group_number == group
+        and entry.trajectory.outcome is Outcome.COMPLETED
+        and entry.reason is not EvictionReason.TOKEN_MISALIGNED
+    ]
+    return min(filter(math.isfinite, returns), default=math.inf)
 
 
 def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
