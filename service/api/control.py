@@ -19,7 +19,7 @@ from actors.environment.settings import Sampling
 from service.api.ports import PREFIX
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
-from service.api.schemas import ID_PATTERN, StopAnswer, StopBody, StrictBody
+from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
 from service.run.control_calls import (
     CheckpointView,
     ControlRefused,
@@ -156,10 +156,10 @@ class EvaluationBody(StrictBody):
     """Held-out tasks to be played now, beside training."""
 
     temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
-    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True)] = Field(
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True), WHOLE] = Field(
         1, description="of each task: n of pass@k and avg@n"
     )
-    num_tasks: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+    num_tasks: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
         None, description="the first so many held-out tasks; null: all, or `tasks`"
     )
     tasks: list[str] = Field(
@@ -172,7 +172,7 @@ class EvaluationBody(StrictBody):
         description="a sample passes with a return of so much or more, in parts of the best "
         "possible one where the environment knows that",
     )
-    ks: list[Annotated[int, Field(ge=1, strict=True)]] | None = Field(
+    ks: list[Annotated[int, Field(ge=1, strict=True), WHOLE]] | None = Field(
         None, max_length=32, description="of pass@k; null: 1 and num_samples"
     )
 

@@ -51,7 +51,18 @@ KnownId = Annotated[
     str,
     Field(pattern=WHOLE_PATTERN, description="yours; for an admin's key also TENANT~ID"),
 ]
-NumSamples = Annotated[int, Field(ge=1, strict=True)]
+
+
+def _as_whole(value: object) -> object:
+    """Return 4.0 as 4: JSON Schema calls both integers, and some clients write the first."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+WHOLE = BeforeValidator(_as_whole)
+"""For a strict integer of a body."""
+NumSamples = Annotated[int, Field(ge=1, strict=True), WHOLE]
 
 
 def _storable(data: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +89,7 @@ class TaskBody(StrictBody):
     """One task. The same id with the same content is the same task, however often it is sent."""
 
     id: RolloutId = Field(description="yours; unique among your tenant's")
-    seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True)] | None = Field(
+    seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True), WHOLE] | None = Field(
         None, description="of every random choice of the environment; null: derived from the id"
     )
     data: TaskData = Field(default_factory=dict, description="for the environment")

@@ -20,7 +20,7 @@ from actors.limits import MAX_REWARD
 from actors.types import SESSION, LeftOutReason, Outcome, Task
 from service.access.keys import Caller
 from service.access.names import own_id
-from service.api.schemas import NumSamples, RolloutId, StrictBody, TaskData
+from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.settings import SessionSettings
@@ -63,7 +63,7 @@ Components = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=128)], Reward],
     Field(max_length=MAX_COMPONENTS),
 ]
-TurnNumber = Annotated[int, Field(ge=0, lt=10**9, strict=True)]
+TurnNumber = Annotated[int, Field(ge=0, lt=10**9, strict=True), WHOLE]
 TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
@@ -80,7 +80,7 @@ TurnRewards = Annotated[
 ]
 # Beyond any limit of a run. A number that no float can hold could not even be shown.
 MAX_WHOLE = 2**31 - 1
-WholeNumber = Annotated[int, Field(ge=1, le=MAX_WHOLE, strict=True)]
+WholeNumber = Annotated[int, Field(ge=1, le=MAX_WHOLE, strict=True), WHOLE]
 Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -110,7 +110,7 @@ class SamplingBody(StrictBody):
 
     temperature: Number | None = Field(None, description="rollouts.temperature")
     top_p: Number | None = Field(None, description="1")
-    top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE, strict=True)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MAX_WHOLE, strict=True), WHOLE] | None = Field(
         None, description="-1 or 0: off"
     )
 

@@ -355,6 +355,14 @@ def _add_counting(
         )(route)
 
 
+UNKNOWN_MODEL: dict[str, Any] = {
+    "404": {
+        "description": "no model has this name; in the words of the client's dialect",
+        "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+    }
+}
+
+
 def _add_models(app: FastAPI) -> None:
     async def models() -> dict[str, Any]:
         """The one model that a session has; agents may ask for any name."""
@@ -389,7 +397,10 @@ def _add_models(app: FastAPI) -> None:
         ("/sessions/{name}/v1/models/{model:path}", bound_model),
         ("/v1/models/{model:path}", one),
     ):
-        app.get(path, tags=["agents"], openapi_extra={"security": []})(route)
+        extra: dict[str, Any] = {"security": []}
+        if "{model" in path:
+            extra["responses"] = UNKNOWN_MODEL
+        app.get(path, tags=["agents"], openapi_extra=extra)(route)
 
 
 def _add_unknown(app: FastAPI) -> None:

@@ -14,6 +14,7 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from pydantic import ValidationError
 from worlds.chatml import TEMPLATE, chatml_tokenizer
 from worlds.episode_builders import reply
 from worlds.gateway_world import DEADLINE_S, NAME, SPEC, Gateway, Policy
@@ -21,7 +22,7 @@ from worlds.session_app import SessionRun
 
 from actors.environment.rendering import ChatRenderer
 from actors.types import FinishReason, Outcome
-from service.gateway.bodies import NewSession
+from service.gateway.bodies import NewSession, SessionsBody
 from service.gateway.settings import SessionSettings, Unsupported
 
 SESSION = NewSession.of(NAME, client_key="", address="http://localhost")
@@ -371,3 +372,15 @@ async def test_the_providers_own_clients_use_these_routes(tmp_path: Path) -> Non
             count = await gpt.responses.input_tokens.count(model="m", input=named)
             second = await gpt.responses.create(model="m", input=named)
             assert second.usage is not None and count.input_tokens == second.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "is_taken"), [(4, True), (4.0, True), (4.5, False), ("4", False)]
+)
+def test_a_whole_number_may_be_written_with_a_point(given: object, is_taken: bool) -> None:
+    body = {"id": "a", "num_sessions": given}
+    if is_taken:
+        assert SessionsBody.model_validate(body).num_sessions == 4
+        return
+    with pytest.raises(ValidationError):
+        SessionsBody.model_validate(body)
