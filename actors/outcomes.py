@@ -45,7 +45,7 @@ class OutcomeRule:
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:
-        """Return what a trajectory brings to its group's baseline; None: it is not in it.
+        """Return a trajectory's value in its group's baseline; None if it does not count there.
 
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
         mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.

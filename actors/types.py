@@ -66,7 +66,7 @@ class LeftOutReason(StrEnum):
     """Why a sampled turn of a session is not trained."""
 
     AUXILIARY = "auxiliary"
-    """The client marked it as no part of the task."""
+    """The client marked it as not part of the task."""
     UNSEEN = "unseen"
     """No client ever got it."""
     TITLE = "title"
@@ -312,7 +312,7 @@ class Trajectory(Attempt):
     samples: tuple[Sample, ...] = ()
     """In the order in which they began; every turn is in exactly one. None without turns."""
     was_rewarded: bool | None = None
-    """Whether its reward was given as a number, 0 included. None: nobody says; the rewards tell."""
+    """Whether its reward was given as a number, also 0. None: not stated; the rewards decide."""
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
     """Turns of a session that are in no sample, by their number in the session."""
 

@@ -106,7 +106,8 @@ class EnvironmentActor:
     ) -> tuple[TokenIds, ...]:
         """Render the first prompts of tasks, until they are num_tokens long or limit_s has passed.
 
-        An environment that fails, or is slow, gives none: it is asked again when it is played.
+        An environment that fails or is slow gives no prompt here; it is asked again when it is
+        played.
         """
         prompts: list[TokenIds] = []
         end = time.monotonic() + limit_s

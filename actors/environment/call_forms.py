@@ -1,4 +1,4 @@
-"""How a model writes its calls and its thoughts, as its chat template tells it; no vLLM.
+"""How a model writes its calls and its thoughts, found in its chat template; no vLLM.
 
 A form is known by its signs, in the template's text or in what the template makes of a call. Called
 by the engine's replica, which reads replies with vLLM's parser of that name, by the gateway, and by
@@ -21,13 +21,13 @@ class CallForm:
     parser: str
     """vLLM's name."""
     start: str | None
-    """What a call begins with; None: nothing tells it from a text."""
+    """What a call begins with; None: nothing distinguishes a call from text."""
     signs: tuple[str, ...]
-    """All of them are in the chat template of such a model, or in its rendering of a call."""
+    """Texts that are all in such a model's chat template, or in its rendering of a call."""
 
 
 USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))
-# The first whose signs are all there is the form: one that is a case of another goes first.
+# The first form whose signs are all present is taken, so a special case precedes its general form.
 CALL_FORMS = (
     CallForm(parser="minimax_m2", start="<minimax:tool_call>", signs=("<minimax:tool_call>",)),
     CallForm(parser="seed_oss", start="<seed:tool_call>", signs=("<seed:tool_call>",)),
@@ -69,13 +69,13 @@ CALL_FORMS = (
 )
 _JSON_CALL = re.compile(rf"{re.escape(OPEN)}\s*\{{")
 _BARE_JSON_CALL = re.compile(r'\{\s*"name": *"probe", *"parameters": *\{')
-# By what is in the template. vLLM's `qwen3` lets a call end the thought that it stands in;
+# By what is in the template. vLLM's `qwen3` lets a call end the thought that contains it;
 # `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
 _THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
 
 
 def call_form(renderer: ChatRenderer) -> CallForm | None:
-    """The form of a model's calls; None: it is not known."""
+    """Return the form of a model's calls; None if it is not known."""
     rendered = renderer.rendered_call
     text = f"{renderer.template_text}\n{rendered}"
     for form in CALL_FORMS:
@@ -89,11 +89,11 @@ def call_form(renderer: ChatRenderer) -> CallForm | None:
 
 
 def form_of(parser: str | None) -> CallForm | None:
-    """The form that one of vLLM's parsers reads; None: it is not in the table."""
+    """Return the form that one of vLLM's parsers reads; None if it is not in the table."""
     return next((form for form in CALL_FORMS if form.parser == parser), None)
 
 
 def reasoning_parser(renderer: ChatRenderer) -> str | None:
-    """vLLM's name of what reads a model's thoughts; None: its template has none."""
+    """Return vLLM's name of the parser of a model's thoughts; None if its template has none."""
     text = renderer.template_text
     return next((name for sign, name in _THINKING if sign in text), None)

@@ -70,7 +70,7 @@ def read_data_set(
     num_same: dict[str, int] = {}
     left_out: set[str] = set()
     for number, row in enumerate(_checked(rows, what), start=1):
-        # A column that the configuration names is refused instead.
+        # A column that the configuration names is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
             left_out.add(column)
             _logger.warning("%s: column %s is left out: its values are bytes", what, column)
@@ -169,7 +169,7 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that names the format: of rows.jsonl.gz .jsonl."""
+    """Return the suffix that names the format: .jsonl for rows.jsonl.gz."""
     return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
@@ -253,7 +253,7 @@ def _entries(
 def _task(
     row: dict[str, Any], taken: frozenset[str] | None, *, environment: str, where: str
 ) -> Task:
-    """Make a row's task. taken: what its data may have; None: anything."""
+    """Make a row's task. taken: the columns that its data may have; None: any."""
     data = {
         name: value
         for name, value in row.items()

@@ -61,10 +61,10 @@ class FunctionTool:
     arguments: type[BaseModel]
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as the function's types have them.
+        """Return the arguments, converted to the types that the function names.
 
         Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
-        schema is a reference or a choice: such a text is read if the type refuses it as it is.
+        schema is a reference or a choice: such a text is parsed if the type refuses it unparsed.
         Raises: BadArguments.
         """
         try:
@@ -102,7 +102,7 @@ class FunctionTool:
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Return the arguments with refused JSON texts of objects and lists read; None: none is one."""
+    """Return the arguments with refused JSON texts of objects and lists read; None if none is."""
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
         text = read.get(str(name))
@@ -206,7 +206,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
 def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
     """Return the class whose instances a factory function makes; None: the function is a tool.
 
-    Raises: BadTool for a function of which neither its arguments nor its annotation says which.
+    Raises: BadTool if neither arguments nor annotation say whether it is a factory or a tool.
     """
     if inspect.signature(function).parameters:
         return None
@@ -334,7 +334,7 @@ def _arguments(
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         field = Field(default, alias=parameter.name)
-        # Without one of the docstring, a description by Annotated stays.
+        # If the docstring has no description, the one by Annotated stays.
         if (text := described.get(parameter.name)) is not None:
             field = Field(default, alias=parameter.name, description=text)
         fields[f"a{number}"] = (types[parameter.name], field)
@@ -362,7 +362,7 @@ def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Return a schema without titles, without what the checks see to, and without references."""
+    """Return a schema without titles, without what the checks enforce, and without references."""
     return _without_titles(_inlined(tree, tree.get("$defs", {}), frozenset()))
 
 
@@ -370,7 +370,8 @@ def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
     """Return a schema with its `$defs` put in place of the references to them.
 
     vLLM's parsers qwen3_coder and qwen3_xml read an argument by the type that its schema has at
-    its own level. A type that contains itself keeps its references. within: the names on the way.
+    its own level. A type that contains itself keeps its references. within: the names of the
+    definitions that contain this one.
     """
     if isinstance(tree, list):
         return [_inlined(each, defs, within) for each in tree]

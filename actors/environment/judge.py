@@ -67,7 +67,7 @@ class Judge:
 
         Args: columns: what the prompt needs of the task's data. $completion is the answer, also if
         there is a column of that name.
-        Raises: RewardError if there is none.
+        Raises: RewardError if there is no judgement.
         """
         question = question_of(self.settings, completion, columns)
         # Two services may have models of one name.

@@ -20,7 +20,7 @@ from actors.environment.protocol import RewardError
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.variables import expanded
 
-# With this pattern a reply may hold one number only: which of several is the score is a guess.
+# With this pattern a reply may have only one number: which of several is the score is a guess.
 ONLY_NUMBER = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 _OWN = frozenset({"prompt", "completion"})
@@ -45,8 +45,8 @@ class JudgeOptions:
     system: str | None = None
     parse: str = ONLY_NUMBER
     """A regular expression with one group, the score; of several matches the last counts. The
-    default takes a reply with exactly one number in it: of "7/10", "9 or 10" or "1,000" it takes
-    none."""
+    default needs a reply with exactly one number: "7/10", "9 or 10" and "1,000" give no
+    score."""
     json_field: str | None = None
     """In the place of `parse`: the score is this field of the JSON object in the reply, of several
     objects of the last that has it; a dot leads into an object (grades.helpful). true is 1."""

@@ -4,7 +4,7 @@ A prompt is the previous prompt + the sampled ids + the delta, the rendering of 
 messages. A delta is rendered behind two different dummy chats and used only if both give the same
 ids, the chats before it stay as they were, and it shows what every new message says; otherwise the
 whole chat is rendered, and the reason is counted. A whole chat that does not show what a message
-says, or its tools, is an error. The dummy chats end as the reply does: in text, behind a thought,
+says, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
 or in calls with the same names and ids. Called by the turn loop. The model's tokenizer, and the
 tokens that end a turn, are read here too.
 """
@@ -44,7 +44,7 @@ from actors.types import BranchReason, TokenIds
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000
 _CACHED_TOKENS = 64
-# Of renderers with options that some clients' chats have.
+# How many renderers with clients' own options are kept.
 _CACHED_OPTIONS = 8
 _CACHED_MESSAGES = 16
 _ID = re.compile(r"\bid\b|tool_call_id")
@@ -159,10 +159,10 @@ class BreakReason(StrEnum):
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
     MESSAGE_NOT_SHOWN = "message_not_shown"
-    """Behind the reply the template does not show what a new message says."""
+    """The template does not show what a new message says after the reply."""
     RETOKENISED = "retokenised"
     SYSTEM_MERGED = "system_merged"
-    """A system text of a new message was put to the front, where the template takes it."""
+    """A system text of a new message was moved to the front, where the template takes it."""
     HISTORY_RENDERED = "history_rendered"
     """With `History.AS_RENDERED`: the template shows the history otherwise than it was sampled."""
 
@@ -174,7 +174,7 @@ class BreakReason(StrEnum):
 
 
 class RenderError(Exception):
-    """The chat template cannot render this chat at all, or shows a part of it nowhere."""
+    """The chat template cannot render this chat, or does not show a part of it."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
         """param: what is at fault, messages or tools."""
@@ -288,18 +288,18 @@ _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """How a template wants a message that calls; most want what the defaults are."""
+    """How a template wants a message that calls; most want the defaults."""
 
     arguments_as_text: bool = False
-    """JSON text; else a mapping."""
+    """Whether arguments are JSON text; otherwise they are a mapping."""
     null_content: bool = False
-    """No content where there is none; else an empty one."""
+    """Whether a message without text has no content; otherwise it has an empty one."""
     splits: bool = False
-    """A message that speaks and calls is two, of which the second calls."""
+    """Whether a message with text and calls is rendered as two, of which the second calls."""
 
 
 _USUAL_CALL_FORM = _CallForm()
-# The first that shows a call is the template's.
+# The first form with which a call is shown is the template's.
 _CALL_FORMS = (
     _USUAL_CALL_FORM,
     _CallForm(arguments_as_text=True),
@@ -336,7 +336,7 @@ class ChatRenderer:
         self._cached_under = lru_cache(_CACHED_OPTIONS)(self._render_under)
 
     def under(self, template_options: Mapping[str, Any]) -> ChatRenderer:
-        """The renderer of chats with these options, beside its own and in place of equal names.
+        """Return a renderer with these options added to its own; they replace equal names.
 
         Args: template_options: JSON.
         """
@@ -365,7 +365,7 @@ class ChatRenderer:
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Render a chat's beginning with the generation prompt.
 
-        Returns: [P] int32, read-only. Raises: RenderError, also where the rendering does not show
+        Returns: [P] int32, read-only. Raises: RenderError, also if the rendering does not show
         what a message says.
         """
         chat = tuple(messages)
@@ -373,7 +373,7 @@ class ChatRenderer:
         return render(chat, tuple(tools))
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-        """Check that the template knows the tools of a chat that begins with these messages.
+        """Check that the template shows the tools of a chat that begins with these messages.
 
         Some templates show calls, and leave the tools to the system text (DeepSeek R1).
         Raises: RenderError for one that shows neither.
@@ -396,7 +396,7 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Give what the template makes of a chat, whatever it shows. Raises: RenderError."""
+        """Render a chat without checking what the rendering shows. Raises: RenderError."""
         return self._text(
             tuple(messages), tuple(tools), add_generation_prompt=add_generation_prompt
         )
@@ -477,9 +477,9 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """The marks that the template shows of a chat; None where it refuses the chat.
+        """Return the marks of a chat that the template shows; None if it refuses the chat.
 
-        after: a text that the marks follow.
+        after: the text that precedes the marks.
         """
         try:
             text = self._text(messages, tools, add_generation_prompt=True)
@@ -495,7 +495,7 @@ class ChatRenderer:
         # Only one of the dummies has made these calls: a template that looks for them shows itself.
         called_before = sorted(answered - in_reply)
         if ending.calls or any(message.role is Role.TOOL for message in new_messages):
-            # And one more, which was answered: so does a template that numbers them.
+            # And one more call with its result, for a template that numbers them.
             called_before.append(_EXTRA_CALL)
         deltas = []
         for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
@@ -525,7 +525,7 @@ class ChatRenderer:
     def _shows_new(
         self, tail: str, chat: _Messages, new_messages: _Messages, tools: _Tools, *, mark: str
     ) -> bool:
-        """Whether new messages are shown behind a chat.
+        """Whether new messages are shown after a chat.
 
         tail: what follows the mark, which is the last text of the chat.
         """
@@ -607,7 +607,7 @@ class ChatRenderer:
 
     @cached_property
     def rendered_call(self) -> str:
-        """What the template makes of a chat that ends in a call; empty where it refuses it."""
+        """The rendering of a chat that ends in a call; empty if the template refuses it."""
         return self._try_form(self._call_form)
 
     @cached_property
@@ -617,7 +617,7 @@ class ChatRenderer:
 
     @property
     def needs_null_content(self) -> bool:
-        """Whether the template shows a call only where the content is none."""
+        """Whether the template shows a call only if the content is None."""
         return self._call_form.null_content
 
     @property
@@ -627,11 +627,11 @@ class ChatRenderer:
 
     @property
     def splits_calls(self) -> bool:
-        """Whether a message that speaks and calls is rendered as two, to be shown in full."""
+        """Whether a message with text and calls is rendered as two, so that all of it is shown."""
         return self._call_form.splits
 
     def _try_form(self, form: _CallForm, probe: _Messages = _PROBE) -> str:
-        """What the template makes of a call in this form; empty where it refuses it."""
+        """Return the rendering of a call in this form; empty if the template refuses it."""
         try:
             return self._apply(_conversation(probe, form))
         except RenderError:
@@ -639,9 +639,9 @@ class ChatRenderer:
 
     @cached_property
     def _call_form(self) -> _CallForm:
-        """What the template wants of a message that calls, by what it makes of one."""
+        """Find the form of a message that calls, by how the template renders one."""
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
-        # Python's own spelling of a mapping is what comes of one that is taken for text.
+        # A template that takes a mapping for text shows it in Python's own spelling.
         taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
         shown = [form for form in taken if _ARGUMENT in rendered[form]]
         form = next(iter(shown or taken), _USUAL_CALL_FORM)
@@ -649,7 +649,7 @@ class ChatRenderer:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Whether a message that speaks and calls is shown in full only as two messages."""
+        """Whether a message with text and calls is shown in full only as two messages."""
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)
         return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
@@ -661,7 +661,7 @@ class ChatRenderer:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows a content only where it is a list of parts (some that also
+        """Whether the template shows a content only if it is a list of parts (some that also
         take images)."""
         probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
         for message, wants in ((probe, False), (_in_parts(probe), True)):
@@ -708,7 +708,7 @@ def template_variables(template: object) -> frozenset[str] | None:
 
 
 def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The chat with all of its system texts in one message, the first; it may be as it was."""
+    """Return the chat with all of its system texts in one message, the first."""
     texts = [each.content for each in messages if each.role is Role.SYSTEM]
     if not texts or (len(texts) == 1 and messages[0].role is Role.SYSTEM):
         return tuple(messages)
@@ -725,14 +725,14 @@ def _unshown(
 ) -> Iterator[Said]:
     """What a rendering does not show.
 
-    marks: those that stand in place of the texts and are shown; None: not known. in_place: whether
-    the mark behind the text itself is shown, for templates that read the text.
+    marks: those that replace the texts and are shown; None: not known. in_place: whether the mark
+    after the text itself is shown, for templates that read the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in said:
         # A template may leave out what was said before.
         times[each.texts] += not each.is_call
-        # Of what a reply says templates take the thought off, in whatever form it is.
+        # Templates may remove the thought from a reply, whatever its form.
         is_reply = each.message.role is Role.ASSISTANT and not each.is_call
         is_shown = is_reply or all(
             holds(text, part, times=times[each.texts] or 1) for part in each.texts
@@ -786,7 +786,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """A field that a message lacks is left out: templates ask whether it is there."""
+    """A field that a message lacks is left out: templates check whether it is present."""
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,

@@ -66,7 +66,7 @@ class RewardFunction:
     required: frozenset[str]
     """Those without a default, which have to be columns."""
     takes_row: bool
-    """Whether it names an argument `columns`, which is the whole row."""
+    """Whether the function has an argument `columns`, which gets the whole row."""
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
         """extras: which of EXTRAS there are. Raises: ValueError where the data have not what it
@@ -127,10 +127,10 @@ class RewardFunction:
         return as_values(await found) if inspect.isawaitable(found) else found
 
     def _read(self, found: object) -> Score:
-        """Return what was given as a score.
+        """Return what a function gave as a score.
 
-        Of named numbers the one called `score` is the reward and the others are only reported
-        (verl's form); without one their sum is. Raises: RewardError.
+        If named numbers include one called `score`, it is the reward and the others are only
+        reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
         """
         if not isinstance(found, Mapping):
             return Score(value=self._number(found, found), parts={})
@@ -138,7 +138,7 @@ class RewardFunction:
         parts = {
             str(name)[:MAX_NAME]: self._number(value, found)
             for name, value in found.items()
-            # What verl's graders report besides may be text.
+            # The other values that verl's graders report may be text.
             if not is_verl or name == "score" or _is_number(value)
         }
         if not 0 < len(parts) <= MAX_PARTS:
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
     try:
         return value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):
-        # It has several.
+        # It has several elements.
         return None
 
 
@@ -254,7 +254,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
 def method_as_reward(name: str, method: Callable[..., Any]) -> RewardFunction:
     """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
 
-    It needs no argument, and gets those of a reward function that it names.
+    It needs no argument, and gets those arguments of a reward function that it names.
     """
     parameters = inspect.signature(method).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -280,7 +280,7 @@ def _as_is(found: Any) -> Any:
 
 
 def _as_list(found: Any) -> Any:
-    """Return what a function gave for a list of answers as a list: TRL iterates over it.
+    """Return as a list what a function gave for a list of answers: TRL iterates over it.
 
     An array, a tensor and a series have `tolist`; a generator runs here.
     """

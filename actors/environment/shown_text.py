@@ -1,8 +1,8 @@
 """Whether a rendering shows what the messages of a chat say.
 
-Templates drop messages, move them, trim and escape them. So two things are asked of each text: does
-the template show what stands in its place (a mark, which nothing else contains), and are the words
-of the text itself, in their order, in the rendering. Called by `rendering` and `template_traits`.
+Templates drop messages, move them, trim and escape them. So two things are checked for each text:
+that the template shows a mark in its place (which nothing else contains), and that the words of the
+text itself are in the rendering, in their order. Called by `rendering` and `template_traits`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Said:
     """A text of a message that a rendering must show."""
 
     number: int
-    """Of the message in its chat."""
+    """The number of the message in its chat."""
     message: Message
     mark: str
-    """What `marked` puts in its place."""
+    """The text that `marked` puts in its place."""
     texts: tuple[str, ...]
     is_call: bool = False
 
@@ -46,7 +46,7 @@ class Said:
 
 
 def said(messages: Sequence[Message]) -> Iterator[Said]:
-    """What the messages say: their contents, and the names and the arguments of their calls.
+    """Return what the messages say: contents, and the names and the arguments of their calls.
 
     A thought is left out: a template may show those of earlier turns or not.
     """
@@ -70,7 +70,7 @@ def said(messages: Sequence[Message]) -> Iterator[Said]:
 
 
 def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The same chat with marks in place of its texts; ids and names stay as they are."""
+    """Return the same chat with marks in place of its texts; ids and names are not changed."""
     return tuple(
         replace(
             message,
@@ -83,7 +83,7 @@ def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def with_mark(messages: Sequence[Message], said: Said) -> tuple[Message, ...]:
-    """The same chat with the mark behind a message's own text, for templates that read the text."""
+    """Return the chat with the mark after a message's own text, for templates that read it."""
     message = messages[said.number]
     changed = replace(message, content=f"{message.content} {said.mark}")
     return (*messages[: said.number], changed, *messages[said.number + 1 :])
@@ -104,7 +104,7 @@ def marks_in(text: str) -> frozenset[str]:
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
 
-    times: how often; not looked at where the text is shown in no form that can be counted.
+    times: how often; ignored if no form in which the text is shown can be counted.
     """
     text = text.strip()
     # One message may be shown as it is and another, with the same text, escaped.
@@ -147,7 +147,7 @@ def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
 
 
 def _marked_value(value: Any, mark: str) -> Any:
-    """Numbers stay: a template may reckon with them."""
+    """Numbers are not changed: a template may calculate with them."""
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
@@ -173,7 +173,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _unescaped(text: str) -> str:
-    """A text without the escapes of JSON and HTML; their letters are no words."""
+    """Return a text without the escapes of JSON and HTML, whose letters are not words."""
     if "\\" in text:
         text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -182,7 +182,7 @@ def _unescaped(text: str) -> str:
 
 
 def _units(text: str) -> list[str]:
-    """The words of a text; of one without words, its characters."""
+    """Return the words of a text; if it has none, its characters."""
     text = text.casefold()
     return _WORD.findall(text) or [each for each in text if not each.isspace()]
 

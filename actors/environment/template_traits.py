@@ -40,7 +40,7 @@ class Trait:
 
 
 def template_traits(renderer: ChatRenderer) -> tuple[Trait, ...]:
-    """Render small chats by a model's template, and say what became of them."""
+    """Render small chats with a model's template, and report what it does with them."""
     found = {
         "first system message": _system_first(renderer),
         "second system message": _placed(

@@ -35,7 +35,7 @@ _THOUGHT_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-# A generation prompt may have opened the thought, so that only its end stands in the text.
+# A generation prompt may have opened the thought, so that the text has only its end.
 _INLINED_THOUGHT = re.compile(
     "|".join(
         rf"\s*{re.escape(start)}(?P<thought{number}>.*?){re.escape(end)}"
@@ -61,9 +61,9 @@ def visible_text(text: str) -> str:
 
 
 def split_thought(content: str) -> tuple[str | None, str]:
-    """Take the thought off that begins a content, in the marks of any family of models.
+    """Split off the thought at the beginning of a content, in the marks of any family of models.
 
-    Returns: the thought, stripped, None for a content without one; and the rest.
+    Returns: the thought, stripped (None if there is none), and the rest.
     Example: split_thought("<think>hm</think>4") -> ("hm", "4")
     """
     found = _INLINED_THOUGHT.match(content)
@@ -74,7 +74,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """What follows the last end of a thought: templates leave out what precedes it."""
+    """Return what follows the last end of a thought: templates leave out what precedes it."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content
@@ -196,8 +196,8 @@ def _check_arguments(
         if required not in arguments:
             return _malformed(MalformedReason.MISSING_ARGUMENT, f"Missing argument {required}.")
     for key, value in arguments.items():
-        # A schema without properties leaves the arguments open; `true` takes any value of one, and
-        # `false` says that there is no such argument.
+        # A schema without properties allows any arguments; the schema `true` of a property allows
+        # any value, and `false` means that there is no such argument.
         declared = properties.get(key, False) if properties else True
         if declared is True:
             continue

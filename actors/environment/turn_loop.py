@@ -289,7 +289,7 @@ class _Episode:
         return turn, parsed
 
     async def _score_cut_off(self, turn: Turn) -> None:
-        """Have the environment score what there is of a turn, as if it were a whole answer."""
+        """Have the environment score a cut-off turn as if it were a whole answer."""
         text = self._renderer.decode(turn.sampled_token_ids)
         try:
             await self._step(Action(text=text))
@@ -297,7 +297,7 @@ class _Episode:
             # The outcome is that of a cut-off turn, unless its score could not be computed.
             if ended.outcome not in PLAYED_OUT:
                 raise
-            # It took the turn for the end of the task: what it gave is a grade, 0 too.
+            # The environment ended the task here, so its reward is a grade, even if it is 0.
             self._was_rewarded = True
 
     async def _call_policy(

@@ -91,7 +91,7 @@ def classify(
 def worst_completed_return(
     trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
 ) -> float | None:
-    """Return the lowest shaped return of a group's completed trajectories; None: there is none."""
+    """Return the lowest shaped return of a group's completed trajectories; None without any."""
     returns = [
         total(shaped_rewards(each, reward))
         for each in trajectories

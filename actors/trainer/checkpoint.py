@@ -64,13 +64,13 @@ class Progress:
 def read_manifest(path: Path) -> Progress:
     """Read a checkpoint's manifest.
 
-    Raises: CheckpointError when there is none, it is not ours, or it is not what was written.
+    Raises: CheckpointError if there is none, it is not ours, or it is not what was written.
     """
     return _read(path)[0]
 
 
 def has_digests(path: Path) -> bool:
-    """Whether changed bytes would be noticed; false for one of an older version.
+    """Whether changed bytes would be noticed; False for a checkpoint of an older version.
 
     Raises: as `read_manifest`.
     """
@@ -84,7 +84,7 @@ def check_files(
     num_parts: int = 1,
     on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Read a checkpoint's files and compare them with their digests; nothing where it has none.
+    """Read a checkpoint's files and compare them with their digests, if it has digests.
 
     Args: part, num_parts: which share of the files, where several processes divide them. on_read:
         called with each number of bytes.

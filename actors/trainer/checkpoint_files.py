@@ -1,7 +1,7 @@
 """A checkpoint's files as torch writes them, with the digest of each computed on the way.
 
-Invariant: a digest is of the bytes that were handed to the file system, not of what it has made of
-them. Called by `sharded_model`, in the thread that writes.
+Invariant: a digest is of the bytes that were passed to the file system, not of what it stored.
+Called by `sharded_model`, in the thread that writes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class DigestingWriter(FileSystemWriter):
-    """digests: SHA-256 of each file that this rank has written, by its name; seconds: they took."""
+    """digests: SHA-256 of each file that this rank has written, by its name; seconds: the time
+    that the digests took."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

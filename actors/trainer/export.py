@@ -27,7 +27,7 @@ from transformers import (
 
 from actors.trainer.checkpoint import CheckpointError, Progress, check_files, read_manifest
 
-# Beside configuration and weights, what transformers and vLLM read of a model's directory.
+# What transformers and vLLM read in a model's directory, apart from configuration and weights.
 _COMPANIONS = (
     "*.json",
     "*.jinja",
@@ -42,7 +42,7 @@ _COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
-# Of the base's own weights, or of another layout or type of them.
+# Files that describe the base's own weights, or another layout or type of them.
 _OF_WEIGHTS = (
     "config.json",
     "*.index.json",
@@ -82,7 +82,7 @@ def export_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     causal_lm.to(dtype).save_pretrained(aside)
-    # transformers' own, which it makes of the configuration.
+    # transformers makes its own from the configuration.
     (aside / _GENERATION).unlink(missing_ok=True)
     _copy_companions(base, aside)
     aside.rename(output)
@@ -94,7 +94,7 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     parts = [config, config.get_text_config()]
     parts = [part for part in parts if hasattr(part, "tie_word_embeddings")]
     flags = [part.tie_word_embeddings for part in parts]
-    # The trainer leaves a head of its own apart, whatever the configuration says of it.
+    # The trainer stores a separate head apart, whatever the configuration says about it.
     _tie(parts, [False] * len(parts))
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _tie(parts, flags)

@@ -241,7 +241,7 @@ def load_policy(
 def _check_complete(model: str, missing: Iterable[str]) -> None:
     """Raise NotImplementedError if the files lack parameters: transformers makes them at random.
 
-    An engine would be served others, or none.
+    An engine would get other values for them, or none.
     """
     if names := sorted(missing):
         raise NotImplementedError(
@@ -281,8 +281,8 @@ def _check_configuration(model: str, max_context_tokens: int | None) -> int:
 def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
     """Make a model the same function in training as in scoring and in the engine, and check it.
 
-    It is never in training mode: there layers drop and routers add noise, each under a name of its
-    own.
+    It is never in training mode, in which layers drop and routers add noise, each under a name of
+    its own.
     """
     model.config.use_cache = False
     model.eval()
@@ -300,7 +300,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
             layer.register_forward_pre_hook(_evaluate)
-            # Also where the second computation ends early, which torch does by an exception.
+            # Also if the second computation ends early, which torch does with an exception.
             layer.register_forward_hook(_ask_again, always_call=True)
 
 

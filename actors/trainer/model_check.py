@@ -63,7 +63,7 @@ def hidden_states(
 
 
 def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | None = None) -> None:
-    """Refuse an architecture of which a packed row is not transformers' own model on each path.
+    """Refuse an architecture if a packed row differs from transformers' own model on any path.
 
     Reads no weights. A configuration that cannot be made narrow is let through: its loaded model is
     checked later.
@@ -135,7 +135,7 @@ def _check_copy(plain: PreTrainedModel, *, max_context_tokens: int) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Make a refusal of whatever an architecture raises with packed attention."""
+    """Turn whatever an architecture raises with packed attention into a refusal."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -156,14 +156,14 @@ def _refused(name: str, error: Exception) -> NotImplementedError:
 
 
 def longest_context(config: PreTrainedConfig) -> int:
-    """As many positions as a model has."""
+    """Return how many positions a model has."""
     return int(getattr(config, "max_position_embeddings", None) or _COPY_CONTEXT)
 
 
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
-    """A copy with few and narrow layers, and the context that it is checked for.
+    """Return a copy with few and narrow layers, and the context that it is checked for.
 
-    A window or a switch of RoPE that the run's context never reaches stays as it is.
+    A window or a switch of RoPE that the run's context never reaches is not changed.
     """
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
-    """As many as show each kind of layer; what is listed by layer is cut with them."""
+    """Keep enough layers to show each kind; shorten what is listed by layer accordingly."""
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return {}
@@ -286,7 +286,7 @@ def check_packing(
 
     Args: lengths: of the start and of what follows in each sample. reference: the same weights with
         transformers' own attention; alone, a sample is run by it. None: by the packed model.
-    Raises: NotImplementedError when hidden states differ by more than rounding.
+    Raises: NotImplementedError if hidden states differ by more than rounding.
     """
     body.eval()
     difference = 0.0

@@ -1,9 +1,9 @@
 """One table of rotary positions for a model, whatever rows it is given.
 
 Some kinds of RoPE look at the longest position of each forward pass: a packed row would then change
-the scores of its samples, and the engine, which keeps one table for all requests, would score yet
-otherwise. Invariant: after `fix_rope` the table is the engine's, chosen by the longest context of
-the run. Called when a model is loaded.
+the scores of its samples, and the engine, which keeps one table for all requests, would give
+other scores again. Invariant: after `fix_rope` the table is the engine's, chosen by the longest
+context of the run. Called when a model is loaded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SCALING_TOLERANCE = 1e-6
 
 
 def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
-    """Give each rotary module of a model the one table that the engine takes.
+    """Give each rotary module of a model the one table that the engine uses.
 
     longrope: the long factors at every position where the context is longer than the original one,
     the short factors otherwise.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding` (transformers
     chooses by the longest position of each forward pass).
 
-    Raises: NotImplementedError for a kind of which engine and transformers have different tables.
+    Raises: NotImplementedError for a kind whose tables differ between engine and transformers.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -61,7 +61,7 @@ def _fix(module: Any, kind: str, layer_type: str | None, *, max_context_tokens: 
 def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: int) -> torch.Tensor:
     """Return the inverse frequencies of longrope for every row of a run: [D / 2] float32.
 
-    Raises: NotImplementedError where cosines and sines are scaled otherwise than in the engine.
+    Raises: NotImplementedError if cosines and sines are scaled differently in the engine.
     """
     of_layer = {} if layer_type is None else {"layer_type": layer_type}
     parameters = (
@@ -88,7 +88,7 @@ def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: i
 def _engine_scaling(
     parameters: dict[str, Any], *, max_position_embeddings: int, max_context_tokens: int
 ) -> float:
-    """Of cosines and sines.   Source: vLLM, as in `fix_rope`."""
+    """Return the scale of cosines and sines.   Source: vLLM, as in `fix_rope`."""
     original = parameters["original_max_position_embeddings"]
     name = "long_mscale" if max_context_tokens > original else "short_mscale"
     if parameters.get(name) is not None:

@@ -81,11 +81,11 @@ class TrainerSettings:
     """Tokens of the text that trainer and engines score before the first step, at most the context;
     null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which refuse no start."""
     logprob_check_every: Natural = 20
-    """Publications after which all of that text is scored again, and not its last 1,024 tokens; 0:
-    never."""
+    """After every so many publications all of that text is scored, and not only its last 1,024
+    tokens; 0: never."""
     logprob_check_failures: Natural = 3
-    """Publications in a row, after which trainer and engines differ by more than rounding, that end
-    the run; 0: none do."""
+    """End the run after this many publications in a row at which trainer and engines differ by more
+    than rounding; 0: never."""
     max_replay_mib: Natural = 4096
     """MiB of batches, of steps that no checkpoint holds yet, kept for ranks that are replaced; with
     more, the loss of a rank sends the run back to the checkpoint. Ray's object store has them."""
@@ -104,7 +104,7 @@ class RankSettings:
     weight_backend: WeightBackend
     """How published weights travel."""
     max_context_tokens: int
-    """Of the engines, whose table of a RoPE that depends on it the ranks take."""
+    """The engines' longest context. It selects the table of a RoPE that depends on it."""
     seed: int
     logprob_chunk: int = LOGPROB_CHUNK
     """Loss positions whose logits are alive at once."""

@@ -82,8 +82,8 @@ class ShardedModel(Generic[Model]):
         self.model = model
         self.device = sharding.device
         self._shards_between_micro_batches = sharding.shard_between_micro_batches
-        # Inputs as they are: activations have the type of the embedding anyway, and temperatures
-        # and advantages, rounded to a short type, would be others than the engine sampled with.
+        # Inputs are not cast: activations have the type of the embedding anyway, and temperatures
+        # and advantages rounded to a short type would differ from those that the engine used.
         mixed = MixedPrecisionPolicy(
             param_dtype=sharding.param_dtype,
             reduce_dtype=torch.float32,
@@ -335,7 +335,7 @@ def _write_once(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
             f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
         ) from error
-    # Of every rank, so that all have written.
+    # The digests of every rank, so that all have written.
     texts = gather_texts(json.dumps([writer.digests, writer.seconds]), group)
     digests, seconds = zip(*map(json.loads, texts), strict=True)
     finish = partial(
@@ -361,8 +361,8 @@ def load_checkpoint(
     A critic in it is left there when none is given.
 
     Raises: CheckpointError when it is incomplete, changed, broken, of another model, or has no
-        critic for the one that is given. The weights may then be half read: load another one before
-        going on.
+        critic for the one that is given. The weights may then be half read: load another checkpoint
+        before you continue.
     """
     progress = checkpoint.read_manifest(path)
     if critic is not None and progress.critic_updates is None:

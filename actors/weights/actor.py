@@ -119,7 +119,7 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """From the next publish on, engines score this text after they have loaded."""
+        """Set the text that engines score after they have loaded, from the next publish on."""
         self._check = check
 
     async def num_moved(self) -> int:
@@ -280,7 +280,7 @@ class WeightBoard:
         check_samples: tuple[CheckSample, ...] = (),
         check_s: float = 0.0,
     ) -> None:
-        """A replica has loaded (term, version), and scores the publication's text so."""
+        """Record that a replica has loaded (term, version), and its scores of the text."""
         self._board.report(
             replica_id,
             term,

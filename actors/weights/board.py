@@ -86,7 +86,7 @@ class Publication:
     version: int
     groups: tuple[WeightGroup, ...]
     check: CheckText | None = None
-    """What an engine scores once it has loaded it; None: `check_tokens`."""
+    """What an engine scores after it has loaded the publication; None: `check_tokens`."""
 
     @property
     def is_broadcast(self) -> bool:
@@ -118,8 +118,8 @@ class ReplicaReport:
     term: int | None = None
     version: int | None = None
     check_logprobs: Float32s | None = None
-    """Its scores after its last load, of the publication's text; None before it, or where it had no
-    answer in time."""
+    """Its scores of the publication's text after its last load; None before the first load, or if
+    it did not answer in time."""
     check_samples: tuple[CheckSample, ...] = ()
     """Its continuations of that text."""
     check_s: float = 0.0
@@ -173,7 +173,7 @@ class BoardStatus:
 
 
 def check_tokens(vocab_size: int) -> Int32s:
-    """The text that an engine scores where its publication names none, [17] int32.
+    """Return the text that an engine scores if its publication names none, [17] int32.
 
     Fixed, and spread over the first tokens of any vocabulary. The scores are log-probabilities of
     the plain softmax (temperature 1), in nats.

@@ -21,13 +21,13 @@ from actors.batch import Float32s, Int32s, MicroBatch
 from actors.trainer.settings import Dtype
 
 CPU_CHECK_TOKENS = 4096
-"""The text of a start on CPU, unless the configuration names a length."""
+"""Length of the start's text on CPU, unless the configuration names one."""
 FAR_TOKENS = 1024
-"""After a publication: so many scores, of the text's last tokens."""
+"""Number of the text's last tokens that are scored after a publication."""
 SHORT_TOKENS = 64
-"""After a publication that can afford no more: the text's first so many tokens."""
+"""Number of the text's first tokens that are scored if a publication can afford no more."""
 MIN_JUDGED_TOKENS = 18
-"""Of what is shorter the difference is told and not judged."""
+"""For a shorter text the difference is reported but not judged."""
 MAX_SAMPLED = 256
 """Sampled tokens of a start's check, at all temperatures together."""
 MAX_SAMPLED_AT_ONE = 64
@@ -35,25 +35,25 @@ MAX_SAMPLED_AT_ONE = 64
 CHECKED_TEMPERATURES = (1.0, 0.7)
 """Beside the run's own."""
 COST_SHARE = 0.05
-"""Of the time since the start, that the checks after publications may take."""
+"""Share of the time since the start that the checks after publications may take."""
 _MAX_PIECE = 64
 _MIN_QUARTER = 64
-# What stands for a difference that is no number, so that it can be stored and shown.
+# Replaces a difference that is not a number, so that it can be stored and shown.
 _NO_NUMBER_NATS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest differences that are rounding, nats."""
+    """The largest differences that rounding explains, nats."""
 
     mean: float
     largest: float | None
     """None: a single token may differ by any amount."""
 
 
-# Constants of the project, which no run measures for itself: above what the order of the sums gives
-# in models that both compute alike, and far below the 0.5 to 6 nats of families that one of the two
-# computes otherwise. In bfloat16 a single unlikely token may differ by more than 0.1.
+# Constants of the project, not measured by a run: above what the order of the sums causes in models
+# that both compute alike, and far below the 0.5 to 6 nats of families that one of the two computes
+# differently. In bfloat16 a single unlikely token may differ by more than 0.1.
 BOUNDS: Mapping[Dtype, Bounds] = {
     Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
     Dtype.BFLOAT16: Bounds(mean=0.02, largest=None),
@@ -69,14 +69,14 @@ class CheckText:
     first_scored: int = 1
     """The first token whose score counts; the very first one has none."""
     temperatures: tuple[float, ...] = ()
-    """At each of which the text is continued."""
+    """The text is continued at each of them."""
     num_sampled: int = 0
     """Tokens of each continuation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSample:
-    """How an engine has continued the text."""
+    """An engine's continuation of the text."""
 
     temperature: float
     token_ids: Int32s
@@ -104,7 +104,7 @@ def start_text(
     vocab_size: int,
     temperatures: Iterable[float],
 ) -> CheckText:
-    """The text of a start: as long as the context, and the limit, allow with its continuations.
+    """Return the start's text, as long as the context and the limit allow with its continuations.
 
     limit: None: 4,096 tokens on CPU, else the whole context. temperatures: the run's own.
     """
@@ -119,8 +119,8 @@ def start_text(
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
     """Join pieces of the prompts, in an order that is always the same: [num_tokens] int32.
 
-    Pieces and not whole prompts: a text that repeats itself can be copied, and a token that is all
-    but certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
+    Pieces and not whole prompts: a text that repeats itself can be copied, and a token that is
+    almost certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -138,16 +138,16 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """The text after a publication: the start's, and what an engine has sampled behind it.
+    """Return the text after a publication: the start's, then what an engine has sampled after it.
 
-    most: tokens that an engine takes as a prompt.
+    most: the most tokens that an engine takes as a prompt.
     """
     token_ids = np.concatenate([start.token_ids, *[each.token_ids for each in samples[:1]]])
     return CheckText(token_ids=token_ids[:most].astype(np.int32))
 
 
 def far_end(text: CheckText) -> CheckText:
-    """The same text, of which the last FAR_TOKENS count; itself where all of it does."""
+    """Return the text with only its last FAR_TOKENS scored; itself if it has no more than those."""
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
@@ -159,12 +159,12 @@ def short(text: CheckText) -> CheckText:
 
 
 def text_row(text: CheckText) -> MicroBatch:
-    """A row of the text alone; its targets are the tokens whose score counts."""
+    """Return a row of the text alone; its targets are the tokens whose score counts."""
     return _row([text.token_ids], [-1], text, begin=0)
 
 
 def packed_row(text: CheckText) -> MicroBatch:
-    """The text between two other samples, which are parts of it."""
+    """Return a row of the text between two other samples, which are parts of it."""
     quarter = max(1, text.token_ids.size // 4)
     before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]
     return _row([before, text.token_ids, after], [-1, -1, -1], text, begin=quarter)
@@ -232,7 +232,7 @@ def _packed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Trainer and engine over one series of scores: |trainer - engine|, nats."""
+    """The difference over one series of scores: |trainer - engine|, nats."""
 
     name: str
     """Which scores they are."""
@@ -243,7 +243,7 @@ class Comparison:
     """The mean of the first, the middle and the last quarter."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """The difference in parts of what is allowed; above 1 it is no rounding."""
+        """Return the difference divided by what is allowed; above 1 it is not rounding."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters
@@ -261,7 +261,7 @@ class Comparison:
 def compare(name: str, own: Float32s, engine: Float32s) -> Comparison:
     """Compare the trainer's scores with an engine's, [N] float32 each, N at least 1.
 
-    Raises: ValueError when the engine scored another number of tokens.
+    Raises: ValueError if the engine scored another number of tokens.
     """
     if engine.shape != own.shape:
         raise ValueError(
@@ -290,11 +290,11 @@ class LogprobCheck:
     num_tokens: int
     """Length of the text, with its continuations: the context that was tried."""
     dtype: Dtype
-    """Of the bounds: what the coarser of trainer and engine computes in."""
+    """The type whose bounds apply: the coarser of the trainer's and the engine's."""
     comparisons: tuple[Comparison, ...]
     """At least one."""
     seconds: float = 0.0
-    """That the trainer and the slowest engine took, after a publication."""
+    """Time that the trainer and the slowest engine took, after a publication."""
 
     @property
     def worst(self) -> Comparison:
@@ -347,7 +347,7 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Of each series beyond its bound the engine that is farthest off, the worst first."""
+        """For each series beyond its bound, the engine that differs most; worst series first."""
         found: dict[str, Comparison] = {}
         bounds = BOUNDS[self.dtype]
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
@@ -387,7 +387,7 @@ def sampled_name(temperature: float) -> str:
 
 
 def bounds_dtype(*dtypes: Dtype) -> Dtype:
-    """The coarsest of what trainer and engine compute in."""
+    """Return the coarser of the types that trainer and engine compute in."""
     return Dtype.BFLOAT16 if Dtype.BFLOAT16 in dtypes else Dtype.FLOAT32
 
 

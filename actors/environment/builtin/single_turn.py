@@ -132,9 +132,9 @@ class SingleTurnEnvironment:
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:
-    """Return a message of a data set's chat, in OpenAI's form, with its calls and names.
+    """Return a message of a data set's chat in OpenAI's form, with its calls and names.
 
-    The role `developer` is the system's; parts of text are joined.
+    The role `developer` becomes `system`; parts of text are joined.
     Raises: ValueError for a call that cannot be read.
     """
     role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
