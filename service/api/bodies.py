@@ -1,4 +1,4 @@
-"""How much of requests' bodies a process holds, and what of it goes back to the system.
+"""Bounds the memory that requests' bodies take in a process, and returns it to the system.
 
 Called by `guards`, in the API's replicas, and by `door`, in the servers of Ray Serve before them.
 """
@@ -11,9 +11,9 @@ import sys
 
 from starlette.datastructures import Headers
 
-# Beyond these a body is large: only then its key is asked for first, and its bytes are counted.
+# A body of more bytes is large: its key is then checked first, and its bytes are counted.
 LARGE_BYTES = 64 << 10
-# Of large bodies, in one process at once; one that is larger comes alone.
+# Total of the large bodies in one process at once; a body above it is read alone.
 MAX_BODIES_BYTES = 256 << 20
 # Of a body: what it came with goes back to the system when it is done.
 _TRIM_BYTES = 1 << 20
@@ -24,7 +24,7 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """Room for bodies, given out in the order in which it is asked for. Of one event loop."""
+    """Room for bodies, given in the order of the requests. For one event loop."""
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -35,7 +35,7 @@ class BodyRoom:
         """Taken now."""
 
     async def take(self, num_bytes: int, *, limit_s: float) -> bool:
-        """Wait until there is room; False at the limit."""
+        """Wait until there is room; return False at the time limit."""
         try:
             async with asyncio.timeout(limit_s), self._turn:
                 while self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
@@ -47,7 +47,7 @@ class BodyRoom:
             return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Also to the system, a moment later."""
+        """Give back room; a moment later its memory goes back to the system too."""
         self.num_bytes -= num_bytes
         self._freed.set()
         if num_bytes >= _TRIM_BYTES and self._trimming is None:
@@ -56,7 +56,7 @@ class BodyRoom:
 
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         self._trimming = None
-        # Not in the loop: it walks through all that the process has free.
+        # Not in the event loop: it walks through all of the process's free memory.
         loop.run_in_executor(None, give_back_memory)
 
 
@@ -69,14 +69,14 @@ def give_back_memory() -> None:
 
 
 def announced_bytes(headers: Headers) -> int | None:
-    """The length of a request's body by its head; None: it does not say."""
+    """Return the length of a request's body by its head; None if the head does not state it."""
     if "transfer-encoding" in headers:
         return None
     announced = headers.get("content-length", "0")
-    # Digits beyond these make no length that could be taken.
+    # A length with more digits is too large in any case.
     return int(announced[:20]) if announced.isdecimal() else None
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Whether a body is counted, and its key asked for before it is read. None: any length."""
+    """Whether a body is counted, and its key checked before it is read. None: length not stated."""
     return num_bytes is None or num_bytes > LARGE_BYTES

@@ -1,10 +1,10 @@
-"""What stands before every route of Ray Serve's HTTP servers: its proxy, and replicas that HAProxy
-reaches themselves.
+"""Checks before every route of Ray Serve's HTTP servers: its proxy, and replicas that HAProxy
+reaches directly.
 
 Serve calls `middlewares` in each process that opens such a server, because
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (`service.launch.cluster`). Without it Serve's
-proxy reads a body as fast as it comes, whoever sends it, tells everybody the names of all
-applications, and keeps connections that send half a head for ever.
+proxy reads any sender's body as fast as it comes, shows the names of all applications to
+everybody, and never closes a connection that sends half a head.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.bodies import ASKS_HEADER, BodyRoom, announced_bytes, is_large
 
 ROUTES_PATH = "/-/routes"
-# From the first byte of a request's head, or the opening of a connection, to the head's end.
+# Limit from the first byte of a request's head, or the opening of a connection, to the head's end.
 HEAD_LIMIT_S = 20.0
-# Counted for a body that does not announce its length.
+# Bytes counted for a body that does not announce its length.
 UNKNOWN_BYTES = 48 << 20
-# How long what a refused client goes on sending is let go by before its connection is closed.
+# How long a refused client's further bytes are discarded before its connection is closed.
 LINGER_S = 2.0
 # How long a large body waits for others before it is read.
 ROOM_LIMIT_S = 30.0
@@ -38,8 +38,8 @@ def middlewares() -> list[Middleware]:
 
 
 class Door:
-    """ASGI middleware. Of a large body nothing is read before the application has let its head
-    pass; what is being read at once is bounded."""
+    """ASGI middleware. Nothing of a large body is read before the application has accepted its
+    head; the bytes that are being read at once are bounded."""
 
     def __init__(self, app: ASGIApp, *, room: BodyRoom | None = None) -> None:
         self._app = app
@@ -50,7 +50,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         if scope["path"].rstrip("/").lower() == ROUTES_PATH:
-            # It lists every run and its address, to whoever asks.
+            # It lists every run and its address to anybody.
             await PlainTextResponse("nothing is here\n", status_code=404)(scope, receive, send)
             return
         num_bytes = announced_bytes(Headers(scope=scope))
@@ -77,8 +77,8 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """The API's answer to a request whose body it would not read; empty: it would, or the
-        application is none of ours, which takes OPTIONS for what it is."""
+        """Return the API's answer to a request whose body it would not read; empty if it would, or
+        if the application is not ours and handles OPTIONS itself."""
         asking = {
             **scope,
             "method": "OPTIONS",
@@ -106,7 +106,7 @@ class Door:
 
 
 async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
-    """Answer at once, and let what the client still sends go by for a moment.
+    """Answer at once, and discard what the client still sends for a moment.
 
     A connection that is closed while bytes are coming is reset, and its client never reads why.
     """
@@ -121,7 +121,7 @@ async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
 
 
 class _Counted:
-    """Gives back a body's room once its last byte was handed on."""
+    """Gives back a body's room after its last byte was passed on."""
 
     def __init__(self, receive: Receive, room: BodyRoom, num_bytes: int) -> None:
         self._receive, self._room, self._num_bytes = receive, room, num_bytes
@@ -133,15 +133,15 @@ class _Counted:
         return message
 
     def give_back(self) -> None:
-        """Nothing where that was done."""
+        """Give back the room, if that was not done."""
         self._room.give_back(self._num_bytes)
         self._num_bytes = 0
 
 
 def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
-    """Have uvicorn close connections on which a request's head does not come whole in time.
+    """Make uvicorn close connections on which a request's head is not complete in time.
 
-    uvicorn has no such limit and Serve no option for it, so that its protocol is replaced in this
+    uvicorn has no such limit and Serve has no option for it, so its protocol is replaced in this
     process, in the place where uvicorn looks for it.
     """
     from uvicorn.protocols.http import auto

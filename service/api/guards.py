@@ -1,8 +1,8 @@
-"""What is checked before a route runs: the host that is asked for, the headers' size, the key with
-its scope and rate, and then the body.
+"""Checks before a route runs: the requested host, the headers' size, the key with its scope and
+rate, and then the body.
 
-Invariants: nothing of a body is read before its key was looked up; of large bodies no more than
-`MAX_BODIES_BYTES` are in memory at once, from their first byte until the route has read them. A
+Invariants: nothing of a body is read before its key was looked up; at most `MAX_BODIES_BYTES` of
+large bodies are in memory at once, from their first byte until the route has read them. A
 request that is refused before its body was read is answered at once, and its connection closed.
 
 An error that no route expects is answered as a problem here: Starlette's own handler raises it
@@ -53,7 +53,7 @@ OPEN_BODY_BYTES = 4 << 10
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
-"""Path and headers of a request to a session -> the answer to one whose key is none of its own."""
+"""Path and headers of a request to a session -> the answer if the key is not the session's."""
 
 
 class Guards:
@@ -120,7 +120,7 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """None: the request may pass, by what its head says. Raises: Problem; RunUnavailable."""
+        """Return None if the request may pass by its head. Raises: Problem; RunUnavailable."""
         path = scope["path"]
         _check_headers(scope["headers"])
         if self._hosts is not None and _host_of(headers) not in self._hosts:
@@ -128,7 +128,7 @@ class Guards:
         if path in OPEN_PATHS:
             return None
         if has_own_keys(path):
-            # A model's name is told without a key.
+            # A model's name is answered without a key.
             check = None if method in _BODILESS else _session_check(scope)
             return None if check is None else await check(path, headers)
         caller = await self._callers.known(headers)
@@ -140,7 +140,7 @@ class Guards:
         return None
 
     async def _read(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
-        """The whole body of a request that may pass. Raises: Problem."""
+        """Return the whole body of a request that may pass. Raises: Problem."""
         path = scope["path"]
         has_columns = path in _COLUMN_PATHS
         most = self._max_body_bytes
@@ -200,7 +200,7 @@ class _Body:
         return bool(self._whole)
 
     async def read(self, most: int) -> None:
-        """Raises: Problem when it is larger than `most` bytes."""
+        """Raises: Problem if it is larger than `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -215,9 +215,9 @@ class _Body:
                 return
 
     async def replay(self) -> Message:
-        """Hand the route the body, then what comes after it.
+        """Give the route the body, then what comes after it.
 
-        Who asks for that has read the body, and nothing here holds it any more.
+        A route that asks for what follows has read the body, so it is no longer held here.
         """
         if self._whole is None:
             self.drop()
@@ -226,7 +226,7 @@ class _Body:
         return {"type": "http.request", "body": whole, "more_body": False}
 
     def drop(self) -> None:
-        """Give back its room; nothing where that was done."""
+        """Give back its room, if that was not done."""
         self._whole = None
         room, self._room = self._room, None
         if room is not None:
@@ -245,7 +245,7 @@ def _answer_to(error: Problem | RunUnavailable, scope: Scope) -> Response:
 
 
 def _close_unread(answer: Response, headers: Headers) -> Response:
-    """Have the server close the connection where the body of the request was not read."""
+    """Make the server close the connection if the body of the request was not read."""
     if announced_bytes(headers) != 0:
         answer.headers["connection"] = "close"
     return answer

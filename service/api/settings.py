@@ -43,7 +43,7 @@ class HttpSettings:
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
     no named ones (`service.access.keys`)."""
     session_secret: str = field(default="", repr=False)
-    """From which the keys of sessions are derived that a client without a key creates."""
+    """The secret from which the keys are derived of sessions that clients without a key create."""
 
     @property
     def hosts(self) -> frozenset[str] | None:

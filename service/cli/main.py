@@ -143,7 +143,7 @@ def start(
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
             if checkpoint is not None and resumed is None:
                 raise ConfigError(
-                    f"--checkpoint {checkpoint}: got no --resume, expected the run whose it is; "
+                    f"--checkpoint {checkpoint}: got no --resume, expected the run that has it; "
                     "name it"
                 )
             if new_run is not None and resumed is not None:

@@ -53,7 +53,7 @@ class TrainRequest:
     resume: Path | None = None
     """The directory of the run to go on with; None: start a new one."""
     checkpoint: str = ""
-    """With resume: the directory's name of the checkpoint to go back to; empty: the newest."""
+    """With resume: directory name of the checkpoint to go back to; empty: the newest."""
     takes_over: bool = False
     """Resume a run although another process has its lease."""
     store: StoreOptions = field(default_factory=StoreOptions)

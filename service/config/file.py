@@ -60,8 +60,8 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
     raise ConfigError(f"configuration {source} is refused:\n{lines}")
 
 
-# Settings that are no more, by section, with what says it now; runs that are resumed still have
-# them, since a run's own configuration names every setting.
+# Settings that were removed, by section, with their replacement; runs that are resumed still have
+# them, because a run's own configuration names every setting.
 _REMOVED = {
     ("sessions", "trains_single_turns"): "every turn is trained; sessions.titles leaves titles out",
 }

@@ -33,7 +33,7 @@ def refused_changes(before: Config, now: Config) -> list[str]:
 def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:
     """Stored turns and uploads are trained at the temperature that they were sampled at.
 
-    Args: num_kept_samples: those in the run's database.
+    Args: num_kept_samples: stored turns and uploads in the run's database.
     Returns: as `refused_changes`.
     """
     own, new = before.rollouts.temperature, now.rollouts.temperature

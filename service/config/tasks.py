@@ -431,7 +431,7 @@ def _check_tools(
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> None:
-    """Raises: ConfigError for tools that the model is not shown, or whose calls nothing reads."""
+    """Raises: ConfigError for tools that the model is not shown, or whose calls no parser reads."""
     if not tools:
         return
     try:
@@ -441,7 +441,7 @@ def _check_tools(
     if config.inference.tool_parser == AUTO and call_form(renderer) is None:
         raise ConfigError(
             f"inference.tool_parser is auto, and {config.tasks.environment!r} declares tools, but "
-            "the form of calls in the model's chat template is none that is known; name one of "
+            "the form of calls in the model's chat template is not known; name one of "
             "vLLM's parsers, or none where the environment reads calls out of the text itself"
         )
 

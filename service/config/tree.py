@@ -70,8 +70,8 @@ class RunSettings:
     keep_checkpoints: Positive = 2
     """The newest so many are kept."""
     keep_best: Natural = 0
-    """Beside them the best so many: by the evaluation of their step, else by its training reward;
-    0: none."""
+    """How many of the best are kept in addition: by the evaluation of their step, else by its
+    training reward; 0: none."""
     evaluate_every: Positive = 20
     """Steps between evaluations."""
     stop_at_reward: float | None = None

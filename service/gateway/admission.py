@@ -1,8 +1,8 @@
-"""Whether a request to a session has a key of its own, by its head: asked before its body is read.
+"""Checks by a request's head whether it has a key of its session, before its body is read.
 
 A key that names another session, or none, is refused at once; before a large body is read the
-gateway is asked whether the key is the session's. What follows from the key (whose it is, what it
-may do now) the gateway says with the answer, as of every request.
+gateway is asked whether the key is the session's. The gateway decides what follows from the key
+(its owner, what it may do now) when it answers, as for every request.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
 class ChecksKeys(Protocol):
-    """Who knows the sessions' keys."""
+    """Knows the sessions' keys."""
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raises: Refused where it is neither of the session's keys; RunUnavailable."""
+        """Raises: Refused if it is neither of the session's keys; RunUnavailable."""
         ...
 
 
@@ -74,7 +74,7 @@ class SessionAdmission:
 
 
 def sent_key(headers: Mapping[str, str]) -> str:
-    """The key of a request, as a bearer's or as Anthropic's clients send it; empty: none."""
+    """Return a request's key, sent as a bearer token or in Anthropic's header; empty if none."""
     return bearer_of(headers) or headers.get("x-api-key", "")
 
 
@@ -92,7 +92,7 @@ def no_key() -> Refused:
 
 
 def unknown_session(name: str) -> Refused:
-    """There is no such session, or the key is none of its own: the two look the same."""
+    """There is no such session, or the key is not the session's: the answer is the same."""
     return Refused(
         RefusalCode.UNKNOWN_SESSION,
         f"this run knows no session {name!r} of this key; take the key that its creation was "
@@ -107,7 +107,7 @@ def _name_in(path: str) -> str:
 
 
 def _answer(path: str, headers: Headers, refused: Refused) -> Response:
-    """In the words of the route that was asked."""
+    """The refusal in the form of the requested route."""
     if path.startswith("/api/") or "/v1/" not in path:
         return problem_response(as_problem(refused), instance=path)
     return JSONResponse(

@@ -69,7 +69,7 @@ class Answers:
         return await self._show(session, turn)
 
     async def num_prompt_tokens(self, session: Session, request: ChatRequest) -> int:
-        """Of the turn that would answer a request; nothing is sampled. Raises: Refused."""
+        """Count the prompt tokens of a request's turn; sample nothing. Raises: Refused."""
         place = await self._place(session, session.tree.resolved(request))
         return await self._sampler.num_prompt_tokens(place, may_call=request.may_call)
 
@@ -128,7 +128,7 @@ def _under_way(session: Session, call: ChatCall, digest: str) -> Sampling | None
                     "key of its own for each request",
                 )
             return sampling
-        # Under a key that is not the other's it repeats a request that never arrived.
+        # A retry under another idempotency key repeats a request that never arrived.
         is_same = sampling.digest == digest and key in ("", sampling.idempotency_key)
         if call.request.is_retry and is_same:
             return sampling

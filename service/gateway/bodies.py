@@ -253,7 +253,7 @@ class FinishBody(StrictBody):
         }
     )
 
-    reward: Reward | None = Field(None, description="of the whole session; 0 is a reward")
+    reward: Reward | None = Field(None, description="for the whole session; 0 is a reward")
     reward_pending: Flag = Field(
         False, description="it is given later, with PUT …/reward; then reward is null"
     )
@@ -266,7 +266,7 @@ class FinishBody(StrictBody):
     turn: TurnNumber | None = Field(
         None,
         description="the number of the judged turn, which reward and components go to; null: the "
-        "newest of a conversation that went on",
+        "newest of a conversation that continued",
     )
     outcome: StatedOutcome | None = Field(None, description="null: as the gateway saw it")
     detail: str = Field("", max_length=2000, description="why, for people")

@@ -39,7 +39,7 @@ class Finish:
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """By the number of the turn, beside the session's."""
     turn: int | None = None
-    """The number of the judged turn, which the reward is given to; None: the gateway's rule."""
+    """Number of the judged turn, which gets the reward; None: by the gateway's rule."""
     outcome: Outcome | None = None
     """How it ended; None: as the gateway saw it."""
     detail: str = ""

@@ -1,6 +1,6 @@
 """When two messages are one: the canonical form of a message, and keys over conversations.
 
-Clients send a conversation back otherwise than they got it: they drop or trim reasoning or write it
+Clients send a conversation back changed: they drop or trim reasoning or write it
 into the content, write a call's arguments anew, round its numbers as JavaScript does, rename the
 ids of calls, put bookkeeping into the system text. Two
 conversations have equal keys when they differ in nothing else. Reading one costs one pass over its
@@ -24,7 +24,7 @@ START = b""
 
 # Claude Code writes it anew for every request.
 _ROTATING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-# Beyond it JavaScript's numbers are not whole ones any more.
+# Beyond it JavaScript does not represent every integer.
 _MOST_EXACT = 2**53
 
 

@@ -21,7 +21,7 @@ RETRY_AFTER_S = 5
 
 
 class Part(StrEnum):
-    """What of a reply a client can name."""
+    """The parts of a reply that a client can name."""
 
     REASONING = "reasoning"
     CONTENT = "content"
@@ -33,14 +33,14 @@ class Reference:
     """A part of an assistant's message that a client names by its id in place of sending it."""
 
     message: int
-    """Which of the request's messages has the part, empty until it is looked up."""
+    """Index of the request's message that gets the part, empty until it is looked up."""
     call: int = 0
-    """Of a call: which of that message's."""
+    """For a call: its index in that message."""
     turn_id: str
     """Of the reply that the part is of."""
     part: Part
     number: int = 0
-    """Of a call: which of the reply's."""
+    """For a call: its index in the reply."""
     where: str
     """The place of the id in the body, for an error."""
 
@@ -53,7 +53,7 @@ class ChatRequest:
     """The whole conversation, or with `continues` what follows that turn; not empty."""
     tools: tuple[ToolSchema, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template, beside the run's own and in place of those of the same name."""
+    """Passed to the chat template with the run's own options, whose equal names they replace."""
     max_tokens: int | None = None
     """Sampled tokens at most, >= 1; None: the session's own limit."""
     stop: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class ChatRequest:
     references: tuple[Reference, ...] = ()
     """Parts of the messages that are still to be looked up in the session."""
     ignored: tuple[str, ...] = ()
-    """Parameters that the client sent, and that a session cannot keep to."""
+    """Parameters that the client sent and that a session cannot obey."""
     continues: str = ""
     """The id of the turn that the messages follow, where the client names one; empty: it sends the
     whole conversation."""
@@ -97,7 +97,7 @@ class ChatReply:
     """Of the assistant: content, reasoning and calls."""
     stop_reason: StopReason
     stop_string: str = ""
-    """Of the request's `stop`, the one before which the text was cut; empty: it was not cut."""
+    """The string of the request's `stop` at which the text was cut; empty: it was not cut."""
     num_prompt_tokens: int
     num_sampled_tokens: int
     policy_version: int

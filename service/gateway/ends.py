@@ -183,7 +183,7 @@ def _overdue(session: Session, now: float) -> SessionEnd | None:
 
 
 def _seen_outcome(session: Session, judged: int | None) -> Outcome:
-    """How a session ended of which the client says nothing. judged: the turn that it names."""
+    """Return how a session ended if its client does not state it. judged: the turn it names."""
     tree, cut = session.tree, session.stored.cut
     last = tree.last_of_main(judged)
     if last is None:

@@ -98,11 +98,11 @@ class LoadedSessions:
         return session
 
     async def check_key(self, name: str, key_digest: str) -> None:
-        """Raises: Refused for what is neither of the session's keys."""
+        """Raises: Refused if the key is neither of the session's two keys."""
         try:
             await self._of_key(name, key_digest, wanted="agent")
         except Refused as refused:
-            # The other one of them: the route says what it is not good for.
+            # It is the session's other key: the route says what that key may not do.
             if refused.code is not RefusalCode.FORBIDDEN:
                 raise
 

@@ -1,7 +1,7 @@
-"""What of a sampled reply stands in the messages of a later prompt, and what is equal to it.
+"""Finds a sampled reply, or parts of it, in the messages of a later prompt.
 
-A conversation that is begun anew (a hand-off, a helper, a summary) says by its text alone that it
-goes on from what was sampled before. Pure; called by a session's tree.
+If a conversation begins anew (a hand-off, a helper, a summary), only its text shows that it
+continues what was sampled before. Pure; called by a session's tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_CHARACTERS = 1 << 21
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What is looked for of a sampled reply."""
+    """The parts of a sampled reply that are searched for."""
 
     message: Message
     history: Callable[[], Sequence[Message]]
@@ -39,7 +39,7 @@ class Reply:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Whether a text stood before it already: then it is no sign of this reply."""
+        """Whether a text was in the prompt already: then it does not identify this reply."""
         return any(_stands_in(text, each) for each in _texts(self.history()))
 
 
@@ -58,7 +58,7 @@ class Prompt:
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
     def quotes(self, reply: Reply) -> bool:
-        """Whether the reply, a call of it, or a text of either that was new in it stands here."""
+        """Whether the reply, one of its calls, or a text that was new in either is here."""
         content = reply.message.content.strip()
         if (content and content in self._contents) or self._calls & reply.calls:
             return True
@@ -107,7 +107,7 @@ def _ordered(arguments: str) -> str:
 
 
 def _stands_in(text: str, whole: str) -> bool:
-    """Whether it is there as words of its own. Example: "a0" stands in "so: a0.", not in "a01"."""
+    """Whether it is there as whole words. Example: "a0" is in "so: a0.", but not in "a01"."""
     at = whole.find(text)
     while at >= 0:
         end = at + len(text)
@@ -119,5 +119,5 @@ def _stands_in(text: str, whole: str) -> bool:
 
 
 def _joins(left: str, right: str) -> bool:
-    """Whether two characters are of one word; languages without spaces have none here."""
+    """Whether two characters belong to one word; only ASCII letters and digits can."""
     return all(each.isascii() and each.isalnum() for each in (left, right))

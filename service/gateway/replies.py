@@ -24,7 +24,7 @@ class ShownReply:
     is_malformed: bool
     """A call could not be read, its arguments are no JSON object, or its tool is not declared."""
     stop_string: str = ""
-    """Before which the text was cut; empty: it was not cut."""
+    """The stop string before which the text was cut; empty: it was not cut."""
 
 
 def shown_reply(
@@ -41,8 +41,8 @@ def shown_reply(
     Calls that can be read are shown, also of a tool that nobody declared, whose fault the agent
     tells its model. Where none of several can be read, the text is shown as it was said.
     Args: text: the decoded reply, without the end tokens behind it. parsed: None: not parsed.
-    turn_id: of which calls get an id that the parser gave none of their own. stop: what is shown
-    ends before the first of these in the text, which the calls follow.
+    turn_id: calls without an id from the parser get one made from it. stop: the shown text ends
+    before the first of these that it contains; calls follow the text.
     """
     if parsed is None:
         content, stopped = _cut(text, stop)

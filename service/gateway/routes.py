@@ -96,7 +96,7 @@ class SessionPort(Protocol):
     async def chat(self, call: ChatCall) -> ChatReply: ...
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Of the turn that would answer; nothing is sampled."""
+        """Count the prompt tokens of the turn that would answer; nothing is sampled."""
         ...
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
@@ -166,7 +166,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         """Accept a task for agents outside: durable when answered. The same body again is answered
         with the same keys, with status 200."""
         caller = caller_of(request)
-        # Else whoever knows a session's name could compute its keys.
+        # Otherwise anybody who knows a session's name could compute its keys.
         maker = replace(caller, secret=caller.secret or settings.session_secret)
         group_size = settings.algorithm.group_size
         # First: keys are made for as many as are asked for.
@@ -404,7 +404,7 @@ def _add_models(app: FastAPI) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """Below an agent's address, nothing is answered in other words than its own."""
+    """Every path below an agent's address is answered in the client's dialect."""
 
     async def unknown(request: Request) -> Response:
         known = ", ".join(
@@ -473,7 +473,7 @@ async def _asked(
 ) -> tuple[ChatCall, AnswerStyle]:
     """defaults: of the body's parameters. Raises: Refused."""
     key = _key_of(request.headers)
-    # Not by `body()`, which keeps it as long as the request: a turn may be waited for minutes.
+    # Not with `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))
     if defaults and isinstance(body, dict):
         body = {**defaults, **body}

@@ -165,12 +165,12 @@ class Sampler:
         return int(prompt.token_ids.shape[0])
 
     async def _prompt(self, place: Place, *, may_call: bool) -> Prompt:
-        """Raises: Refused for what the chat template cannot render, or does not show."""
+        """Raises: Refused if the chat template cannot render a message, or does not show it."""
         if place.tools and may_call and not self._reads_calls:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
                 "inference.tool_parser is auto, and the form of calls in the model's chat template "
-                "is none that is known, so that no call could be read; leave the tools out, or "
+                "is not known, so that no call could be read; leave the tools out, or "
                 "name the model's parser in inference.tool_parser",
                 param="tools",
             )
@@ -192,8 +192,8 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """The characters of new messages that cannot fit: to make millions of tokens would hold
-        all other sessions up. 0: they may fit."""
+        """Return the characters of new messages that cannot fit; 0 if they may fit. Tokenizing
+        millions of tokens would delay all other sessions."""
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
@@ -201,7 +201,7 @@ class Sampler:
 
     def _too_long(self, wanted: _Wanted, told: str) -> Refused:
         session = wanted.session
-        # Itself is under way, and will be no turn.
+        # The request itself is among those under way, and will not be a turn.
         num_turns = _num_begun(session) - 1
         outcome = Outcome.TRUNCATED_CONTEXT
         self._cut(session, wanted.call, wanted.place, outcome, num_turns=num_turns)

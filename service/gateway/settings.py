@@ -9,23 +9,23 @@ from actors.limits import STRICT, Positive, Seconds
 
 
 class Titles(StrEnum):
-    """What becomes of the calls by which an agent names its conversation."""
+    """How the calls with which an agent names its conversation are handled."""
 
     TRAIN = "train"
     """They are trained as every turn is."""
     LEAVE_OUT = "leave_out"
-    """What is a title beyond doubt is not trained (docs/semantics.md)."""
+    """What is certainly a title is not trained (docs/semantics.md)."""
 
 
 class Unsupported(StrEnum):
-    """What becomes of a parameter that a session cannot keep to."""
+    """How a parameter that a session cannot obey is handled."""
 
     REFUSE = "refuse"
     IGNORE = "ignore"
 
 
 class SystemMessages(StrEnum):
-    """What becomes of system texts that the chat template refuses or does not show."""
+    """How system texts that the chat template refuses or does not show are handled."""
 
     MERGE = "merge"
     REFUSE = "refuse"
@@ -48,15 +48,15 @@ class SessionSettings:
     reward_deadline_s: Seconds = 3600
     """How long after its finish a session may wait for a reward that is to come."""
     unsupported: Unsupported = Unsupported.REFUSE
-    """What becomes of a parameter that a session cannot keep to, where the answer would have the
-    same form without it (a forced tool_choice, a JSON schema, logit_bias): refuse: with 400 and its
-    name; ignore: what is sampled is not bound by it, and the session's view counts it."""
+    """How to handle a parameter that a session cannot obey, if the answer has the same form without
+    it (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its name; ignore:
+    sample without it, and count it in the session's view."""
     max_body_mib: Positive = 48
     """MiB of one request's body; of uploaded trajectories too."""
     titles: Titles = Titles.TRAIN
-    """Whether titles of conversations are trained, which the session's reward says nothing of:
-    `leave_out` for agents that ask for them without marking the call as auxiliary."""
+    """Whether titles of conversations are trained, which the session's reward does not judge. Use
+    `leave_out` for agents that ask for titles without marking the call as auxiliary."""
     system_messages: SystemMessages = SystemMessages.MERGE
-    """Of system and developer messages that the chat template refuses or does not show where they
-    are: merge puts all of their texts into one message at the front, in a new sample where a
-    conversation has begun already; refuse answers with status 400."""
+    """How to handle system and developer messages that the chat template refuses or does not show
+    in their place. merge: put all of their texts into one message at the front, in a new sample if
+    the conversation has already begun; refuse: answer with status 400."""

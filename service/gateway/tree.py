@@ -87,7 +87,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCounts:
-    """The turns of a session by what becomes of them; each is in one of the first two."""
+    """The turns of a session by their use; each is in one of the first two."""
 
     num_counted: int
     """Trained."""
@@ -124,7 +124,7 @@ def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = F
 
     Args: merges_system: put all system texts into one message at the front, where the chat template
     refuses the chat or does not show all of it.
-    Raises: RenderError when the template does so all the same.
+    Raises: RenderError if the template still refuses the chat or does not show all of it.
     """
     renderer = renderer.under(place.template_options)
     try:
@@ -189,15 +189,15 @@ class _Node:
     """Why it begins a sample, should it extend none."""
     is_ambiguous: bool
     reply: Reply = field(init=False)
-    """As it is looked for in later prompts."""
+    """Its form for the search in later prompts."""
     root: _Node = field(init=False)
-    """The turn that its conversation began with; itself, perhaps."""
+    """The first turn of its conversation; it may be this turn."""
     num_in_root: int = 0
-    """Of a root: the turns of all that goes on from it, itself among them."""
+    """For a root: all turns that continue from it, including itself."""
     is_continued: bool = False
     """Whether a client came back with its reply, and so has got it."""
     is_quoting: bool | None = None
-    """Of a root: whether its messages hold something that was sampled before; None: not known."""
+    """For a root: whether its messages have something that was sampled before; None: not known."""
 
     def __post_init__(self) -> None:
         self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
@@ -277,7 +277,7 @@ class SessionTree:
 
     @property
     def num_counted(self) -> int:
-        """Turns that are trained, as it stands."""
+        """Turns that are trained, as of now."""
         return len(self._counted())
 
     def turn(self, number: int) -> SessionTurn:
@@ -332,7 +332,7 @@ class SessionTree:
                 messages = (*(_instructed_anew(request, history) if is_new else history), *messages)
                 links = links_of(messages)
             same = self._deepest(links, tools=tools)
-            # Who names a turn's items by their ids goes on from it.
+            # A request that names a turn's items by their ids continues that turn.
             referred = {reference.turn_id for reference in request.references}
             same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
             parent = _told_apart(same, messages)
@@ -360,7 +360,7 @@ class SessionTree:
     def add(self, turn: SessionTurn) -> None:
         """Take the session's next turn, new or read back; the calls of its reply have unique ids.
 
-        Of a turn with a parent tools and template options are the parent's, whatever it says.
+        A turn with a parent has the parent's tools and template options, whatever the request has.
         """
         assert turn.number == len(self._nodes), f"turn {turn.number} after {len(self._nodes)} turns"
         parent = None if turn.parent is None else self._nodes[turn.parent]
@@ -427,7 +427,7 @@ class SessionTree:
         return self._by_request.get(request_id)
 
     def left_out(self) -> dict[int, LeftOutReason]:
-        """The turns that are not trained, by number and in order, as it stands."""
+        """The turns that are not trained, as of now, by number and in order."""
         topics = self._topics() if self._leaves_titles_out else {}
         found: dict[int, LeftOutReason] = {}
         for node in self._nodes:
@@ -458,7 +458,7 @@ class SessionTree:
         return next(n.turn for n in reversed(counted) if n.root is judged.root)
 
     def follows(self, place: Place) -> int | None:
-        """The newest turn that a request goes on from, or whose reply its messages hold."""
+        """The newest turn that a request continues, or whose reply its messages have."""
         if place.parent is not None:
             return place.parent
         found = self._quoted(place.new_messages, before=len(self._nodes))
@@ -640,7 +640,7 @@ class SessionTree:
         return found
 
     def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
-        """Whether it asks for no more than a name for another conversation, which went on."""
+        """Whether it only asks for the name of another conversation, which continued."""
         if not self._is_lonely(node):
             return False
         roots = (
@@ -695,7 +695,7 @@ class SessionTree:
         return root.is_quoting
 
     def _quoted(self, messages: Sequence[Message], *, before: int) -> _Node | None:
-        """The newest of the first `before` turns of whose reply something stands in messages."""
+        """The newest of the first `before` turns whose reply, or part of it, is in messages."""
         prompt = PromptText(messages)
         found = (node for node in reversed(self._nodes[:before]) if prompt.quotes(node.reply))
         return next(found, None)

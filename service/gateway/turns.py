@@ -65,7 +65,7 @@ class SessionTurn:
     """Of the chat template, as the conversation's client gave them; empty where there is a parent,
     whose options they are."""
     stop_string: str = ""
-    """Before which the text of the reply was cut; empty: it is as it was sampled."""
+    """The stop string before which the reply's text was cut; empty: it was not cut."""
     ignored: tuple[str, ...] = ()
     """Parameters that its client sent, and that were ignored."""
 

@@ -68,7 +68,7 @@ class Fault(StrEnum):
     INVALID_MASK = "invalid-mask"
     INVALID_TURNS = "invalid-turns"
     DUPLICATE_TURN = "duplicate-turn"
-    """The same sampling stands in two samples."""
+    """The same sampled turn is in two samples."""
     NOTHING_TRAINED = "nothing-trained"
     CONTEXT_LENGTH_EXCEEDED = "context-length-exceeded"
     INVALID_LOGPROB = "invalid-logprob"
@@ -420,7 +420,7 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
-    """Whether a turn of equal ids is one sampling, of which a token would be trained twice."""
+    """Whether turns with equal ids are one sampling, so that a token would be trained twice."""
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())

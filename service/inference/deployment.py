@@ -467,7 +467,7 @@ class InferenceReplica:
         await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
 
     async def _checked(self, publication: Publication) -> EngineScores | None:
-        """The engine's scores of the publication's text; None where they do not come in time.
+        """Return the engine's scores of the publication's text; None if they do not come in time.
 
         A text that fills the context may take longer than a load may go without progress.
         """

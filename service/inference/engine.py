@@ -163,7 +163,7 @@ class PolicyEngine:
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
         """Score a text and continue it; None: `weights.board.check_tokens`.
 
-        Returns: None where there was no answer in time. Raises: PolicyUnavailable.
+        Returns: None if there was no answer in time. Raises: PolicyUnavailable.
         """
         text = text or CheckText(token_ids=check_tokens(self._vocabulary_size))
         prompt = text.token_ids.tolist()

@@ -1,8 +1,8 @@
 """Which models the installed vLLM serves, found out without importing it, which takes seconds.
 
 Its source names the architectures of its registry and the sizes of heads that its attention has a
-kernel for on CPU. Where vLLM is not installed, or written otherwise, nothing is refused here, and
-an engine's start tells. Called by `service.config`.
+kernel for on CPU. If vLLM is not installed, or its source has another form, nothing is refused
+here, and the engine's start reports the failure. Called by `service.config`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.inference.settings import InferenceSettings
 _REGISTRY = Path("model_executor", "models", "registry.py")
 _CPU_ATTENTION = Path("v1", "attention", "backends", "cpu_attn.py")
 _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"})
-# Where no property of a configuration says so: vLLM asserts it when it samples.
+# Listed by name because no property of a configuration shows it: vLLM asserts it when it samples.
 _NOT_ON_CPU = {
     "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
 }
@@ -28,7 +28,7 @@ _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
 def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
-    """The architectures of text that vLLM's registry names; none where it cannot be read.
+    """Return the text architectures that vLLM's registry names; none if it cannot be read.
 
     Args: tables: of the registry.
     """
@@ -43,7 +43,7 @@ def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str
 
 
 def cpu_head_sizes() -> frozenset[int]:
-    """The sizes that vLLM's attention takes on CPU; none where they cannot be read."""
+    """Return the head sizes that vLLM's attention takes on CPU; none if they cannot be read."""
     return frozenset(
         item.value
         for node in ast.walk(_parsed(_CPU_ATTENTION))
@@ -56,7 +56,7 @@ def cpu_head_sizes() -> frozenset[int]:
 
 
 def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iterator[str]:
-    """Why the engines cannot serve a model: each a sentence; none where they can.
+    """Return why the engines cannot serve a model, one sentence for each reason; none if they can.
 
     Args: config: transformers' configuration of a causal model of text. dtype: of the weights.
     """
@@ -111,7 +111,7 @@ def _runs_in_transformers(config: Any, named: set[str]) -> bool:
 
 
 def head_size(config: Any) -> int | None:
-    """Dimensions of an attention head; None where the configuration does not say."""
+    """Return the dimensions of an attention head; None if the configuration does not state them."""
     if isinstance(size := getattr(config, "head_dim", None), int):
         return size
     width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))

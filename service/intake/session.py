@@ -110,14 +110,14 @@ class SessionEnd:
 class Cut:
     """A request that was refused for a limit, or for a context that is full.
 
-    It ends the session where nothing of the conversation came after it.
+    It decides how the session ended if nothing of the conversation came after it.
     """
 
     outcome: Outcome
     num_turns: int | None = None
     """Turns that were stored or under way then: later ones came after it. None: not known."""
     follows: int | None = None
-    """The newest turn that it went on from, or whose reply stood in it; None: none."""
+    """The newest turn that it continued, or whose reply was in it; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
 
 
 def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
-    """The checkpoint to go back to, by its directory's name or the number of its step.
+    """Return the checkpoint to go back to, by its directory name or the number of its step.
 
     Raises: ConfigError for one that the run cannot go back to.
     """
@@ -182,9 +182,9 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
 
 
 def move_finished(run_dir: RunDir) -> None:
-    """Move the stored run to this Rayloom's format, as a term would that it does not begin.
+    """Move the stored run to this Rayloom's format, as a term would, without beginning one.
 
-    Raises: ConfigError for a run in an older format that somebody holds; StoreError.
+    Raises: ConfigError if another process holds a run in an older format; StoreError.
     """
     with run_dir.looked_into(may_be_older=True) as looked:
         if not looked.is_older():

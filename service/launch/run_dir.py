@@ -66,7 +66,7 @@ class RunDir:
 
     @property
     def secret_file(self) -> Path:
-        """From which sessions' keys are derived where the API asks for no key."""
+        """The secret from which sessions' keys are derived if the API requires no key."""
         return self.path / "session.key"
 
     @property
@@ -246,9 +246,9 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
 
 
 def session_secret(run_dir: RunDir) -> str:
-    """The run's own secret, made at the first call and readable for its owner alone.
+    """Return the run's own secret, made at the first call and readable only for its owner.
 
-    Raises: ConfigError where it can be neither read nor written.
+    Raises: ConfigError if it can be neither read nor written.
     """
     with _refusing(run_dir):
         file = run_dir.secret_file

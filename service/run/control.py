@@ -240,7 +240,7 @@ class Control:
         return self._begin("checkpoint", work, detail="after the step in hand")
 
     async def go_back(self, checkpoint_id: str) -> Operation:
-        """End the term, and have the next go on from this checkpoint. checkpoint_id: or its step.
+        """End the term; the next one continues from this checkpoint. checkpoint_id: or its step.
 
         Raises: ControlRefused, StoreError.
         """
@@ -248,7 +248,7 @@ class Control:
         views = [
             each for each in await self.checkpoints() if checkpoint_id in (each.id, str(each.step))
         ]
-        # Of the checkpoints of one step all but one are undone.
+        # If one step has several checkpoints, all but one are undone.
         found = next((each for each in views if not each.why_not), views[0] if views else None)
         if found is None:
             raise ControlRefused(

@@ -267,9 +267,9 @@ class Publisher:
     """Brings weights from the trainer to the engines, and compares how both score a text.
 
     The first publication of a term has the whole check (`check_start`): the trainer scores the text
-    alone and packed, and the engines' continuations. Each one after it has the far end of the text,
-    every `check_every`-th all of it, as long as that takes no more than COST_SHARE of the time;
-    beyond, its beginning.
+    alone and packed, and the engines' continuations. Each later one has the far end of the text,
+    and every `check_every`-th one has all of it, if that takes no more than COST_SHARE of the time;
+    otherwise it has the beginning of the text.
     """
 
     def __init__(
@@ -300,19 +300,19 @@ class Publisher:
         self._text = text
         self._is_start = text is not None
         self._is_text_sent = False
-        """Whether the board has it; it may have an earlier term's."""
+        """Whether the board has this text; before that, it may have an earlier term's."""
         self._later_text: CheckText | None = None
         """The start's with a continuation; None before `check_start`, and without a text."""
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._last_long_s = 0.0
-        """Of the checks after publications; of the last long one of them."""
+        """Time of all checks after publications; time of the last long check."""
         self._num_published = 0
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """Until a step's check has taken it along."""
+        """Kept until a step's check has included it."""
 
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
@@ -341,7 +341,7 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """What the publication in hand can afford."""
+        """Choose the text that the current publication can afford."""
         self._num_published += 1
         allowed_s = COST_SHARE * (self._clock() - self._began_at)
         if self._spent_s + self._last_long_s > allowed_s:

@@ -390,7 +390,7 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """check: after the step's publication; None: no engine has answered.
+        """check: the one after the step's publication; None: no engine has answered.
 
         Returns: a notice; empty where trainer and engines agree.
         """

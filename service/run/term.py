@@ -321,7 +321,7 @@ class Term:
         opening = asyncio.create_task(self._opening_prompts())
         try:
             await asyncio.gather(self._start_trainer(), self.queue.open())
-            # It has taken place by now, but for environments that are slow or have no node yet.
+            # They have come by now, except from environments that are slow or have no node yet.
             await asyncio.wait({opening}, timeout=PROMPTS_GRACE_S)
         finally:
             opening.cancel()
@@ -351,7 +351,7 @@ class Term:
             quiet_limit_s=config.inference.start_deadline_s,
             measure=self._recorder.publishing,
             text=self._check_text(prompts),
-            # An engine samples one token behind a prompt.
+            # An engine samples one token after a prompt.
             most_tokens=config.model.max_context_tokens - 1,
             check_every=config.trainer.logprob_check_every,
             dtype=bounds_dtype(config.model.dtype, config.trainer.dtype),
@@ -387,7 +387,7 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raises: RunFailed where trainer and engines are not the same function."""
+        """Raises: RunFailed if trainer and engines are not the same function."""
         if check is None:
             self._recorder.notice(
                 "trainer and engines were not compared: no engine has scored the text in time; "

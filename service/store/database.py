@@ -207,9 +207,9 @@ class Database:
         return self.read(check)
 
     def copy_to(self, target: Path) -> None:
-        """Copy SQLite's file as of its newest commit; what lies at `target` is replaced.
+        """Copy SQLite's file as of its newest commit; replace what is at `target`.
 
-        Also while a transaction is under way, of which the copy then has nothing.
+        A transaction may be under way; the copy has nothing of it.
         Raises: StoreError.
         """
         assert self._file is not None, "PostgreSQL has its own means"

@@ -205,7 +205,7 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 
 
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Of these steps' own records that survive, the mean return, scaled where that is known.
+    """Return the mean returns in these steps' surviving records, scaled if the scale is known.
 
     Returns: by step, whether it is the scheduled evaluation's, and the mean: the training's where
         there was none. What was evaluated compares as more than what was not.
@@ -228,7 +228,7 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Whether a person who says `name`, a directory's name or a number of a step, may mean it."""
+    """Whether `name`, a directory name or the number of a step, may refer to it."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 

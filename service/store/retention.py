@@ -5,7 +5,7 @@ Called after each committed checkpoint, in one fenced transaction. Sums are kept
 
 - Superseded rows leave at once.
 - Queue snapshots are kept of the newest `run.keep_checkpoints` and the best `run.keep_best`
-  checkpoints: a run can go back to these alone.
+  checkpoints: a run can go back only to these.
 - Step records: the first 5, the newest 256 or as many as the journal and the newest kept
   checkpoints reach back, those of the best, and of the older ones the first of each 2^k steps, with
   the smallest k that leaves at most 257. Evaluations likewise.
@@ -40,7 +40,7 @@ class Retention:
     max_policy_age: int
     """Versions."""
     keep_checkpoints: int
-    """How many of the kept checkpoints are so as the newest."""
+    """How many of the kept checkpoints are kept because they are the newest."""
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
@@ -91,7 +91,7 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Of each 2^k steps up to last_step keep the first row, and the first five steps.
+    """Keep the first five steps, and the first row of each 2^k steps up to last_step.
 
     spared: steps that stay as well.
     """

@@ -103,8 +103,8 @@ class LeaseOwner:
 class ReadOnlyStore:
     """A run's database for those who look at it.
 
-    What is in an older format is read from a copy that is moved forward, which shows the database
-    as it was when it was opened; of PostgreSQL it is refused.
+    An older format is read from a copy that is moved forward, which shows the database as it was
+    when it was opened; in PostgreSQL an older format is refused.
     Raises: StoreError for what cannot be read, or is of another format.
     """
 
@@ -260,7 +260,7 @@ class ReadOnlyStore:
         return True
 
     def _check_format(self, connection: Connection) -> None:
-        """Raises: StoreError for one that cannot be read, nor moved forward."""
+        """Raises: StoreError for a format that can be neither read nor moved forward."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
         written = f"the run in {place} was written in format {number}, this Rayloom reads format "
@@ -414,7 +414,7 @@ class RunStore(ReadOnlyStore):
         """Returns: the format that it was in. Raises: StoreError."""
         number = self._read_format(connection)
         if number < self._format:
-            # The transaction, in which nothing is written yet, keeps every other writer out.
+            # The transaction has written nothing yet, and keeps every other writer out.
             if self._file is not None:
                 self._database.copy_to(self._copy_of(self._file, number))
             self._move_forward(connection)

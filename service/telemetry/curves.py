@@ -106,7 +106,7 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
     """Return the finite curves by names that every tracker takes, one name for each.
 
-    Letters, marks and digits of any script stay. Names that would be one get a digest of theirs.
+    Letters, marks and digits of any script are kept. Names that would collide get a digest each.
     """
     finite = {name: value for name, value in curves.items() if math.isfinite(value)}
     names = {name: _clean_name(name) for name in finite}

@@ -150,7 +150,7 @@ def step_record(
 ) -> StepRecord:
     """Complete the merge actor's report with the trainer's statistics and the publish.
 
-    version: that the weights were published as. check: None where no engine has answered.
+    version: the version that the weights were published as. check: None if no engine has answered.
     """
     checked = {} if check is None else check.statistics
     known = {**report.statistics, **stats.statistics, **checked}

@@ -55,8 +55,8 @@ class MismatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
-    """The largest number of any step's log-probability check; a term's first step tells of its
-    start too. None where no engine has answered."""
+    """The largest number of any step's log-probability check; a term's first step includes the
+    start's check. None if no engine has answered."""
 
     tokens: float | None
     """Length of the longest text that trainer and engines have scored."""
@@ -64,7 +64,7 @@ class LogprobChecks:
     """Nats; max: of a single token."""
     max: float | None
     ratio: float | None
-    """In parts of what rounding may cause."""
+    """The difference divided by what rounding may cause."""
     seconds: float | None
     """Of the check after one publication."""
 

@@ -14,7 +14,7 @@ DIALECTS = (OPENAI_CHAT, ANTHROPIC_MESSAGES, OPENAI_RESPONSES)
 
 
 def dialect_at(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Whose words a client knows that asks for a path of an agent's.
+    """Return the dialect of a client that requests a path of an agent's.
 
     headers: their names may have any case.
     """

@@ -184,7 +184,7 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 
 def _shown_error(result: str) -> str:
-    """The result of a call that failed. A model's template has no field that says so."""
+    """Mark the result of a failed call. A chat template has no field for the failure."""
     first_line = result.lstrip().partition("\n")[0]
     return result if _ERROR.search(first_line) else f"Error: {result}"
 

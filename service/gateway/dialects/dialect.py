@@ -34,9 +34,9 @@ class Reads(Protocol):
     def __call__(
         self, body: object, headers: Mapping[str, str], *, ignores: bool = False
     ) -> tuple[ChatRequest, AnswerStyle]:
-        """body: as parsed. headers: their names may have any case. ignores: parameters that a
-        session cannot keep to are noted in the request, where that leaves the answer its form, in
-        place of being refused. Raises: Refused alone."""
+        """body: as parsed. headers: their names may have any case. ignores: note in the request,
+        instead of refusing, parameters that a session cannot obey, if the answer has the same form
+        without them. Raises: only Refused."""
         ...
 
 
@@ -61,7 +61,7 @@ class Dialect:
     error_event: Callable[[Refused], bytes]
     """The end of a stream of which only heartbeats were sent."""
     count_path: str = ""
-    """Of its POST route that counts the tokens of a request's prompt; empty: it has none."""
+    """Path of its POST route that counts the tokens of a request's prompt; empty: it has none."""
     counted: Callable[[int], dict[str, Any]] | None = None
     """The answer of that route, as JSON."""
 

@@ -170,7 +170,7 @@ def _continued(value: object) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Reader:
-    """The messages that items make: those of the assistant that follow each other are one."""
+    """Makes messages from items: consecutive items of the assistant are one message."""
 
     messages: list[Message] = field(default_factory=list)
     references: list[Reference] = field(default_factory=list)
@@ -204,7 +204,7 @@ class _Reader:
                 self._say(*_message(item, where), where=where)
 
     def close(self) -> None:
-        """End the assistant's message. There is none where its only item was reasoning that cannot
+        """End the assistant's message. There is none if its only item was reasoning that cannot
         be read."""
         reasoning = joined(self.thoughts)
         if self.has_spoken or reasoning is not None or self.has_references:
@@ -245,7 +245,7 @@ class _Reader:
 
 
 def _messages(value: object) -> tuple[list[Message], list[Reference]]:
-    """The messages, and what of them is named by an id alone."""
+    """Return the messages, and their parts that are named only by an id."""
     if isinstance(value, str):
         return [make_message(Role.USER, value, where="input")], []
     reader = _Reader()
@@ -257,7 +257,7 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
     return reader.messages, reader.references
 
 
-# In the place of one that is named by its id.
+# A placeholder for an item that is named by its id.
 _UNKNOWN_CALL = ToolCall(name="item_reference", arguments={})
 
 

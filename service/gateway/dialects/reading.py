@@ -23,7 +23,7 @@ MAX_STOPS = 64
 # Of one request.
 MAX_IGNORED = 32
 MAX_OPTION_CHARACTERS = 16_384
-# What is given to a chat template beside its options, or decides how it is rendered.
+# What the run gives to a chat template apart from options, or what decides how it is rendered.
 NO_OPTIONS = frozenset(
     {
         "conversation", "conversations", "messages", "tools", "documents", "chat_template",
@@ -74,9 +74,9 @@ def kind(value: object) -> str:
 def read_body(
     body: object, parameters: Parameters, ignored: list[str] | None = None
 ) -> dict[str, Any]:
-    """The body's parameters that are given and read; the others have no effect, or are refused.
+    """Return the body's parameters that are given and read; others have no effect or are refused.
 
-    ignored: takes the names of those that are ignored in place of being refused; None: nothing is.
+    ignored: collects the names of parameters that are ignored instead of refused; None: refuse.
     """
     if not isinstance(body, dict):
         raise Refused(
@@ -116,7 +116,7 @@ def read_fields(
 
 
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
-    """Note what is ignored; raises: Refused with `ignored` None, and for too many of a request."""
+    """Note what is ignored. Raises: Refused if `ignored` is None, or for too many in a request."""
     if ignored is None:
         raise unsupported(where, why)
     if len(ignored) >= MAX_IGNORED:
@@ -125,7 +125,7 @@ def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
 
 
 def read_stop(value: object, where: str) -> tuple[str, ...]:
-    """One text or a list of texts, before the first of which an answer's text ends."""
+    """Read one text or a list of texts; an answer's text ends before the first that occurs."""
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list):
         raise invalid(where, f"got {kind(value)}, expected text or a list of texts")
@@ -136,7 +136,7 @@ def read_stop(value: object, where: str) -> tuple[str, ...]:
 
 
 def read_template_options(value: object, where: str) -> dict[str, Any]:
-    """Options of the chat template; what the run itself gives to a template is none of them."""
+    """Read options of the chat template; what the run itself gives to a template is refused."""
     if value is None:
         return {}
     options = read_object(value, where)
@@ -292,7 +292,7 @@ def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ..
 def check_tool_choice(
     value: object, where: str, *, auto: str, none: str, ignored: list[str] | None = None
 ) -> bool:
-    """Whether the policy may call. auto, none: how the dialect names the two choices there are.
+    """Whether the policy may call tools. auto, none: the dialect's names of the two choices.
 
     ignored: as of `read_body`.
     """
