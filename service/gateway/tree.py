@@ -194,6 +194,8 @@ class _Node:
     """The first turn of its conversation; it may be this turn."""
     num_in_root: int = 0
     """For a root: all turns that continue from it, including itself."""
+    num_of_task: int = 0
+    """For a root: how many of these are not marked as auxiliary."""
     is_continued: bool = False
     """Whether a client came back with its reply, and so has got it."""
     is_quoting: bool | None = None
@@ -203,6 +205,7 @@ class _Node:
         self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
         self.root = self if self.parent is None else self.parent.root
         self.root.num_in_root += 1
+        self.root.num_of_task += not self.turn.is_auxiliary
 
     @property
     def num_calls(self) -> int:
@@ -685,8 +688,12 @@ class SessionTree:
         )
 
     def _goes_on(self, node: _Node) -> bool:
-        """Whether its conversation has another turn, or holds what was sampled before it."""
-        return node.root.num_in_root > 1 or self._quotes(node.root)
+        """Whether its conversation has another turn, or holds what was sampled before it.
+
+        An auxiliary turn that goes on from it is no part of the task.
+        """
+        is_continuing = node.parent is not None or node.root.num_of_task > 1
+        return is_continuing or self._quotes(node.root)
 
     def _quotes(self, root: _Node) -> bool:
         if root.is_quoting is None:

@@ -361,6 +361,17 @@ async def test_with_titles_left_out_nothing_else_is(tmp_path: Path, title: dict[
         assert (await player.view())["left_out_turns"] == []
 
 
+async def test_an_auxiliary_call_over_a_reply_does_not_make_its_turn_the_judged_one(
+    tmp_path: Path,
+) -> None:
+    async with agent(tmp_path) as player:
+        await player.ask(ask(TASK, said="Which one?"))
+        await player.ask(ask(TASK, back(0), user("A title?"), said="Title", headers=AUXILIARY))
+        await player.ask(ask(RULES, user("Another and longer question."), said="Sent."))
+        rewards = [[turn.reward for turn in each.turns] for each in (await ended(player)).samples]
+    assert rewards == [[0.0], [1.0]]
+
+
 async def test_a_named_turn_is_the_judged_one(tmp_path: Path) -> None:
     async with agent(tmp_path) as player:
         await player.ask(ask(RULES, TASK, said="Which one?"))
