@@ -401,7 +401,7 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
     seen: dict[bytes, list[tuple[int, TurnSpan]]] = {}
     for number, each in enumerate(columns):
         hashed, at = sha256(), 0
-        for turn in each.turns:
+        for turn in sorted((*each.turns, *_joined(each.turns)), key=lambda turn: turn.end):
             hashed.update(each.token_ids[at : turn.end].tobytes())
             at = turn.end
             known = seen.setdefault(hashed.digest() + turn.start.to_bytes(8, "big"), [])
@@ -417,6 +417,16 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
                         "log-probability 0, as the rest of the prompt",
                     )
             known.append((number, turn))
+
+
+def _joined(turns: Sequence[TurnSpan]) -> list[TurnSpan]:
+    """Turns without a token between them as one: another sample may have them so."""
+    found: list[TurnSpan] = []
+    for index, turn in enumerate(turns):
+        if index and turns[index - 1].end == turn.start:
+            begun = found.pop() if found and found[-1].end == turn.start else turns[index - 1]
+            found.append(msgspec.structs.replace(begun, end=turn.end))
+    return found
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:

@@ -145,6 +145,12 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
             read({**item(), "samples": [whole, second]}, packed=False)
         assert refused.value.fault is Fault.DUPLICATE_TURN
         assert refused.value.place == ("samples", 1) and "mask 0" in refused.value.message
+    joined = {**whole, "mask": [0, 0, 1, 1, 1, 1], "logprobs": [0, 0, -0.1, -2.3, -0.5, -0.7]}
+    in_two = {**joined, "mask": None, "turns": [{"start": 2, "end": 4}, {"start": 4, "end": 6}]}
+    for pair in ([joined, in_two], [in_two, joined]):
+        with pytest.raises(Violation) as refused:
+            read({**item(), "samples": pair}, packed=False)
+        assert refused.value.fault is Fault.DUPLICATE_TURN
     for second, num_trained in ((context, 1), (again, 3)):
         found = trajectory_of(read({**item(), "samples": [whole, second]}, packed=False))
         assert [each.num_trained for each in found.samples] == [3, num_trained]
