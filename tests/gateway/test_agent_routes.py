@@ -227,7 +227,7 @@ async def test_references_to_items_of_this_session_are_what_was_said(tmp_path: P
 
 
 async def test_references_to_calls_and_whole_items_make_the_same_request(tmp_path: Path) -> None:
-    async with asking(tmp_path, f"{CALL}", "a", "b") as (gateway, client):
+    async with asking(tmp_path, f"{CALL}", "a", "b", "c") as (gateway, client):
         path = f"{ROOT}/v1/responses"
         body: dict[str, Any] = {
             "model": "m",
@@ -239,11 +239,12 @@ async def test_references_to_calls_and_whole_items_make_the_same_request(tmp_pat
         assert items[-1]["type"] == "function_call"
         output = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "x"}
         references = [{"type": "item_reference", "id": item["id"]} for item in items]
-        for said in (references, items):
+        untyped = [{"id": item["id"]} for item in items]
+        for said in (references, untyped, items):
             answer = await client.post(path, json={**body, "input": [USER, *said, output]})
             assert answer.status_code == 200, answer.text
         prompts = [request.prompt_token_ids for request in gateway.policy.requests]
-        assert np.array_equal(prompts[1], prompts[2])
+        assert all(np.array_equal(prompts[1], prompt) for prompt in prompts[2:])
 
 
 @pytest.mark.parametrize(

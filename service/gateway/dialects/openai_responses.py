@@ -189,7 +189,7 @@ class _Reader:
         return bool(self.references) and self.references[-1].message == len(self.messages)
 
     def take(self, item: Mapping[str, Any], where: str) -> None:
-        kind_of_item = check_type({"type": "message", **item}, where, known=_ITEMS)
+        kind_of_item = check_type({**item, "type": _kind_of(item)}, where, known=_ITEMS)
         match kind_of_item:
             case "item_reference":
                 self._refer(_reference(item, where))
@@ -255,6 +255,14 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
     if not reader.messages:
         raise invalid("input", "got nothing, expected a text or at least one message")
     return reader.messages, reader.references
+
+
+def _kind_of(item: Mapping[str, Any]) -> object:
+    """Return an item's type; without one it is a reference if it has only an id, else a message."""
+    kind_of_item = item.get("type")
+    if kind_of_item is not None:
+        return kind_of_item
+    return "item_reference" if item.keys() <= {"id", "type"} and "id" in item else "message"
 
 
 # A placeholder for an item that is named by its id.
