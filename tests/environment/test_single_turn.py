@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from actors.environment.builtin.single_turn import chat_message
 from actors.environment.protocol import Action, RewardError, Role
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.reward_functions import BadRewardFunction, load_functions
@@ -294,3 +295,10 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
     (tmp_path / "types.py").write_text("def score(completion):\n    return 1.0\n")
     with pytest.raises(BadRewardFunction, match=r"types\.py is not what Python imports"):
         load_functions("types.py:score")
+
+
+def test_a_call_in_an_earlier_form_is_refused_and_does_not_vanish() -> None:
+    call = {"name": "lookup", "arguments": "{}"}
+    with pytest.raises(ValueError, match="tool_calls"):
+        chat_message({"role": "assistant", "content": "", "function_call": call})
+    assert chat_message({"role": "user", "content": "hi", "function_call": None}).content == "hi"

@@ -137,6 +137,11 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     The role `developer` becomes `system`; parts of text are joined.
     Raises: ValueError for a call that cannot be read.
     """
+    if row.get("function_call"):
+        raise ValueError(
+            "prompt: a message has function_call, OpenAI's earlier form of a call, which is not "
+            "read; write it as tool_calls"
+        )
     role = Role.SYSTEM if row["role"] == "developer" else Role(row["role"])
     content = row.get("content") or ""
     if not isinstance(content, str):
