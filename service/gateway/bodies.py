@@ -277,9 +277,15 @@ class FinishBody(StrictBody):
             raise ValueError("reward_pending with a reward; expected one of them")
         return self
 
+    @property
+    def _stated_reward(self) -> float | None:
+        """The reward, which is 0 if only turns have some: null has to be written."""
+        is_left_out = "reward" not in self.model_fields_set and not self.reward_pending
+        return 0.0 if is_left_out and self.turn_rewards else self.reward
+
     def finish(self) -> Finish:
         return Finish(
-            reward=self.reward,
+            reward=self._stated_reward,
             is_reward_pending=self.reward_pending,
             components=self.components,
             turn_rewards=self.turn_rewards,

@@ -658,7 +658,10 @@ class SessionTree:
         if not self._is_lonely(node) or self._quotes(node):
             return False
         asked = "\n".join(user_texts(node.turn.new_messages))
-        before = (each for each in self._nodes[: node.turn.number] if each.parent is None)
+        before = [each for each in self._nodes[: node.turn.number] if each.parent is None]
+        # A conversation that begins again with the same messages is a new try of the task.
+        if any(root.turn.new_messages == node.turn.new_messages for root in before):
+            return False
         return any(
             text in asked for root in before for text in user_texts(root.turn.new_messages)[:1]
         )

@@ -438,6 +438,11 @@ async def ended(player: Agent) -> Trajectory:
             id="a reply that is cut off",
         ),
         pytest.param(
+            [ask(RULES, TASK, said="It was sent.")],
+            Outcome.COMPLETED,
+            id="the task once more",
+        ),
+        pytest.param(
             [ask(system("Name it."), user("Name: Where is order 7?"), said="An order")],
             Outcome.TRUNCATED_CONTEXT,
             id="a title after it",
@@ -483,6 +488,26 @@ async def test_every_sampled_turn_counts_against_the_limit(tmp_path: Path) -> No
         body = ask(RULES, TASK, back(0), user("The red one."), status=400)
         assert (await player.ask(body))["error"]["code"] == "rollout_stopped"
         assert (await ended(player)).outcome is Outcome.MAX_TURNS
+
+
+@pytest.mark.parametrize(
+    ("body", "episode_return"),
+    [({}, 0.75), ({"reward": 1.0}, 1.75), ({"reward": None}, None)],
+    ids=["left out", "given", "null"],
+)
+async def test_turns_may_be_all_that_is_rewarded(
+    tmp_path: Path, body: dict[str, Any], episode_return: float | None
+) -> None:
+    async with agent(tmp_path) as player:
+        await player.ask(ask(RULES, TASK, said="Which one?"))
+        body = {**body, "turn_rewards": {"0": 0.75}}
+        assert (await player.give("finish", body)).status_code == 200
+        trajectory = await player.gateway.trajectory()
+    if episode_return is None:
+        assert trajectory.outcome is Outcome.REWARD_ERROR
+        return
+    assert trajectory.outcome is Outcome.COMPLETED
+    assert trajectory.episode_return == episode_return
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
