@@ -247,7 +247,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model: str) -> None:
     [
         (TEMPLATES["plain"], "auto", None),
         (TEMPLATES["plain"].replace("tool_call>", "call>"), "hermes", None),
-        (TEMPLATES["plain"].replace("tool_call>", "call>"), "auto", "none that is known; name one"),
+        (TEMPLATES["plain"].replace("tool_call>", "call>"), "auto", "is not known; name one"),
         (TEMPLATES["knows no tools"], "hermes", "shows no tools and no calls: calculator"),
     ],
 )
