@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import ray
 
+from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, resolve
-from actors.environment.rendering import RenderError, load_renderer
+from actors.environment.rendering import load_renderer
 from actors.environment.settings import EnvironmentActorSettings
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded

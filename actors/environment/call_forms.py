@@ -76,8 +76,8 @@ _THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
 
 def call_form(renderer: ChatRenderer) -> CallForm | None:
     """Return the form of a model's calls; None if it is not known."""
-    rendered = renderer.rendered_call
-    text = f"{renderer.template_text}\n{rendered}"
+    rendered = renderer.template.rendered_call
+    text = f"{renderer.template.source}\n{rendered}"
     for form in CALL_FORMS:
         if all(sign in text for sign in form.signs):
             # Other families write no JSON between the same marks.
@@ -95,5 +95,5 @@ def form_of(parser: str | None) -> CallForm | None:
 
 def reasoning_parser(renderer: ChatRenderer) -> str | None:
     """Return vLLM's name of the parser of a model's thoughts; None if its template has none."""
-    text = renderer.template_text
+    text = renderer.template.source
     return next((name for sign, name in _THINKING if sign in text), None)

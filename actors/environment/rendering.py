@@ -5,8 +5,7 @@ messages. A delta is rendered behind two different dummy chats and used only if 
 ids, the chats before it stay as they were, and it shows what every new message says; otherwise the
 whole chat is rendered, and the reason is counted. A whole chat that does not show what a message
 says, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
-or in calls with the same names and ids. Called by the turn loop. The model's tokenizer, and the
-tokens that end a turn, are read here too.
+or in calls with the same names and ids. Called by the turn loop and the gateway.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from hashlib import sha256
 from itertools import takewhile
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import jinja2
-import jinja2.meta
 import numpy as np
 
+from actors.environment.chat_template import ChatTemplate, RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
@@ -38,6 +34,12 @@ from actors.environment.shown_text import (
     said,
     tool_mark,
     with_mark,
+)
+from actors.environment.tokenizer import (
+    ChatTokenizer,
+    load_tokenizer,
+    stop_ids_of,
+    tokenizer_fingerprint,
 )
 from actors.types import BranchReason, TokenIds
 
@@ -53,56 +55,6 @@ _Messages = tuple[Message, ...]
 _Tools = tuple[ToolSchema, ...]
 
 
-class ChatTokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    @property
-    def chat_template(self) -> Any: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int | None: ...
-
-
-def load_tokenizer(path: str) -> ChatTokenizer:
-    """Load a model's tokenizer.
-
-    Args: path: a directory or hub name. Raises: OSError, ValueError.
-    """
-    import transformers  # a second of imports, which rendering does without
-
-    # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
-    config = Path(path) / "tokenizer_config.json"
-    is_plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-    )
-    loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-    tokenizer: ChatTokenizer = loader.from_pretrained(path)
-    return tokenizer
-
-
-def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
-    """Tell tokenizers apart: equal for equal vocabularies, added tokens included, and templates.
-
-    Who samples elsewhere computes it alike, from a Hugging Face tokenizer.
-    Returns: "sha256:" and the digest, hexadecimal, of the JSON text that stands here.
-    """
-    content = {"chat_template": tokenizer.chat_template, "vocab": tokenizer.get_vocab()}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return f"sha256:{sha256(text.encode()).hexdigest()}"
-
-
 def load_renderer(
     model: str, *, template_options: Mapping[str, Any], history: History
 ) -> ChatRenderer:
@@ -114,43 +66,9 @@ def load_renderer(
     return ChatRenderer(
         tokenizer,
         template_options=template_options,
-        stop_token_ids=_stop_token_ids(model, tokenizer),
+        stop_token_ids=stop_ids_of(model, tokenizer),
         history=history,
     )
-
-
-def stop_token_ids(model: str) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model directory or hub name, ascending.
-
-    Raises: ValueError for a model that names none: no answer of it would ever end.
-    """
-    ids = _stop_token_ids(model, load_tokenizer(model))
-    if not ids:
-        raise ValueError(
-            f"model {model}: neither its tokenizer nor its generation settings name an "
-            "end-of-sequence token; set eos_token in tokenizer_config.json"
-        )
-    return ids
-
-
-def _stop_token_ids(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
-    found = {tokenizer.eos_token_id}
-    added = _added_by_settings(model)
-    found.update(added if isinstance(added, list) else [added])
-    return tuple(sorted(token for token in found if token is not None))
-
-
-def _added_by_settings(model: str) -> list[int] | int | None:
-    if Path(model).is_dir():
-        # As transformers reads it, without the two seconds of importing torch and its models.
-        file = Path(model) / "generation_config.json"
-        return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:
-        return None
 
 
 class BreakReason(StrEnum):
@@ -171,15 +89,6 @@ class BreakReason(StrEnum):
         """Why a prompt that was rendered anew begins a sample, should it extend none."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
-
-
-class RenderError(Exception):
-    """The chat template cannot render this chat, or does not show a part of it."""
-
-    def __init__(self, message: str, *, param: str = "messages") -> None:
-        """param: what is at fault, messages or tools."""
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,41 +180,8 @@ _DUMMIES = (
 )
 
 
-# Ids have nine letters, as Mistral's templates want them.
+# It has nine letters, as Mistral's templates want them.
 _EXTRA_CALL = "dummy0000"
-_ARGUMENT = "qzprobezq"
-_CONTENT = "qzbesidezq"
-_PROBE = (
-    Message(role=Role.USER, content="probe"),
-    Message(
-        role=Role.ASSISTANT,
-        content="",
-        tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": _ARGUMENT}),),
-    ),
-)
-_SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CallForm:
-    """How a template wants a message that calls; most want the defaults."""
-
-    arguments_as_text: bool = False
-    """Whether arguments are JSON text; otherwise they are a mapping."""
-    null_content: bool = False
-    """Whether a message without text has no content; otherwise it has an empty one."""
-    splits: bool = False
-    """Whether a message with text and calls is rendered as two, of which the second calls."""
-
-
-_USUAL_CALL_FORM = _CallForm()
-# The first form with which a call is shown is the template's.
-_CALL_FORMS = (
-    _USUAL_CALL_FORM,
-    _CallForm(arguments_as_text=True),
-    _CallForm(null_content=True),
-    _CallForm(arguments_as_text=True, null_content=True),
-)
 
 
 class ChatRenderer:
@@ -327,6 +203,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._history = history
         self._template_options = dict(template_options or {})
+        self.template = ChatTemplate(tokenizer, options=self._template_options)
         self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids))
         self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
@@ -379,7 +256,7 @@ class ChatRenderer:
         Raises: RenderError for one that shows neither.
         """
         marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
-        if marks is None or self.shows_calls:
+        if marks is None or self.template.shows_calls:
             return
         hidden = [tool.name for number, tool in enumerate(tools) if tool_mark(number) not in marks]
         if hidden:
@@ -388,18 +265,6 @@ class ChatRenderer:
                 "no prompt; leave the tools out, or train a model whose template shows them",
                 param="tools",
             )
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        """Render a chat without checking what the rendering shows. Raises: RenderError."""
-        return self._text(
-            tuple(messages), tuple(tools), add_generation_prompt=add_generation_prompt
-        )
 
     def extend(
         self,
@@ -452,7 +317,7 @@ class ChatRenderer:
         return self._cached_text(tuple(sampled.tolist()))
 
     def _render_prompt(self, messages: _Messages, tools: _Tools) -> TokenIds:
-        text = self._text(messages, tools, add_generation_prompt=True)
+        text = self.template.text(messages, tools, add_generation_prompt=True)
         self._check_shown(messages, tools, text)
         return _frozen(self._encode(text))
 
@@ -482,7 +347,7 @@ class ChatRenderer:
         after: the text that precedes the marks.
         """
         try:
-            text = self._text(messages, tools, add_generation_prompt=True)
+            text = self.template.text(messages, tools, add_generation_prompt=True)
         except RenderError:
             return None
         return marks_in(text.rpartition(after)[2] if after else text)
@@ -502,8 +367,10 @@ class ChatRenderer:
             chat = dummy.chat(ending, called_before=called)
             mark = dummy.mark(ending)
             try:
-                closed = self._text(chat, tools, add_generation_prompt=False)
-                whole = self._text((*chat, *new_messages), tools, add_generation_prompt=True)
+                closed = self.template.text(chat, tools, add_generation_prompt=False)
+                whole = self.template.text(
+                    (*chat, *new_messages), tools, add_generation_prompt=True
+                )
             except RenderError:
                 return BreakReason.TEMPLATE_REFUSED
             delta = self._delta_behind(mark, whole=whole, closed=closed, is_call=bool(ending.calls))
@@ -591,96 +458,6 @@ class ChatRenderer:
             return _num_shared(tail_ids, closing_ids)
         return int(bool(tail_ids) and tail_ids[0] in self._end_ids)
 
-    def _text(self, messages: _Messages, tools: _Tools, *, add_generation_prompt: bool) -> str:
-        calls = any(message.call_texts for message in messages)
-        return self._apply(
-            _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
-            tools=[tool.for_template() for tool in tools] or None,
-            add_generation_prompt=add_generation_prompt,
-        )
-
-    @cached_property
-    def template_text(self) -> str:
-        """Of the chat template; some models have several by name, one of them for tools."""
-        template = getattr(self._tokenizer, "chat_template", None) or ""
-        return template if isinstance(template, str) else "\n".join(template.values())
-
-    @cached_property
-    def rendered_call(self) -> str:
-        """The rendering of a chat that ends in a call; empty if the template refuses it."""
-        return self._try_form(self._call_form)
-
-    @cached_property
-    def shows_calls(self) -> bool:
-        """Whether the template shows what an assistant calls."""
-        return _ARGUMENT in self.rendered_call
-
-    @property
-    def needs_null_content(self) -> bool:
-        """Whether the template shows a call only if the content is None."""
-        return self._call_form.null_content
-
-    @property
-    def takes_arguments_as_text(self) -> bool:
-        """Whether the template wants a call's arguments as JSON text."""
-        return self._call_form.arguments_as_text
-
-    @property
-    def splits_calls(self) -> bool:
-        """Whether a message with text and calls is rendered as two, so that all of it is shown."""
-        return self._call_form.splits
-
-    def _try_form(self, form: _CallForm, probe: _Messages = _PROBE) -> str:
-        """Return the rendering of a call in this form; empty if the template refuses it."""
-        try:
-            return self._apply(_conversation(probe, form))
-        except RenderError:
-            return ""
-
-    @cached_property
-    def _call_form(self) -> _CallForm:
-        """Find the form of a message that calls, by how the template renders one."""
-        rendered = {form: self._try_form(form) for form in _CALL_FORMS}
-        # A template that takes a mapping for text shows it in Python's own spelling.
-        taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
-        shown = [form for form in taken if _ARGUMENT in rendered[form]]
-        form = next(iter(shown or taken), _USUAL_CALL_FORM)
-        split = replace(form, splits=True)
-        return split if shown and self._needs_split(form, split) else form
-
-    def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Whether a message with text and calls is shown in full only as two messages."""
-        together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
-        marks = (_CONTENT, _ARGUMENT)
-        return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
-
-    def _apply(self, conversation: list[dict[str, Any]], **options: Any) -> str:
-        if self._wants_parts:
-            conversation = [_in_parts(message) for message in conversation]
-        return self._applied(conversation, **options)
-
-    @cached_property
-    def _wants_parts(self) -> bool:
-        """Whether the template shows a content only if it is a list of parts (some that also
-        take images)."""
-        probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
-        for message, wants in ((probe, False), (_in_parts(probe), True)):
-            try:
-                if _CONTENT in self._applied([message]):
-                    return wants
-            except RenderError:
-                continue
-        return False
-
-    def _applied(self, conversation: list[dict[str, Any]], **options: Any) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, **options, **self._template_options
-            )
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise RenderError(f"chat template: {error}") from error
-        return text
-
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -689,31 +466,6 @@ class ChatRenderer:
         while end and token_ids[end - 1] in self._end_ids:
             end -= 1
         return self._tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
-
-
-def template_variables(template: object) -> frozenset[str] | None:
-    """The variables that a chat template is given from outside; None where they cannot be found.
-
-    Args: template: Jinja's text. None for several templates by name, or none.
-    Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
-    """
-    if not isinstance(template, str):
-        return None
-    language = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(jinja2.meta.find_undeclared_variables(language.parse(template)))
-    except jinja2.TemplateError:
-        # Tags that only the tokenizer's own library knows.
-        return None
-
-
-def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the chat with all of its system texts in one message, the first."""
-    texts = [each.content for each in messages if each.role is Role.SYSTEM]
-    if not texts or (len(texts) == 1 and messages[0].role is Role.SYSTEM):
-        return tuple(messages)
-    front = Message(role=Role.SYSTEM, content="\n\n".join(texts))
-    return (front, *(each for each in messages if each.role is not Role.SYSTEM))
 
 
 def _unshown(
@@ -763,55 +515,6 @@ def _only_loses(before: str, after: str) -> bool:
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)
-
-
-def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """The form that chat templates expect: OpenAI's, but for the arguments of calls."""
-    found = []
-    for message in messages:
-        if form.splits and message.call_texts and message.content:
-            found.append(_for_template(replace(message, tool_calls=()), form))
-            message = replace(message, content="", reasoning=None)
-        found.append(_for_template(message, form))
-    return found
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    return (
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, str)
-        else message
-    )
-
-
-def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """A field that a message lacks is left out: templates check whether it is present."""
-    is_null = form.null_content and message.call_texts and not message.content
-    rendered: dict[str, Any] = {
-        "role": message.role.value,
-        "content": None if is_null else message.content,
-    }
-    if message.name is not None:
-        rendered["name"] = message.name
-    if message.tool_call_id is not None:
-        rendered["tool_call_id"] = message.tool_call_id
-    if message.reasoning is not None:
-        # Templates know it under either name.
-        rendered["reasoning_content"] = rendered["reasoning"] = message.reasoning
-    if message.call_texts:
-        rendered["tool_calls"] = [
-            {
-                **({"id": call_id} if call_id else {}),
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": arguments if form.arguments_as_text else json.loads(arguments),
-                },
-            }
-            for call_id, name, arguments in message.call_texts
-        ]
-    return rendered
 
 
 def _may_know_ids(template: object) -> bool:

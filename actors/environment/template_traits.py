@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.environment.call_forms import USUAL, call_form, reasoning_parser
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.rendering import ChatRenderer
 from actors.environment.tool_calls import parse_tool_calls
 
 # Nothing but the text itself contains one of these.
@@ -97,7 +98,7 @@ def _answered(said: str = "") -> tuple[Message, ...]:
 
 def _shown(renderer: ChatRenderer, messages: Sequence[Message], *texts: str) -> str:
     try:
-        text = renderer.render(messages)
+        text = renderer.template.text(messages)
     except RenderError as error:
         return f"refused ({error})"
     return "shown" if all(each in text for each in texts) else "not shown"
@@ -112,7 +113,7 @@ def _placed(renderer: ChatRenderer, messages: Sequence[Message], text: str, *, b
     found = _shown(renderer, messages, text)
     if found != "shown":
         return f"{found}{merged}"
-    rendered = renderer.render(messages)
+    rendered = renderer.template.text(messages)
     is_behind = rendered.find(text) > rendered.find(behind) >= 0
     return "shown" if is_behind else "moved to the front: a new sample begins"
 
@@ -121,7 +122,7 @@ def _tools(renderer: ChatRenderer) -> str:
     shown = []
     for messages in ((_user(_QUESTION),), (_system(_SYSTEM), _user(_QUESTION))):
         try:
-            text = renderer.render(messages, (_TOOL,), add_generation_prompt=True)
+            text = renderer.template.text(messages, (_TOOL,), add_generation_prompt=True)
         except RenderError as error:
             return f"refused ({error})"
         shown.append(_TOOL.name in text)
@@ -129,36 +130,36 @@ def _tools(renderer: ChatRenderer) -> str:
         return "shown"
     if any(shown):
         return f"shown only {'with' if shown[1] else 'without'} a system message"
-    if renderer.shows_calls:
+    if renderer.template.shows_calls:
         return "not shown, though calls are; say in the system text which there are"
     return "not shown: sessions refuse them"
 
 
 def _calls(renderer: ChatRenderer) -> str:
-    form = "JSON text" if renderer.takes_arguments_as_text else "a mapping"
+    form = "JSON text" if renderer.template.takes_arguments_as_text else "a mapping"
     found = _shown(renderer, (_user(_QUESTION), _reply("", _CALL)), _CALL.name, _ARGUMENT)
     return f"shown, with arguments as {form}" if found == "shown" else found
 
 
 def _content(renderer: ChatRenderer) -> str:
-    if not renderer.shows_calls:
+    if not renderer.template.shows_calls:
         return "calls are not shown"
-    return "none" if renderer.needs_null_content else "empty"
+    return "none" if renderer.template.needs_null_content else "empty"
 
 
 def _beside(renderer: ChatRenderer) -> str:
     messages = (_user(_QUESTION), _reply(_TEXT, _CALL))
     found = _shown(renderer, messages, _TEXT, _ARGUMENT)
-    return f"{found}, as two messages" if renderer.splits_calls else found
+    return f"{found}, as two messages" if renderer.template.splits_calls else found
 
 
 def _read_back(renderer: ChatRenderer) -> str:
     form = call_form(renderer)
-    if form is None or not renderer.shows_calls:
+    if form is None or not renderer.template.shows_calls:
         return "no"
     if form is not USUAL:
         return f"not tried here; vLLM's {form.parser} reads them in the engine"
-    text = renderer.render((_user(_QUESTION), _reply("", _CALL)))
+    text = renderer.template.text((_user(_QUESTION), _reply("", _CALL)))
     calls = parse_tool_calls(text.rpartition(_QUESTION)[2], (_TOOL,))
     return (
         "yes" if [getattr(each, "arguments", None) for each in calls] == [_CALL.arguments] else "no"

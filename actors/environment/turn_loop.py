@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -29,7 +30,7 @@ from actors.environment.protocol import (
     reward_problem,
     rollout_id,
 )
-from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import check_calls

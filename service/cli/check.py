@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from actors.environment.rendering import ChatRenderer, load_tokenizer
+from actors.environment.rendering import ChatRenderer
 from actors.environment.template_traits import describe_traits, template_traits
+from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from service.config.tree import Config
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from actors.environment.protocol import Observation
-from actors.environment.rendering import stop_token_ids
+from actors.environment.tokenizer import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture, check_model_files, read_object

@@ -20,16 +20,12 @@ from threading import Thread
 from typing import Any
 
 from actors.environment.call_forms import call_form
+from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role, ToolSchema
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
-from actors.environment.rendering import (
-    ChatRenderer,
-    RenderError,
-    load_tokenizer,
-    template_variables,
-)
+from actors.environment.rendering import ChatRenderer
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.environment.tasks import (
     BadTaskFile,
@@ -40,6 +36,7 @@ from actors.environment.tasks import (
     by_hash,
     read_tasks,
 )
+from actors.environment.tokenizer import load_tokenizer
 from actors.environment.user_code import describe, location, root_cause
 from actors.types import Task
 from service.config.file import ConfigError

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from actors.environment.rendering import ChatRenderer, RenderError, system_merged
+from actors.environment.chat_template import RenderError, system_merged
+from actors.environment.rendering import ChatRenderer
 from actors.policy import GenerateReply, GenerateRequest
 from actors.types import FinishReason, Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits

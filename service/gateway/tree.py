@@ -16,13 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from actors.environment.chat_template import RenderError, system_merged
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.environment.rendering import (
-    BreakReason,
-    ChatRenderer,
-    RenderError,
-    system_merged,
-)
+from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
 from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
 from service.gateway.canonical import (

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from actors.environment.protocol import RewardError
-from actors.environment.rendering import ChatRenderer, load_tokenizer
+from actors.environment.rendering import ChatRenderer
 from actors.environment.reward_functions import BadRewardFunction, RewardFunction, load_functions
 from actors.environment.tasks import TaskSource, derived_seed
+from actors.environment.tokenizer import load_tokenizer
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.journal.record import JournalStep
 from actors.types import Trajectory

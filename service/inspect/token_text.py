@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.rendering import ChatRenderer
 from actors.types import TokenIds
 from service.inspect.chat_marks import NO_MARKS, ChatMarks, chat_marks
 
@@ -103,7 +104,7 @@ def token_text(model: str | None, *, template_options: dict[str, Any], why_not: 
     """
     if model is None:
         return BareIds(note=why_not)
-    from actors.environment.rendering import load_tokenizer  # a second of imports
+    from actors.environment.tokenizer import load_tokenizer  # a second of imports
 
     try:
         tokenizer: Any = load_tokenizer(model)

@@ -15,7 +15,7 @@ import ray
 from prometheus_client import Metric
 
 from actors.deadline import poll
-from actors.environment.rendering import stop_token_ids
+from actors.environment.tokenizer import stop_token_ids
 from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.tree import Config
 from service.inference.settings import EngineSettings

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from worlds.trait_templates import TEMPLATES
 
-from actors.environment.rendering import load_tokenizer
+from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model
 from service.config import preflight, tasks
 from service.config.file import ConfigError, parse_config

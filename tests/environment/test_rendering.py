@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from worlds.chatml import chatml_tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.types import TokenIds
 
 PLAIN = (

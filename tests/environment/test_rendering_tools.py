@@ -14,8 +14,9 @@ from worlds.tool_families import FAMILIES, Family
 from worlds.trait_templates import TEMPLATES, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall
-from actors.environment.rendering import BreakReason, ChatRenderer, Extension, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer, Extension
 from actors.environment.settings import History
 from actors.types import TokenIds
 

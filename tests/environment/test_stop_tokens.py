@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from transformers import GenerationConfig
 
-from actors.environment.rendering import load_renderer, stop_token_ids
+from actors.environment.rendering import load_renderer
 from actors.environment.settings import History
+from actors.environment.tokenizer import stop_token_ids
 from actors.trainer.tiny.tokenizer import build_tokenizer
 
 # The tiny tokenizer's own.

@@ -11,8 +11,8 @@ from worlds.chatml import TEMPLATE, chatml_tokenizer
 from worlds.environment_fakes import GuessFour
 
 from actors.environment.actor import EnvironmentActor
+from actors.environment.chat_template import template_variables
 from actors.environment.evaluation import plays_of
-from actors.environment.rendering import template_variables
 from actors.environment.settings import EnvironmentActorSettings, PlayedEnvironment
 from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer

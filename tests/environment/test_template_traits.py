@@ -111,5 +111,5 @@ def test_the_parser_of_calls_is_found_by_what_is_rendered(call: str, parser: str
     )
     chat = ChatRenderer(copied)
     form = call_form(chat)
-    assert chat.shows_calls
+    assert chat.template.shows_calls
     assert (form and form.parser) == parser

@@ -15,8 +15,9 @@ from worlds.gateway_world import Gateway, Policy
 from worlds.trait_templates import TEMPLATES, renderer, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall
-from actors.environment.rendering import BreakReason, ChatRenderer, RenderError
+from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.shown_text import holds
 from actors.types import FinishReason, VersionSpan
 from service.gateway.chat import ChatRequest, RefusalCode, Refused

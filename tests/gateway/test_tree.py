@@ -16,8 +16,9 @@ from worlds.same import assert_same_samples
 from worlds.session_player import SessionPlayer, call, result, says, system, user
 
 from actors.environment.builtin.calculator import CALCULATOR
+from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, ToolCall, ToolSchema
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import History
 from actors.types import BranchReason, FinishReason, LeftOutReason
 from service.gateway.chat import ChatRequest, RefusalCode, Refused

@@ -22,7 +22,7 @@ from worlds.trainer_world import (
     random_samples,
 )
 
-from actors.environment.rendering import stop_token_ids
+from actors.environment.tokenizer import stop_token_ids
 from actors.trainer.checkpoint import (
     FORMAT,
     MANIFEST,

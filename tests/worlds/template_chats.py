@@ -19,7 +19,8 @@ import httpx
 import jinja2
 import numpy as np
 
-from actors.environment.rendering import ChatRenderer, RenderError
+from actors.environment.chat_template import RenderError
+from actors.environment.rendering import ChatRenderer
 from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import FinishReason, TokenIds, VersionSpan
 from service.gateway.bodies import NewSession

@@ -1,0 +1,244 @@
+"""A model's chat template: how it takes calls and contents, and what it makes of a chat.
+
+Templates differ in the form of a message that calls tools: arguments as a mapping or as JSON text,
+no content or an empty one, text and calls in one message or in two. The form is found by rendering
+small chats. Called by `rendering`, `call_forms` and `template_traits`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.tokenizer import ChatTokenizer
+
+_ARGUMENT = "qzprobezq"
+_CONTENT = "qzbesidezq"
+# The id has nine letters, as Mistral's templates want it.
+_PROBE = (
+    Message(role=Role.USER, content="probe"),
+    Message(
+        role=Role.ASSISTANT,
+        content="",
+        tool_calls=(ToolCall(id="probe0000", name="probe", arguments={"probe": _ARGUMENT}),),
+    ),
+)
+_SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallForm:
+    """How a template wants a message that calls; most want the defaults."""
+
+    arguments_as_text: bool = False
+    """Whether arguments are JSON text; otherwise they are a mapping."""
+    null_content: bool = False
+    """Whether a message without text has no content; otherwise it has an empty one."""
+    splits: bool = False
+    """Whether a message with text and calls is rendered as two, of which the second calls."""
+
+
+_USUAL_CALL_FORM = _CallForm()
+# The first form with which a call is shown is the template's.
+_CALL_FORMS = (
+    _USUAL_CALL_FORM,
+    _CallForm(arguments_as_text=True),
+    _CallForm(null_content=True),
+    _CallForm(arguments_as_text=True, null_content=True),
+)
+
+
+class RenderError(Exception):
+    """The chat template cannot render this chat, or does not show a part of it."""
+
+    def __init__(self, message: str, *, param: str = "messages") -> None:
+        """param: what is at fault, messages or tools."""
+        super().__init__(message)
+        self.param = param
+
+
+class ChatTemplate:
+    """The chat template of one model, under one set of options."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, options: Mapping[str, Any]) -> None:
+        """options: passed to the template, such as {"enable_thinking": False}."""
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the rendering of a chat, whatever it shows. Raises: RenderError."""
+        calls = any(message.call_texts for message in messages)
+        return self._apply(
+            _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
+            tools=[tool.for_template() for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    @cached_property
+    def source(self) -> str:
+        """The Jinja text; if a model has several templates by name, all of them."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @cached_property
+    def rendered_call(self) -> str:
+        """The rendering of a chat that ends in a call; empty if the template refuses it."""
+        return self._try_form(self._call_form)
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template shows what an assistant calls."""
+        return _ARGUMENT in self.rendered_call
+
+    @property
+    def needs_null_content(self) -> bool:
+        """Whether the template shows a call only if the content is None."""
+        return self._call_form.null_content
+
+    @property
+    def takes_arguments_as_text(self) -> bool:
+        """Whether the template wants a call's arguments as JSON text."""
+        return self._call_form.arguments_as_text
+
+    @property
+    def splits_calls(self) -> bool:
+        """Whether a message with text and calls is rendered as two, so that all of it is shown."""
+        return self._call_form.splits
+
+    def _try_form(self, form: _CallForm, probe: Sequence[Message] = _PROBE) -> str:
+        """Return the rendering of a call in this form; empty if the template refuses it."""
+        try:
+            return self._apply(_conversation(probe, form))
+        except RenderError:
+            return ""
+
+    @cached_property
+    def _call_form(self) -> _CallForm:
+        """Find the form of a message that calls, by how the template renders one."""
+        rendered = {form: self._try_form(form) for form in _CALL_FORMS}
+        # A template that takes a mapping for text shows it in Python's own spelling.
+        taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
+        shown = [form for form in taken if _ARGUMENT in rendered[form]]
+        form = next(iter(shown or taken), _USUAL_CALL_FORM)
+        split = replace(form, splits=True)
+        return split if shown and self._needs_split(form, split) else form
+
+    def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
+        """Whether a message with text and calls is shown in full only as two messages."""
+        together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
+        marks = (_CONTENT, _ARGUMENT)
+        return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
+
+    def _apply(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        if self._wants_parts:
+            conversation = [_in_parts(message) for message in conversation]
+        return self._applied(conversation, **options)
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows a content only if it is a list of parts (some that also
+        take images)."""
+        probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
+        for message, wants in ((probe, False), (_in_parts(probe), True)):
+            try:
+                if _CONTENT in self._applied([message]):
+                    return wants
+            except RenderError:
+                continue
+        return False
+
+    def _applied(self, conversation: list[dict[str, Any]], **options: Any) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, **options, **self._options
+            )
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            raise RenderError(f"chat template: {error}") from error
+        return text
+
+
+def template_variables(template: object) -> frozenset[str] | None:
+    """The variables that a chat template is given from outside; None where they cannot be found.
+
+    Args: template: Jinja's text. None for several templates by name, or none.
+    Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
+    """
+    if not isinstance(template, str):
+        return None
+    language = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(language.parse(template)))
+    except jinja2.TemplateError:
+        # Tags that only the tokenizer's own library knows.
+        return None
+
+
+def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the chat with all of its system texts in one message, the first."""
+    texts = [each.content for each in messages if each.role is Role.SYSTEM]
+    if not texts or (len(texts) == 1 and messages[0].role is Role.SYSTEM):
+        return tuple(messages)
+    front = Message(role=Role.SYSTEM, content="\n\n".join(texts))
+    return (front, *(each for each in messages if each.role is not Role.SYSTEM))
+
+
+def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
+    """The form that chat templates expect: OpenAI's, but for the arguments of calls."""
+    found = []
+    for message in messages:
+        if form.splits and message.call_texts and message.content:
+            found.append(_for_template(replace(message, tool_calls=()), form))
+            message = replace(message, content="", reasoning=None)
+        found.append(_for_template(message, form))
+    return found
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
+
+
+def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
+    """A field that a message lacks is left out: templates check whether it is present."""
+    is_null = form.null_content and message.call_texts and not message.content
+    rendered: dict[str, Any] = {
+        "role": message.role.value,
+        "content": None if is_null else message.content,
+    }
+    if message.name is not None:
+        rendered["name"] = message.name
+    if message.tool_call_id is not None:
+        rendered["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        # Templates know it under either name.
+        rendered["reasoning_content"] = rendered["reasoning"] = message.reasoning
+    if message.call_texts:
+        rendered["tool_calls"] = [
+            {
+                **({"id": call_id} if call_id else {}),
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "arguments": arguments if form.arguments_as_text else json.loads(arguments),
+                },
+            }
+            for call_id, name, arguments in message.call_texts
+        ]
+    return rendered
