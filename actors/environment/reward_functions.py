@@ -119,12 +119,23 @@ class RewardFunction:
             for name, value in arguments.items()
             if self.named is None or name in self.named
         }
-        as_values = _as_list if self.takes_lists else _as_is
         if inspect.iscoroutinefunction(self.function):
-            return as_values(await self.function(**wanted))
+            return self._values(await self.function(**wanted))
         # It may take long, and other episodes share the event loop.
-        found = await in_thread(lambda: as_values(self.function(**wanted)))
-        return as_values(await found) if inspect.isawaitable(found) else found
+        found = await in_thread(lambda: self._values(self.function(**wanted)))
+        return self._values(await found) if inspect.isawaitable(found) else found
+
+    def _values(self, found: Any) -> Any:
+        """Return what was given for a list of answers as a list: TRL iterates over it.
+
+        An array, a tensor and a series have `tolist`; a generator runs here.
+        """
+        if not self.takes_lists:
+            return found
+        if hasattr(found, "tolist"):
+            found = found.tolist()
+        is_iterable = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+        return list(found) if is_iterable else found
 
     def _read(self, found: object) -> Score:
         """Return what a function gave as a score.
@@ -217,77 +228,59 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
         raise BadRewardFunction(
             f"reward: {text} is a {type(found).__name__}, expected a function; name one"
         )
-    parameters = inspect.signature(found).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    named = {
-        name: each.default is each.empty
-        for name, each in parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
+    function = _as_called(name, found, weight=weight)
+    named = _arguments(found)
     answers = named.keys() & {"completion", "completions"}
-    takes_lists = bool(named.keys() & {"completions", "environments"})
-    reads_other = takes_all or named.keys() & {*EXTRAS, "environments", "columns"}
+    reads_other = function.named is None or named.keys() & {*EXTRAS, "environments", "columns"}
     if len(answers) != 1 and not (reads_other and not answers):
         raise BadRewardFunction(
-            f"reward: {text} takes ({', '.join(parameters)}), expected an argument completion, or "
-            "completions as TRL has it"
+            f"reward: {text} takes ({', '.join(inspect.signature(found).parameters)}), expected an "
+            "argument completion, or completions as TRL has it"
         )
-    required = {name for name, is_needed in named.items() if is_needed}
-    if unknown := sorted(required & _TRAINERS):
+    if unknown := sorted(function.required & _TRAINERS):
         raise BadRewardFunction(
             f"reward: {text} needs {', '.join(unknown)}, which a trainer alone has; expected "
             "arguments that are columns; give them a default"
         )
-    prompt = "prompts" if takes_lists else "prompt"
-    required = {"environment" if name == "environments" else name for name in required}
-    return RewardFunction(
-        name=name,
-        function=found,
-        weight=weight,
-        takes_lists=takes_lists,
-        named=None if takes_all else frozenset(named),
-        required=frozenset(required - answers - {prompt, "columns"}),
-        takes_row="columns" in named,
-    )
+    return function
 
 
 def method_as_reward(name: str, method: Callable[..., Any]) -> RewardFunction:
     """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
 
-    It needs no argument, and gets those arguments of a reward function that it names.
+    It needs no argument, and gets those of a reward function that it names.
     """
-    parameters = inspect.signature(method).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    named = {
-        name: each.default is each.empty
-        for name, each in parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
-    required = {name for name, is_needed in named.items() if is_needed}
+    return _as_called(name, method, weight=1.0)
+
+
+def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
+    """Return a function with what its signature says of how it is called."""
+    named = _arguments(function)
+    parameters = inspect.signature(function).parameters.values()
+    takes_lists = bool(named.keys() & {"completions", "environments"})
+    prompt = "prompts" if takes_lists else "prompt"
+    needed = {argument for argument, is_needed in named.items() if is_needed}
+    needed -= {"completion", "completions", prompt, "columns"}
     return RewardFunction(
         name=name,
-        function=method,
-        weight=1.0,
-        takes_lists=False,
-        named=None if takes_all else frozenset(named),
-        required=frozenset(required - {"completion", "prompt", "columns"}),
+        function=function,
+        weight=weight,
+        takes_lists=takes_lists,
+        named=None
+        if any(each.kind is each.VAR_KEYWORD for each in parameters)
+        else frozenset(named),
+        required=frozenset("environment" if each == "environments" else each for each in needed),
         takes_row="columns" in named,
     )
 
 
-def _as_is(found: Any) -> Any:
-    return found
-
-
-def _as_list(found: Any) -> Any:
-    """Return as a list what a function gave for a list of answers: TRL iterates over it.
-
-    An array, a tensor and a series have `tolist`; a generator runs here.
-    """
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    is_values = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
-    return list(found) if is_values else found
+def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the arguments that can be given by name, and whether each has to be given."""
+    return {
+        name: each.default is each.empty
+        for name, each in inspect.signature(function).parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
 
 
 def _as_conversation(text: str) -> list[dict[str, str]]:
