@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MixtralConfig,
+    OPTConfig,
     Phi3Config,
     PhimoeConfig,
     PretrainedConfig,
@@ -115,7 +116,16 @@ def test_loading_a_model_does_not_move_the_random_numbers(tmp_path: Path) -> Non
 
 CHECKPOINTED: dict[str, PretrainedConfig] = {
     "a router's noise": ATTENDING["mixtral"],
-    "a layer's own dropout": SeedOssConfig(
+    # Only the layer itself may be in training mode: only what its own forward drops shows that.
+    "a layer's own dropout": OPTConfig(
+        **COMMON,
+        ffn_dim=48,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=32,
+        dropout=0.5,
+    ),
+    "dropout of a layer's parts": SeedOssConfig(
         **DECODER, head_dim=8, attention_dropout=0.5, residual_dropout=0.5
     ),
     "dropout modules": Starcoder2Config(**DECODER, residual_dropout=0.5, embedding_dropout=0.5),
