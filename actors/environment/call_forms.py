@@ -21,7 +21,7 @@ class CallForm:
     parser: str
     """vLLM's name."""
     start: str | None
-    """What a call begins with; None: nothing distinguishes a call from text."""
+    """The text that begins a call; None if nothing distinguishes a call from text."""
     signs: tuple[str, ...]
     """Texts that are all in such a model's chat template, or in its rendering of a call."""
 

@@ -9,7 +9,7 @@
 
 The schema that the policy is shown comes from the signature, the descriptions from the docstring.
 Arguments are held to the types and converted before the call. Of a class each public method is a
-tool, except `reset`, `close` and `get_reward`; a class is made anew for each episode, and its
+tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
 `reset(**columns)` is called first. That is what TRL's trainers take as `environment_factory`. A
 function without arguments whose annotation is the class that it returns makes the instances:
 `def make() -> Desk`. Called by `actors.environment.builtin.tools`.

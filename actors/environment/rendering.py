@@ -475,7 +475,7 @@ def _unshown(
     marks: frozenset[str] | None,
     in_place: Callable[[Said], bool],
 ) -> Iterator[Said]:
-    """What a rendering does not show.
+    """Yield the texts that a rendering does not show.
 
     marks: those that replace the texts and are shown; None: not known. in_place: whether the mark
     after the text itself is shown, for templates that read the text.
@@ -504,7 +504,10 @@ def _remedy(said: Said) -> str:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """What precedes a dummy's reply: its end may be rendered anew when another message follows."""
+    """Return the text before a dummy's reply, up to the question.
+
+    What follows the question may be rendered anew if another message follows the reply.
+    """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)
     return head + found if found else before

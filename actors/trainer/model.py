@@ -219,7 +219,7 @@ def load_policy(
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
     Args: model: directory or hub name. max_context_tokens: the engine's; it chooses the table of a
-        RoPE that depends on it. None: as many as the model has positions.
+        RoPE that depends on it. None: the number of the model's positions.
     Raises: NotImplementedError for an architecture that cannot be trained packed; OSError
         (transformers) when there is no such model.
     """

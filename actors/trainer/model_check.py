@@ -323,6 +323,6 @@ def _run(body: nn.Module, segments: list[Tensor], *, parents: list[int]) -> Tens
 
 
 def _alone(body: nn.Module, token_ids: Tensor) -> Tensor:
-    """As transformers runs it, with its own attention and masks."""
+    """Return the hidden states that transformers computes with its own attention and masks."""
     hidden: Tensor = body(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
     return hidden

@@ -47,7 +47,7 @@ def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) ->
 
 
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
-    """What a checkpoint holds beside parameters: a router's bias, an activation's constants.
+    """Return the buffers that a checkpoint holds: a router's bias, an activation's constants.
 
     An engine that loads a layer anew would leave them unset. They keep their type: the trainer does
     not round them either.

@@ -416,7 +416,7 @@ def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[
 def _together(
     work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Run work where it does run, and wait for its end; when it fails anywhere, all ranks raise."""
+    """Run work on the ranks that do it, and wait for its end; if one fails, all ranks raise."""
     not_written = refused = ""
     if does_run:
         try:

@@ -86,7 +86,7 @@ class Publication:
     version: int
     groups: tuple[WeightGroup, ...]
     check: CheckText | None = None
-    """What an engine scores after it has loaded the publication; None: `check_tokens`."""
+    """The text that an engine scores after it has loaded the publication; None: `check_tokens`."""
 
     @property
     def is_broadcast(self) -> bool:

@@ -62,7 +62,7 @@ BOUNDS: Mapping[Dtype, Bounds] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckText:
-    """What an engine is asked after it has loaded a version."""
+    """The text that an engine scores after it has loaded a version."""
 
     token_ids: Int32s
     """[T] int32."""
@@ -159,7 +159,7 @@ def short(text: CheckText) -> CheckText:
 
 
 def text_row(text: CheckText) -> MicroBatch:
-    """Return a row of the text alone; its targets are the tokens whose score counts."""
+    """Return a row with only the text; its targets are the tokens whose scores are compared."""
     return _row([text.token_ids], [-1], text, begin=0)
 
 
@@ -285,7 +285,7 @@ def compare(name: str, own: Float32s, engine: Float32s) -> Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobCheck:
-    """What a check has found: of a start, or after a publication."""
+    """The result of the check before the first step, or after a publication."""
 
     num_tokens: int
     """Length of the text, with its continuations: the context that was tried."""

@@ -191,7 +191,7 @@ class _Body:
     """A request's body, from its first byte until the route has read it."""
 
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
-        """room: where num_bytes are taken for it, to be given back."""
+        """room: from which num_bytes were taken for this body; they are given back at its end."""
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes
         self._whole: bytes | None = None
@@ -234,7 +234,7 @@ class _Body:
 
 
 def _session_check(scope: Scope) -> CheckSessionKey | None:
-    """None: of an application without sessions, where nothing is at their paths."""
+    """Return the application's check of a session's key; None if it has no sessions."""
     app = scope.get("app")
     return None if app is None else getattr(app.state, "check_session_key", None)
 

@@ -118,7 +118,7 @@ def _answer(path: str, headers: Headers, refused: Refused) -> Response:
 
 
 def as_problem(refused: Refused) -> Problem:
-    """What our own routes answer."""
+    """Return a refusal in the form of our own routes."""
     return Problem(
         refused.code.status,
         refused.code.value.replace("_", "-"),

@@ -128,7 +128,7 @@ def _number(text: str) -> float | int:
 
 
 def _whole_number(text: str) -> float | int:
-    """As JavaScript reads it: 1234567890123456789 comes back as 1234567890123456800."""
+    """Return a number as JavaScript reads it: 1234567890123456789 as 1234567890123456800."""
     value = int(text)
     return value if abs(value) <= _MOST_EXACT else _number(text)
 

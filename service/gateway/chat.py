@@ -37,7 +37,7 @@ class Reference:
     call: int = 0
     """For a call: its index in that message."""
     turn_id: str
-    """Of the reply that the part is of."""
+    """The id of the turn whose reply has the part."""
     part: Part
     number: int = 0
     """For a call: its index in the reply."""

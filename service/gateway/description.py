@@ -49,7 +49,7 @@ _COUNTED: dict[str, Any] = {
 
 
 def described(dialect: Dialect, *, counts: bool = False) -> dict[str, Any]:
-    """What FastAPI cannot find of a dialect's route, as its `openapi_extra`.
+    """Return the `openapi_extra` of a dialect's route: what FastAPI cannot find by itself.
 
     counts: of the route that counts a prompt's tokens.
     """

@@ -69,7 +69,7 @@ class Prompt:
 
 
 def values_of(messages: Iterable[Message]) -> Iterator[str]:
-    """What a whole reply may be equal to: each message's content, and each value in a call."""
+    """Yield what a whole reply is compared with: each content, and each value in a call."""
     for message in messages:
         yield message.content.strip()
         for _, _, arguments in message.call_texts:
@@ -77,7 +77,7 @@ def values_of(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def user_texts(messages: Iterable[Message]) -> list[str]:
-    """Of the user's messages that have one."""
+    """Return the texts of the user's messages, without empty ones."""
     found = (each.content.strip() for each in messages if each.role is Role.USER)
     return [text for text in found if text]
 

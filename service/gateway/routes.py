@@ -100,7 +100,7 @@ class SessionPort(Protocol):
         ...
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """As `ChecksKeys`."""
+        """Check a session's key, as `ChecksKeys` says."""
         ...
 
     def abandon(self, session_id: str, request_id: str) -> None:
@@ -336,7 +336,7 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
 def _add_counting(
     app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings
 ) -> None:
-    """As `_add_dialect`, of the route that counts."""
+    """Add the route that counts a prompt's tokens in a dialect."""
 
     async def bound(request: Request, name: str) -> Response:
         return await _count(dialect, port, settings, request, name)

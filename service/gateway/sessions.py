@@ -131,7 +131,7 @@ class Sessions:
         return reply
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Of the turn that would answer a request; nothing is sampled or stored.
+        """Return the prompt's length for a request; nothing is sampled or stored.
 
         Raises: Refused.
         """

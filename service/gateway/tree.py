@@ -650,7 +650,7 @@ class SessionTree:
         return not self._quotes(node) and not self._is_used(node)
 
     def _is_like_a_title(self, node: _Node) -> bool:
-        """As `_is_title`, of one whose question holds that of a conversation before it."""
+        """Whether it looks like a title of an earlier conversation: it has its question."""
         if not self._is_lonely(node) or self._quotes(node):
             return False
         asked = "\n".join(user_texts(node.turn.new_messages))
@@ -663,7 +663,7 @@ class SessionTree:
         )
 
     def _is_lonely(self, node: _Node) -> bool:
-        """Whether its conversation has this turn alone, which was offered no tools."""
+        """Whether its conversation has only this turn, and the turn was offered no tools."""
         return node.parent is None and node.num_in_root == 1 and not node.tools
 
     def _is_used(self, node: _Node) -> bool:

@@ -62,8 +62,8 @@ class SessionTurn:
     created_at: float = 0.0
     """Seconds since 1970."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template, as the conversation's client gave them; empty where there is a parent,
-    whose options they are."""
+    """Options of the chat template that the client gave; empty with a parent, whose options
+    apply."""
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty: it was not cut."""
     ignored: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Whether vLLM would run transformers' own model, as it does where it has none.
+    """Whether vLLM would run transformers' own model, as it does if it has none of its own.
 
     Not a mixture: vLLM puts its own experts behind a router that it does not know.
     """

@@ -402,7 +402,7 @@ class Publisher:
         return 0 if self._later_text is None else self._later_text.token_ids.size
 
     def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
-        """What the engines have scored of the text, and the trainer alone and packed."""
+        """Compare the engines' scores of the text with the trainer's, alone and packed."""
         scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
         if not scores:
             return None

@@ -79,8 +79,8 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """As `EnvironmentActor.opening_prompts`, of one actor; none where there is no actor, or it
-        does not answer."""
+        """Return `EnvironmentActor.opening_prompts` of one actor; none if there is no actor or no
+        answer."""
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S

@@ -614,7 +614,7 @@ class Supervisor:
         return lease
 
     async def _tell_of_parent(self, parent: Checkpoint) -> None:
-        """Of the checkpoint that this supervisor goes on from first."""
+        """Give a notice about the checkpoint from which this supervisor resumes first."""
         if parent.directory == self._returns_to:
             self._recorder.notice(f"going back to {parent.directory}, as asked (--checkpoint)")
         with suppress(CheckpointError):

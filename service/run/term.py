@@ -153,7 +153,7 @@ class Term:
         self._stop_asked = asyncio.Event()
         self._opening_tasks: asyncio.Task[TaskSource] | None = None
         self._notices: list[str] = []
-        """Of the tasks."""
+        """About the tasks."""
 
     @property
     def is_training(self) -> bool:

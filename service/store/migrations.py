@@ -36,7 +36,7 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
 
 
 def _keep_what_was_asked_of_turns(connection: Connection) -> None:
-    """A turn says where its text was cut, what of its request was ignored, and the template's
+    """Add to a turn its stop string, the parameters that were ignored, and the template's
     options."""
     for name, kind, of_old_rows in (
         ("stop_string", String, ""),
@@ -52,7 +52,7 @@ STEPS: Mapping[int, Step] = {9: _keep_what_was_asked_of_turns}
 
 
 def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
-    """What a run is in after all steps."""
+    """Return the format of a run after all steps."""
     return FIRST_FORMAT + len(steps)
 
 

@@ -66,7 +66,7 @@ class LogprobChecks:
     ratio: float | None
     """The difference divided by what rounding may cause."""
     seconds: float | None
-    """Of the check after one publication."""
+    """Seconds that the check after one publication takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ class _Reader:
 
     @property
     def has_references(self) -> bool:
-        """Of the assistant's message that is being read."""
+        """Whether the newest reference belongs to the assistant's message that is being read."""
         return bool(self.references) and self.references[-1].message == len(self.messages)
 
     def take(self, item: Mapping[str, Any], where: str) -> None:
