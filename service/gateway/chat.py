@@ -66,8 +66,8 @@ class ChatRequest:
     """The id of the turn that the messages follow, where the client names one; empty: it sends the
     whole conversation."""
     instructions: str | None = None
-    """With `continues`: the system message that the conversation now begins with, in place of the
-    one that it began with; None: as it was. Without: it stands among the messages."""
+    """Without `continues`: the first of the messages, unless empty. With it: the system message
+    that the conversation now begins with, in place of earlier instructions; None: as it was."""
     may_call: bool = True
     """Whether calls are read out of the reply; the tools are in the prompt in any case."""
     is_auxiliary: bool = False

@@ -299,6 +299,7 @@ class Sampler:
             idempotency_key=call.request.idempotency_key,
             created_at=self._now(),
             template_options={} if place.parent is not None else place.template_options,
+            is_instructed=place.is_instructed,
             stop_string=shown.stop_string,
             ignored=call.request.ignored,
         )

@@ -51,6 +51,8 @@ class Place:
     tools: tuple[ToolSchema, ...]
     """In the order in which they were first declared."""
     template_options: Mapping[str, Any]
+    is_instructed: bool
+    """Whether its first message came as the request's instructions; as the parent has it."""
     history: tuple[Message, ...]
     """Up to and with the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
@@ -208,6 +210,11 @@ class _Node:
         return self.first_call + len(self.calls)
 
     @property
+    def is_instructed(self) -> bool:
+        """Whether its conversation begins with a request's instructions."""
+        return self.root.turn.is_instructed
+
+    @property
     def is_orphan(self) -> bool:
         return self.turn.is_unseen and not self.is_continued
 
@@ -321,14 +328,14 @@ class SessionTree:
         tools, links = reading or read(request)
         messages, is_ambiguous = request.messages, False
         named = self._named(request.continues) if request.continues else None
-        is_new = named is not None and _has_new_instructions(request, named.history())
+        is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
             parent: _Node | None = named
             links = _links_behind(named, messages)
         else:
             if named is not None:
-                history = named.history()
-                messages = (*(_instructed_anew(request, history) if is_new else history), *messages)
+                history = _instructed_anew(request, named) if is_new else named.history()
+                messages = (*history, *messages)
                 links = links_of(messages)
             same = self._deepest(links, tools=tools)
             # A request that names a turn's items by their ids continues that turn.
@@ -347,6 +354,9 @@ class SessionTree:
             parent=None if parent is None else parent.turn.number,
             tools=self._tools.get(tools, request.tools),
             template_options=request.template_options,
+            is_instructed=_is_instructed(request, named)
+            if parent is None
+            else parent.is_instructed,
             history=() if parent is None else parent.history(),
             new_messages=self._own(messages, links, behind=parent),
             parent_prompt=() if parent is None else parent.prompt(),
@@ -713,16 +723,20 @@ def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:
     )
 
 
-def _has_new_instructions(request: ChatRequest, history: tuple[Message, ...]) -> bool:
-    """Whether the conversation that goes on is to begin with another system message."""
+def _has_new_instructions(request: ChatRequest, named: _Node) -> bool:
+    """Whether the conversation that goes on is to begin with other instructions."""
     if request.instructions is None:
         return False
-    began, begins = history[: _num_instructions(history)], _instructions(request)
+    history = named.history()
+    # A message of the same text says it already.
+    num_first = max(_num_instructions(named, history), bool(request.instructions))
+    began, begins = history[:num_first], _instructions(request)
     return [link.key for link in links_of(began)] != [link.key for link in links_of(begins)]
 
 
-def _instructed_anew(request: ChatRequest, history: tuple[Message, ...]) -> tuple[Message, ...]:
-    return (*_instructions(request), *history[_num_instructions(history) :])
+def _instructed_anew(request: ChatRequest, named: _Node) -> tuple[Message, ...]:
+    history = named.history()
+    return (*_instructions(request), *history[_num_instructions(named, history) :])
 
 
 def _instructions(request: ChatRequest) -> tuple[Message, ...]:
@@ -730,8 +744,16 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
     return (Message(role=Role.SYSTEM, content=text),) if text else ()
 
 
-def _num_instructions(history: tuple[Message, ...]) -> int:
-    return int(bool(history) and history[0].role is Role.SYSTEM)
+def _num_instructions(named: _Node, history: tuple[Message, ...]) -> int:
+    """How many messages at the front were instructions, which new ones replace: none or one."""
+    return int(named.is_instructed and history[0].role is Role.SYSTEM)
+
+
+def _is_instructed(request: ChatRequest, named: _Node | None) -> bool:
+    """Whether the conversation that a request begins has its instructions in front."""
+    if request.instructions is None:
+        return named is not None and named.is_instructed
+    return bool(request.instructions)
 
 
 def _are_under_others(nodes: Sequence[_Node], tools: bytes) -> bool:

@@ -64,6 +64,9 @@ class SessionTurn:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the chat template that the client gave; empty with a parent, whose options
     apply."""
+    is_instructed: bool = False
+    """Whether the first of the new messages came as the request's instructions, which later ones
+    replace; a conversation has what its first turn has."""
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty: it was not cut."""
     ignored: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Column, Connection, MetaData, String, Table, Text
+from sqlalchemy import Boolean, Column, Connection, MetaData, String, Table, Text, true
 from sqlalchemy.schema import CreateColumn
 
 FIRST_FORMAT = 9
@@ -47,8 +47,18 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
         add_column(connection, "session_turns", column)
 
 
+def _keep_which_message_was_instructions(connection: Connection) -> None:
+    """Say of a turn whether its first message came as instructions, which later ones replace. It
+    is not known of old ones: what they began with was replaced, and still is."""
+    column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
+    add_column(connection, "session_turns", column)
+
+
 # By the format that a step starts from, in order and without a gap.
-STEPS: Mapping[int, Step] = {9: _keep_what_was_asked_of_turns}
+STEPS: Mapping[int, Step] = {
+    9: _keep_what_was_asked_of_turns,
+    10: _keep_which_message_was_instructions,
+}
 
 
 def newest_format(steps: Mapping[int, Step] = STEPS) -> int:

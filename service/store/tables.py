@@ -34,6 +34,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    true,
 )
 
 from actors.environment.protocol import Message, ToolSchema
@@ -445,6 +446,7 @@ session_turns = Table(
     Column("is_auxiliary", Boolean, nullable=False),
     Column("cache_salt", String, nullable=False),
     Column("replica", String, nullable=False),
+    Column("is_instructed", Boolean, nullable=False, server_default=true()),
     Column("stop_string", String, nullable=False, server_default=""),
     Column("ignored", AsJson(tuple[str, ...]), nullable=False, server_default="[]"),
     Column("template_options", AsJson(dict[str, Any]), nullable=False, server_default="{}"),

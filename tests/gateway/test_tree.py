@@ -608,10 +608,40 @@ def test_rewards_by_turn_stand_beside_that_of_the_session() -> None:
 
 def test_a_turn_may_be_gone_on_from_under_other_instructions() -> None:
     player = SessionPlayer()
-    said = player.ask([system("rules"), HI], says("1"))
+    rules = {"instructions": "rules"}
+    said = player.ask([system("rules"), HI], says("1"), request=rules)
     for instructions in ("other rules", ""):
         request = {"continues": "s-0.0", "instructions": instructions}
         player.ask([user("on")], says("2"), request=request)
         begun = [system(instructions)] if instructions else []
         place = player.places[-1]
         assert (place.parent, place.new_messages) == (None, (*begun, HI, said, user("on")))
+        assert place.is_instructed == bool(instructions)
+    # Under the first ones again it goes on from the turn that they were said with.
+    player.ask([user("off")], says("3"), request={"continues": "s-0.1", **rules})
+    player.ask([user("off")], says("3"), request={"continues": "s-0.1"})
+    assert parents(player) == [None, None, None, 0, 1]
+    assert [node.is_instructed for node in player.rebuilt().turns] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_instructions_do_not_take_the_place_of_a_message() -> None:
+    """A conversation may begin with a developer's message; instructions stand before it."""
+    player = SessionPlayer()
+    rules, said = system("rules"), says("1")
+    player.ask([rules, HI], said)
+    player.ask([user("on")], says("2"), request={"continues": "s-0.0", "instructions": ""})
+    player.ask([user("on")], says("2"), request={"continues": "s-0.0", "instructions": "be brief"})
+    begun = (system("be brief"), rules, HI, said, user("on"))
+    assert (player.places[-1].parent, player.places[-1].new_messages) == (None, begun)
+    # The next instructions replace these, and still not the message.
+    player.ask([user("off")], says("3"), request={"continues": "s-0.2", "instructions": "be long"})
+    assert player.places[-1].new_messages[:3] == (system("be long"), rules, HI)
+    player.ask([user("off")], says("3"), request={"continues": "s-0.2"}, tools=(CALCULATOR,))
+    assert player.places[-1].new_messages[:3] == begun[:3] and player.places[-1].is_instructed
+    assert parents(player) == [None, 0, None, None, None]

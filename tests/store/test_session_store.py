@@ -107,6 +107,7 @@ _TURNS = st.builds(
     break_reason=st.none() | st.sampled_from(BreakReason),
     is_malformed=st.booleans(),
     is_auxiliary=st.booleans(),
+    is_instructed=st.booleans(),
     is_unseen=st.booleans(),
     expert_indices=st.none()
     | arrays(st.sampled_from([np.uint8, np.int16]), st.tuples(_LENGTHS, _LENGTHS, _LENGTHS)),

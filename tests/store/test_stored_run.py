@@ -70,6 +70,8 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
             assert len(turns) == 3 and not intents
             asked = [(each.stop_string, each.ignored, each.template_options) for each in turns]
             assert asked == [("", (), {})] * 3
+            # What they began with is replaced by new instructions, as it was before.
+            assert all(each.is_instructed for each in turns)
             # Without a key of the client they were derived from its name; they hold on.
             assert stored.keys.reward == digest_of(session_key("", name, REWARD))
             tree = SessionTree(name)

@@ -84,6 +84,7 @@ class SessionPlayer:
             num_inserted=prompt.num_inserted,
             break_reason=prompt.break_reason,
             is_auxiliary=asked.is_auxiliary,
+            is_instructed=place.is_instructed,
             request_digest=place.request_digest,
             idempotency_key=asked.idempotency_key,
             **fields,

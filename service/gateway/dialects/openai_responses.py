@@ -64,8 +64,8 @@ PARAMETERS: Parameters = {
         "to items of this session's answers"
     ),
     "instructions": taken(
-        "the system message; with `previous_response_id` in place of the one before, which stays "
-        "where there are none"
+        "the first system message; with `previous_response_id` in place of earlier instructions, "
+        "which stay if there are none now"
     ),
     "previous_response_id": taken("an answer of this session, which the input follows"),
     "tools": taken(
@@ -142,7 +142,7 @@ def read(
         ignored=ignored,
         max_tokens=limit,
         continues=continues,
-        instructions=instructions if continues else None,
+        instructions=instructions,
     )
     repeated = {
         "instructions": instructions,
