@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -396,37 +397,41 @@ def _check_order(columns: Sequence[_Columns]) -> None:
 
 
 def _check_duplicates(columns: Sequence[_Columns]) -> None:
-    """Raises: Violation for a turn that would be trained twice: with the same prompt, ids and
-    log-probabilities as one of another sample."""
-    seen: dict[bytes, list[tuple[int, TurnSpan]]] = {}
+    """Raises: Violation for tokens that would be trained twice: their whole turn is in another
+    sample too, after the same prompt, and both train them with the same log-probabilities."""
+    ends = sorted({turn.end for each in columns for turn in each.turns})
+    seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
     for number, each in enumerate(columns):
         hashed, at = sha256(), 0
-        for turn in sorted((*each.turns, *_joined(each.turns)), key=lambda turn: turn.end):
-            hashed.update(each.token_ids[at : turn.end].tobytes())
-            at = turn.end
-            known = seen.setdefault(hashed.digest() + turn.start.to_bytes(8, "big"), [])
-            for other, same in known:
-                if _are_one(each, columns[other], turn):
+        ending = {turn.end: turn for turn in each.turns}
+        for end in ends[: bisect_right(ends, each.token_ids.shape[0])]:
+            hashed.update(each.token_ids[at:end].tobytes())
+            at = end
+            # Before its first turn it trains nothing, and inside of one nothing has ended.
+            if end <= each.turns[0].start or _is_inside(each.turns, end):
+                continue
+            known, own = seen.setdefault(hashed.digest(), []), ending.get(end)
+            for other, theirs in known:
+                # A mask may have cut the turn in two in one of them: the longer one is the turn.
+                found = [turn for turn in (own, theirs) if turn is not None]
+                turn = min(found, key=lambda turn: turn.start, default=None)
+                if turn is not None and _are_one(each, columns[other], turn):
                     raise Violation(
                         Fault.DUPLICATE_TURN,
                         ["samples", number],
-                        f"sample {number} has the turn from {turn.start} to {turn.end} that sample "
-                        f"{other} has from {same.start} to {same.end}, with the same prompt, ids "
-                        "and log-probabilities; expected each sampled turn in one sample; in the "
-                        "later one leave it out of `turns`, and give its tokens mask 0 and "
+                        f"sample {number} trains tokens of the turn from {turn.start} to "
+                        f"{turn.end} that sample {other} trains too, with the same prompt, ids and "
+                        "log-probabilities; expected each sampled turn in one sample; in the later "
+                        "one leave it out of `turns`, and give all its tokens mask 0 and "
                         "log-probability 0, as the rest of the prompt",
                     )
-            known.append((number, turn))
+            known.append((number, own))
 
 
-def _joined(turns: Sequence[TurnSpan]) -> list[TurnSpan]:
-    """Turns without a token between them as one: another sample may have them so."""
-    found: list[TurnSpan] = []
-    for index, turn in enumerate(turns):
-        if index and turns[index - 1].end == turn.start:
-            begun = found.pop() if found and found[-1].end == turn.start else turns[index - 1]
-            found.append(msgspec.structs.replace(begun, end=turn.end))
-    return found
+def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
+    """Whether a turn begins before a position and ends after it."""
+    before = bisect_left(turns, position, key=lambda turn: turn.start)
+    return before > 0 and turns[before - 1].end > position
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:

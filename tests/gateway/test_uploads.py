@@ -151,6 +151,32 @@ def test_a_turn_that_stands_in_two_samples_is_refused_unless_one_of_them_masks_i
         with pytest.raises(Violation) as refused:
             read({**item(), "samples": pair}, packed=False)
         assert refused.value.fault is Fault.DUPLICATE_TURN
+    # A mask inside of a turn cuts it in two, and it stays the same sampling.
+    long = {
+        **whole,
+        "token_ids": [1, 2, 31, 32, 33, 34],
+        "mask": [0, 0, 1, 1, 1, 1],
+        "logprobs": [0, 0, -0.1, -2.3, -0.5, -0.7],
+    }
+    for masked in ([3], [2], [5], [2, 5], [2, 3, 4]):
+        holes = {
+            name: [0 if at in masked else value for at, value in enumerate(long[name])]
+            for name in ("mask", "logprobs")
+        }
+        for pair in ([long, {**long, **holes}], [{**long, **holes}, long]):
+            with pytest.raises(Violation) as refused:
+                read({**item(), "samples": pair}, packed=False)
+            assert refused.value.fault is Fault.DUPLICATE_TURN, masked
+    # One that was cut off after two tokens, and one that went on, began alike: two samplings.
+    short = {
+        **long,
+        "token_ids": [1, 2, 31, 32, 40, 41],
+        "mask": [0, 0, 1, 1, 0, 1],
+        "logprobs": [0, 0, -0.1, -2.3, 0, -0.7],
+    }
+    for pair in ([long, short], [short, long]):
+        found = trajectory_of(read({**item(), "samples": pair}, packed=False))
+        assert sum(each.num_trained for each in found.samples) == 7
     for second, num_trained in ((context, 1), (again, 3)):
         found = trajectory_of(read({**item(), "samples": [whole, second]}, packed=False))
         assert [each.num_trained for each in found.samples] == [3, num_trained]
