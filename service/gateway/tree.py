@@ -650,14 +650,23 @@ class SessionTree:
 
     def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
         """Whether it only asks for the name of another conversation, which continued."""
-        if not self._is_lonely(node):
+        if not self._is_lonely(node) or self._quotes(node) or self._is_used(node):
             return False
         roots = (
             each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ())
         )
-        if not any(root is not node and self._goes_on(root) for root in roots):
-            return False
-        return not self._quotes(node) and not self._is_used(node)
+        return any(
+            root is not node and self._goes_on(root) and not self._begins_anew(node, root)
+            for root in roots
+        )
+
+    @staticmethod
+    def _begins_anew(node: _Node, root: _Node) -> bool:
+        """Whether a conversation is a turn's own once more: it begins with the same messages, or
+        has the turn's reply as the assistant's, rewritten."""
+        own, others = node.turn.new_messages, root.turn.new_messages
+        replies = [message for message in others if message.role is Role.ASSISTANT]
+        return others[: len(own)] == own or PromptText(replies).quotes(node.reply)
 
     def _is_like_a_title(self, node: _Node) -> bool:
         """Whether it looks like a title of an earlier conversation: it has its question."""

@@ -361,6 +361,34 @@ async def test_with_titles_left_out_nothing_else_is(tmp_path: Path, title: dict[
         assert (await player.view())["left_out_turns"] == []
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [
+        pytest.param((TASK, ("assistant", "<code>look()</code>")), id="a longer reply"),
+        pytest.param((TASK, ("assistant", "look")), id="a shorter reply"),
+        pytest.param((RULES, TASK, ("assistant", "So: <code>look()")), id="a clock"),
+    ],
+)
+async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
+    tmp_path: Path, begun: tuple[tuple[str, Any], ...]
+) -> None:
+    """smolagents ends the code that its stop string had cut, and sends it back so."""
+    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+        await player.ask(ask(TASK, said="<code>look()"))
+        again = (*begun, user("seen"))
+        await player.ask(ask(*again, said="It is sent."))
+        await player.ask(ask(*again, back(1), user("Sure?"), said="Yes."))
+        assert (await player.view())["left_out_turns"] == []
+
+
+async def test_with_titles_left_out_another_sample_of_a_prompt_is_none(tmp_path: Path) -> None:
+    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+        for said in ("Sent.", "Lost."):
+            await player.ask(ask(RULES, TASK, said=said))
+        await player.ask(ask(RULES, TASK, back(1), user("Sure?"), said="Yes."))
+        assert (await player.view())["left_out_turns"] == []
+
+
 async def test_an_auxiliary_call_over_a_reply_does_not_make_its_turn_the_judged_one(
     tmp_path: Path,
 ) -> None:
