@@ -1,63 +1,167 @@
-"""Agents' command lines from npm, unchanged, over forced answers: `make proof PART=clients`."""
+"""Agents from npm and PyPI, unchanged, over forced answers: `make proof PART=clients`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from worlds.node_programs import CODEX, OPENCODE, CommandLine, programs, work
-from worlds.session_server import TITLE, ForcedPolicy, serving
+from worlds.node_programs import (
+    CLAUDE_CODE,
+    CODEX,
+    FRAMEWORKS,
+    OPENCODE,
+    QWEN_CODE,
+    CommandLine,
+    line_of,
+    work,
+)
+from worlds.published_templates import published, tokenizer_of
+from worlds.session_server import TITLE, ForcedPolicy, Served, serving
 
-from actors.types import Outcome
+from actors.environment.protocol import ToolCall
+from actors.types import Outcome, Trajectory
+from service.gateway.settings import Unsupported
 
 pytestmark = [pytest.mark.proof, pytest.mark.clients, pytest.mark.timeout(1800)]
 
 TASK = "Write hello to note.txt"
+DONE = "It is done."
+WRITE = ToolCall(name="write", arguments={"text": "hello"})
+TYPED = '{"said": "It is done."}'
+# What the policy says to have a program over a framework write the note; how many samples that is.
+SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
+    "ai_sdk.mjs": ([WRITE, DONE], 1),
+    "langgraph_react.py": ([WRITE, DONE], 1),
+    "openai_agents.mjs": ([WRITE, DONE], 1),
+    "openai_agents_typed.py": ([WRITE, TYPED], 1),
+    "pydantic_ai_chat.py": ([WRITE, TYPED], 1),
+    "pydantic_ai_tools.py": (
+        [WRITE, ToolCall(name="final_result", arguments={"said": DONE})],
+        1,
+    ),
+    # smolagents writes what it ran into the reply that it sends back.
+    "smolagents_code.py": (
+        ["<code>\nprint(write('hello'))\n</code>", f"<code>\nfinal_answer({DONE!r})\n</code>"],
+        2,
+    ),
+    "smolagents_tools.py": (
+        [WRITE, ToolCall(name="final_answer", arguments={"answer": DONE})],
+        2,
+    ),
+}
+# Those that ask for what a session cannot obey.
+CONSTRAINED = {
+    "openai_agents_typed.py",
+    "pydantic_ai_chat.py",
+    "pydantic_ai_tools.py",
+    "smolagents_tools.py",
+}
 
 
-def call(name: str, **arguments: Any) -> str:
-    text = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>{text}</tool_call>"
+def script_of(program: CommandLine, note: Path) -> list[str | ToolCall]:
+    """What the policy says to have a command line write `note`."""
+    command, file = "printf hello > note.txt", str(note)
+    calls = {
+        CODEX.name: ToolCall(name="exec_command", arguments={"cmd": command}),
+        CLAUDE_CODE.name: ToolCall(
+            name="Bash", arguments={"command": command, "description": "Write the note"}
+        ),
+        OPENCODE.name: ToolCall(name="write", arguments={"filePath": file, "content": "hello"}),
+        QWEN_CODE.name: ToolCall(
+            name="write_file", arguments={"file_path": file, "content": "hello"}
+        ),
+    }
+    return [calls[program.name], DONE]
 
 
-def script_of(program: CommandLine, note: Path) -> list[str]:
-    """What the policy says to have the program write `note`."""
-    if program is CODEX:
-        return [call("exec_command", cmd="printf hello > note.txt"), "It is done."]
-    return [call("write", filePath=str(note), content="hello"), "It is done."]
+def policy_over(template: str, script: list[str | ToolCall], **options: Any) -> ForcedPolicy:
+    """Over the tiny model's own template, or a published one, whose model thinks."""
+    if not template:
+        return ForcedPolicy(script=list(script), **options)
+    (found,) = (each for each in published() if each.name == template)
+    tokenizer = tokenizer_of(found)
+    return ForcedPolicy(
+        script=list(script), tokenizer=tokenizer, end="<|im_end|>", thought="I know.", **options
+    )
+
+
+async def finished(served: Served) -> tuple[dict[str, Any], Trajectory]:
+    async with httpx.AsyncClient(base_url=served.address) as client:
+        answer = await client.post(
+            f"/api/v1/sessions/{served.session.id}/finish",
+            json={"reward": 1.0},
+            headers={"authorization": f"Bearer {served.session.reward_key}"},
+        )
+    assert answer.status_code == 200, answer.text
+    return answer.json(), await served.gateway.trajectory()
+
+
+def check_trained(policy: ForcedPolicy, trajectory: Trajectory, *, num_samples: int) -> None:
+    """Each text of the script is trained once, in its order; the reward is there once."""
+    assert not policy.script
+    assert trajectory.outcome is Outcome.COMPLETED and trajectory.episode_return == 1.0
+    assert len(trajectory.samples) == num_samples
+    turns = {
+        turn.index: policy.tokenizer.decode(sample.token_ids[turn.tokens])
+        for sample in trajectory.samples
+        for turn in sample.turns
+    }
+    assert [turns[index] for index in sorted(turns)] == policy.sampled
+    for sample in trajectory.samples:
+        assert TASK in policy.tokenizer.decode(sample.token_ids)
 
 
 @pytest.mark.parametrize(
-    ("program", "num_titles"), [(CODEX, 0), (OPENCODE, 1)], ids=["codex", "opencode"]
+    ("program", "template"),
+    [
+        pytest.param(program, template, id=f"{program.name} {template or 'tiny'}")
+        for program, template in (
+            (CODEX, ""),
+            (CODEX, "qwen3_5_think"),
+            (CODEX, "qwen3_6"),
+            (CLAUDE_CODE, ""),
+            (CLAUDE_CODE, "qwen3_5_nothink"),
+            (CLAUDE_CODE, "qwen3_6"),
+            (OPENCODE, ""),
+            (QWEN_CODE, ""),
+        )
+    ],
 )
 async def test_a_command_line_does_a_task_and_its_session_has_what_was_sampled(
-    tmp_path: Path, program: CommandLine, num_titles: int
+    tmp_path: Path, program: CommandLine, template: str
 ) -> None:
-    programs()
+    line_of(program)
     home = tmp_path / "home"
     note = home / "work" / "note.txt"
-    script = script_of(program, note)
-    policy = ForcedPolicy(script=list(script))
+    policy = policy_over(template, script_of(program, note), has_titles=True)
     async with serving(tmp_path, policy) as served:
         said = await work(program, TASK, home=home, env=served.session.env)
-        assert "It is done." in said and note.read_text() == "hello"
-        async with httpx.AsyncClient(base_url=served.address) as client:
-            answer = await client.post(
-                f"/api/v1/sessions/{served.session.id}/finish",
-                json={"reward": 1.0},
-                headers={"authorization": f"Bearer {served.session.reward_key}"},
-            )
-        assert answer.status_code == 200, answer.text
-        trajectory = await served.gateway.trajectory()
-    asked = [policy.tokenizer.decode(each.prompt_token_ids) for each in policy.requests]
-    assert len(asked) == len(script) + num_titles
-    assert trajectory.outcome is Outcome.COMPLETED and trajectory.episode_return == 1.0
+        assert DONE in said and note.read_text() == "hello"
+        answer, trajectory = await finished(served)
     # A title says nothing of the task: it is not trained.
+    assert answer["left_out"] == int(program is OPENCODE)
+    assert len(policy.requests) == len(policy.sampled) + answer["left_out"]
+    check_trained(policy, trajectory, num_samples=1)
     (sample,) = trajectory.samples
-    assert answer.json()["left_out"] == num_titles
-    sampled = [policy.tokenizer.decode(sample.token_ids[turn.tokens]) for turn in sample.turns]
-    assert sampled == [f"{text}<|end|>" for text in script]
-    assert policy.tokenizer.decode(sample.token_ids).count(TASK) and TITLE not in "".join(sampled)
+    assert TITLE not in "".join(
+        policy.tokenizer.decode(sample.token_ids[t.tokens]) for t in sample.turns
+    )
+
+
+@pytest.mark.parametrize("program", FRAMEWORKS, ids=lambda program: program.name)
+async def test_a_framework_does_a_task_and_its_session_has_what_was_sampled(
+    tmp_path: Path, program: CommandLine
+) -> None:
+    line_of(program)
+    home, (script, num_samples) = tmp_path / "home", SCRIPTS[program.name]
+    policy = policy_over("", script)
+    is_constrained = program.name in CONSTRAINED
+    mode = Unsupported.IGNORE if is_constrained else Unsupported.REFUSE
+    async with serving(tmp_path, policy, unsupported=mode) as served:
+        said = await work(program, TASK, home=home, env=served.session.env)
+        assert DONE in said and (home / "work" / "note.txt").read_text() == "hello"
+        answer, trajectory = await finished(served)
+    assert bool(answer["ignored"]) == is_constrained, answer["ignored"]
+    check_trained(policy, trajectory, num_samples=num_samples)

@@ -1,4 +1,4 @@
-"""Agents' command lines from npm, in their pinned versions, and how each is told of its model."""
+"""Agents' programs from npm and PyPI, pinned, and how each is told of its model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import shutil
 import string
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from worlds.agent_programs import ENVIRONMENTS, EXAMPLES, HERE, INSTALL_S
+from worlds.agent_programs import ENVIRONMENTS, EXAMPLES, HERE, INSTALL_S, environment_of
 from worlds.missing_tools import skip_or_fail
 
 PLAY_S = 120.0
@@ -23,11 +23,12 @@ class CommandLine:
     """A program that is asked for one task, and works on it in its directory."""
 
     name: str
+    """Of a package's command, or of a script over a framework: of npm (.mjs) or PyPI (.py)."""
     arguments: tuple[str, ...]
     """Before the task; $OPENAI_BASE_URL stands for its value, as in a shell."""
-    config: tuple[str, str]
+    config: tuple[str, str] | None = None
     """A file of docs/examples/agents, and where the program looks for it in its home."""
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
     """Settings of its own."""
 
 
@@ -42,7 +43,6 @@ CODEX = CommandLine(
         "model_providers.session.base_url=$OPENAI_BASE_URL",
     ),
     config=("codex.toml", ".codex/config.toml"),
-    env={},
 )
 OPENCODE = CommandLine(
     name="opencode",
@@ -51,10 +51,46 @@ OPENCODE = CommandLine(
     # It would ask a server for what other models there are.
     env={"OPENCODE_DISABLE_MODELS_FETCH": "1"},
 )
+CLAUDE_CODE = CommandLine(
+    name="claude",
+    arguments=("--model", "policy", "--dangerously-skip-permissions", "-p"),
+    # The first is asked for where root skips permissions.
+    env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+)
+QWEN_CODE = CommandLine(
+    name="qwen",
+    arguments=("--auth-type", "openai", "--model", "policy", "--yolo", "-p"),
+)
+FRAMEWORKS = tuple(
+    CommandLine(name=name, arguments=())
+    for name in (
+        "ai_sdk.mjs",
+        "langgraph_react.py",
+        "openai_agents.mjs",
+        "openai_agents_typed.py",
+        "pydantic_ai_chat.py",
+        "pydantic_ai_tools.py",
+        "smolagents_code.py",
+        "smolagents_tools.py",
+    )
+)
+
+
+def line_of(program: CommandLine) -> tuple[str, ...]:
+    """What starts a program, installed; skips where npm is missing and needed."""
+    if program.name.endswith(".py"):
+        python = environment_of("frameworks") / "bin" / "python"
+        return str(python), str(HERE / "frameworks" / program.name)
+    directory = programs()
+    if program.name.endswith(".mjs"):
+        # Node looks for what it imports beside it.
+        script = shutil.copy(HERE / "command_lines" / program.name, directory)
+        return "node", str(script)
+    return (str(directory / "node_modules" / ".bin" / program.name),)
 
 
 def programs() -> Path:
-    """The directory of the installed programs; skips where npm is missing."""
+    """The directory of what npm installs; skips where npm is missing."""
     if shutil.which("npm") is None or shutil.which("node") is None:
         skip_or_fail("node and npm are missing: agents' command lines cannot be installed")
     wanted = HERE / "command_lines" / "package.json"
@@ -71,7 +107,7 @@ def programs() -> Path:
         )
         assert done.returncode == 0, done.stderr[-2000:]
         stamp.write_text(digest)
-    return directory / "node_modules" / ".bin"
+    return directory
 
 
 async def work(program: CommandLine, task: str, *, home: Path, env: Mapping[str, str]) -> str:
@@ -81,11 +117,12 @@ async def work(program: CommandLine, task: str, *, home: Path, env: Mapping[str,
     """
     place = home / "work"
     place.mkdir(parents=True)
-    file, where = program.config
-    (home / where).parent.mkdir(parents=True)
-    shutil.copy(EXAMPLES / file, home / where)
+    if program.config is not None:
+        file, where = program.config
+        (home / where).parent.mkdir(parents=True)
+        shutil.copy(EXAMPLES / file, home / where)
     started = await asyncio.create_subprocess_exec(
-        str(programs() / program.name),
+        *line_of(program),
         *(string.Template(each).substitute(env) for each in program.arguments),
         task,
         cwd=place,

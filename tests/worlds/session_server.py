@@ -7,6 +7,7 @@ needs that no tiny policy could say is forced behind that port, as sampled token
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from actors.environment.protocol import ToolCall
 from actors.environment.rendering import ChatRenderer
-from actors.policy import GenerateReply, GenerateRequest
+from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
 from service.gateway.bodies import NewSession
-from service.gateway.settings import SessionSettings, Titles
-from worlds.episode_builders import parsed_reply
+from service.gateway.settings import SessionSettings, Titles, Unsupported
 from worlds.gateway_world import NAME, SPEC, Gateway
 from worlds.session_app import SessionRun
 
@@ -34,25 +35,55 @@ TITLE = "A title"
 
 @dataclass(kw_only=True)
 class ForcedPolicy:
-    """Samples the texts of a script, one a request that offers tools; a title for any other."""
+    """Samples a script: texts and calls, one a request.
 
-    script: list[str]
+    Where the program asks for titles, they are what a request without tools asks for.
+    """
+
+    script: list[str | ToolCall]
+    has_titles: bool = False
     tokenizer: Any = field(default_factory=build_tokenizer)
+    end: str = TURN_END
+    thought: str = ""
+    """Before everything, where the prompt ends inside of a thought."""
     requests: list[GenerateRequest] = field(default_factory=list)
+    sampled: list[str] = field(default_factory=list)
+    """What was said of the script, as text."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         self.requests.append(request)
-        text = self.script.pop(0) if request.tools else TITLE
-        ids = np.array(self.tokenizer.encode(text + TURN_END, add_special_tokens=False), np.int32)
-        parsed = parsed_reply(text, request.tools or ())
+        is_title = self.has_titles and not request.tools
+        said = TITLE if is_title else self.script.pop(0)
+        text = (said if isinstance(said, str) else self._written(said)) + self.end
+        prompt = self.tokenizer.decode(request.prompt_token_ids[-8:])
+        thought = self.thought if prompt.endswith("<think>\n") else ""
+        text = f"{thought}\n</think>\n\n{text}" if thought else text
+        self.sampled += [] if is_title else [text]
+        ids = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+        if isinstance(said, str):
+            parsed = ParsedReply(content=said, calls=(), reasoning=thought or None)
+        else:
+            arguments = json.dumps(said.arguments)
+            made = ParsedCall(name=said.name, arguments=arguments, id=f"call-{len(self.requests)}")
+            parsed = ParsedReply(content="", calls=(made,), reasoning=thought or None)
         return GenerateReply(
             token_ids=ids,
             logprobs=np.full(ids.shape, -0.5, np.float32),
             finish_reason=FinishReason.STOP,
             version_spans=(VersionSpan(version=3, start=0, end=len(ids)),),
             cache_salt="v3",
-            parsed=replace(parsed, content="") if parsed.calls else parsed,
+            parsed=parsed,
         )
+
+    def _written(self, call: ToolCall) -> str:
+        """In the form of the template."""
+        if "<function=" not in self.tokenizer.chat_template:
+            made = json.dumps({"name": call.name, "arguments": call.arguments})
+            return f"<tool_call>{made}</tool_call>"
+        given = "".join(
+            f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in call.arguments.items()
+        )
+        return f"<tool_call>\n<function={call.name}>\n{given}</function>\n</tool_call>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +96,11 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(directory: Path, policy: ForcedPolicy) -> AsyncIterator[Served]:
+async def serving(
+    directory: Path, policy: ForcedPolicy, *, unsupported: Unsupported = Unsupported.REFUSE
+) -> AsyncIterator[Served]:
     """One session, open, as long as the block lasts."""
-    settings = SessionSettings(hold_s=LIMIT_S, titles=Titles.LEAVE_OUT)
+    settings = SessionSettings(hold_s=LIMIT_S, titles=Titles.LEAVE_OUT, unsupported=unsupported)
     gateway = Gateway(
         directory,
         settings=settings,

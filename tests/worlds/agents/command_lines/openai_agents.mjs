@@ -1,0 +1,18 @@
+#!/usr/bin/env node
+// openai-agents for JavaScript, over Responses.
+import { writeFileSync } from "node:fs";
+import { Agent, run, setTracingDisabled, tool } from "@openai/agents";
+import { z } from "zod";
+
+setTracingDisabled(true);
+const write = tool({
+  name: "write",
+  description: "Write the note.",
+  parameters: z.object({ text: z.string() }),
+  execute: async ({ text }) => {
+    writeFileSync("note.txt", text);
+    return "written";
+  },
+});
+const agent = new Agent({ name: "writer", model: "policy", tools: [write] });
+console.log((await run(agent, process.argv[2])).finalOutput);

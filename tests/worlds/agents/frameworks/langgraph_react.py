@@ -1,0 +1,19 @@
+"""A LangGraph agent, over chat completions."""
+
+import sys
+from pathlib import Path
+
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.prebuilt import create_react_agent
+
+
+@tool
+def write(text: str) -> str:
+    """Write the note."""
+    Path("note.txt").write_text(text)
+    return "written"
+
+
+agent = create_react_agent(ChatOpenAI(model="policy"), [write])
+print(agent.invoke({"messages": [("user", sys.argv[1])]})["messages"][-1].content)

@@ -1,0 +1,24 @@
+"""An agent of pydantic-ai with an output type as it is by default: a tool that has to be called."""
+
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic_ai import Agent
+
+
+class Done(BaseModel):
+    said: str
+
+
+agent = Agent("openai-chat:policy", output_type=Done)
+
+
+@agent.tool_plain
+def write(text: str) -> str:
+    """Write the note."""
+    Path("note.txt").write_text(text)
+    return "written"
+
+
+print(agent.run_sync(sys.argv[1]).output.said)
