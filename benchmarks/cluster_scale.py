@@ -153,6 +153,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
                         slots_per_actor=64, max_turns=4, max_tokens_per_turn=8
                     ),
                     environments={"guessing": PlayedEnvironment(environment="guessing")},
+                    chat_template=None,
                     max_context_tokens=256,
                 ),
                 actor_id=f"e{number}",

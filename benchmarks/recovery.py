@@ -211,6 +211,7 @@ def _start_environment_actor(config: Config, model: str) -> Callable[[], None]:
             EnvironmentActorSettings(
                 rollouts=config.rollouts,
                 environments=config.environments,
+                chat_template=config.model.chat_template,
                 max_context_tokens=config.model.max_context_tokens,
             ),
             actor_id="bare",

@@ -116,6 +116,7 @@ class Rollouts:
                 EnvironmentActorSettings(
                     rollouts=config.rollouts,
                     environments=config.environments,
+                    chat_template=config.model.chat_template,
                     max_context_tokens=config.model.max_context_tokens,
                 ),
                 actor_id="e0",

@@ -138,6 +138,7 @@ def world(
                     sessions=SETTINGS,
                     rollouts=RolloutSettings(),
                     algorithm=AlgorithmSettings(),
+                    chat_template=None,
                     max_context_tokens=MAX_CONTEXT_TOKENS,
                 ),
                 actor_id="gateway-1-0",

@@ -73,6 +73,7 @@ def start_rank(
         model=model,
         checkpoint_dir=directory,
         weight_backend=WeightBackend.OBJECT_STORE,
+        chat_template=None,
         max_context_tokens=4096,
         seed=0,
     )

@@ -69,6 +69,7 @@ class EnvironmentActor:
             tokenizer_path,
             template_options=settings.rollouts.template_options,
             history=settings.rollouts.history,
+            chat_template=settings.chat_template,
         )
         self._makers = {
             name: resolve(each.environment, each.options)

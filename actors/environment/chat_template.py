@@ -166,7 +166,13 @@ class ChatTemplate:
                 conversation, tokenize=False, **options, **self._options
             )
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise RenderError(f"chat template: {error}") from error
+            told = str(error)
+            if getattr(self._tokenizer, "chat_template", "") is None:
+                told = (
+                    "the model's tokenizer has none; set model.chat_template to the path of one, "
+                    "or to none for raw prompts, as base models take them"
+                )
+            raise RenderError(f"chat template: {told}") from error
         return text
 
 

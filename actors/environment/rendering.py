@@ -37,6 +37,8 @@ from actors.environment.shown_text import (
 )
 from actors.environment.tokenizer import (
     ChatTokenizer,
+    RawPrompts,
+    is_raw,
     load_tokenizer,
     stop_ids_of,
     tokenizer_fingerprint,
@@ -56,13 +58,18 @@ _Tools = tuple[ToolSchema, ...]
 
 
 def load_renderer(
-    model: str, *, template_options: Mapping[str, Any], history: History
+    model: str,
+    *,
+    template_options: Mapping[str, Any],
+    history: History,
+    chat_template: str | None = None,
 ) -> ChatRenderer:
     """Make the renderer of a model's chats.
 
-    Args: model: a directory or hub name. Raises: OSError, ValueError.
+    Args: model: a directory or hub name. chat_template: None: the model's own.
+    Raises: OSError, ValueError.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, chat_template=chat_template)
     return ChatRenderer(
         tokenizer,
         template_options=template_options,
@@ -205,6 +212,7 @@ class ChatRenderer:
         self._template_options = dict(template_options or {})
         self.template = ChatTemplate(tokenizer, options=self._template_options)
         self._end_ids = frozenset((tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids))
+        self._raw = RawPrompts(tokenizer) if is_raw(tokenizer) else None
         self._knows_ids = _may_know_ids(getattr(tokenizer, "chat_template", None))
         self._cached_prompt = lru_cache(_CACHE_ENTRIES)(self._render_prompt)
         self._cached_delta = lru_cache(_CACHE_ENTRIES)(self._render_delta)
@@ -290,6 +298,12 @@ class ChatRenderer:
             is_kept = np.array_equal(whole[:known], np.concatenate((previous, sampled)))
             reason = None if is_kept else BreakReason.HISTORY_RENDERED
             return Extension(prompt_token_ids=whole, break_reason=reason)
+        if self._raw is not None:
+            # The text is appended as it is: a reply that was cut off, or that ended at a stop
+            # string, needs no end.
+            new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
+            whole = np.concatenate((previous, sampled, _frozen(new_ids)))
+            return Extension(prompt_token_ids=whole)
         ending, new = _ending(history), tuple(new_messages)
         if not self._knows_ids:
             # They differ in every chat, and would leave nothing to be rendered once.
@@ -319,7 +333,7 @@ class ChatRenderer:
     def _render_prompt(self, messages: _Messages, tools: _Tools) -> TokenIds:
         text = self.template.text(messages, tools, add_generation_prompt=True)
         self._check_shown(messages, tools, text)
-        return _frozen(self._encode(text))
+        return _frozen(self._encode(text) if self._raw is None else self._raw.first(text))
 
     def _check_shown(self, messages: _Messages, tools: _Tools, text: str) -> None:
         """Raises: RenderError for a rendering without a message's text."""

@@ -116,6 +116,8 @@ class EnvironmentActorSettings:
     """By the name that their tasks have as `environment`."""
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
+    chat_template: str | None
+    """Jinja's text, or none for raw prompts; None: the tokenizer's own."""
     keeps_last_observation: bool = False
     """As `play_episode`: on where a critic bootstraps what was cut off."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

@@ -6,6 +6,7 @@ Called by `rendering`, by the engines' parsers, and by the checks before a start
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +23,7 @@ class ChatTokenizer(Protocol):
 
     def get_vocab(self) -> dict[str, int]: ...
 
-    @property
-    def chat_template(self) -> Any: ...
+    chat_template: Any
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -32,22 +32,124 @@ class ChatTokenizer(Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
-def load_tokenizer(path: str) -> ChatTokenizer:
+# The value of model.chat_template for prompts without one.
+RAW = "none"
+# It is exported with the model, so that what serves it later makes the same prompts of messages.
+_RAW_BODY = """
+{%- for message in messages -%}
+{%- if message.role not in ['user', 'assistant'] or message.tool_calls -%}
+{{- raise_exception("a raw prompt has no roles and no calls, and got a message of role " +
+    message.role + (" that calls" if message.tool_calls else "") + "; expected texts of user and "
+    "assistant, which are joined as they are: write it into the prompt's text, or set "
+    "model.chat_template to a file") -}}
+{%- endif -%}
+{{- message.content -}}
+{%- endfor -%}"""
+# Read without AutoTokenizer.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Encoded after one of them, a text has none of what a tokenizer puts before a beginning.
+_BEFORE = (".", "0", "a", "\n")
+
+
+def load_tokenizer(path: str, *, chat_template: str | None = None) -> ChatTokenizer:
     """Load a model's tokenizer.
 
-    Args: path: a directory or hub name. Raises: OSError, ValueError.
+    Args: path: a directory or hub name. chat_template: as `with_template`.
+    Raises: OSError, ValueError.
     """
+    return with_template(_loaded(path), chat_template)
+
+
+def with_template(tokenizer: ChatTokenizer, chat_template: str | None) -> ChatTokenizer:
+    """Give a tokenizer a chat template: Jinja's text; RAW: of raw prompts; None: its own."""
+    if chat_template == RAW:
+        tokenizer.chat_template = _raw_template(tokenizer)
+    elif chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+class RawPrompts:
+    """Prompts without roles: texts as they are, after what the tokenizer puts before any text."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = ids_before_text(tokenizer)
+        self._shown_before = tokenizer.decode(self._before, skip_special_tokens=False)
+
+    def first(self, rendered: str) -> list[int]:
+        """Return the ids of a prompt as the template renders it. They begin with BOS once, if the
+        tokenizer puts one before a text, also if the text itself begins with it."""
+        text = rendered.removeprefix(self._shown_before)
+        return self._before + self._tokenizer.encode(text, add_special_tokens=False)
+
+    def appended(self, rendered: str) -> list[int]:
+        """Return the ids of a text that follows others."""
+        text = rendered.removeprefix(self._shown_before)
+        for before in _BEFORE:
+            head = self._tokenizer.encode(before, add_special_tokens=False)
+            whole = self._tokenizer.encode(before + text, add_special_tokens=False)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def is_raw(tokenizer: ChatTokenizer) -> bool:
+    """Whether a tokenizer's template is that of raw prompts, as an exported model has it."""
+    template = getattr(tokenizer, "chat_template", None)
+    return isinstance(template, str) and template.endswith(_RAW_BODY)
+
+
+def ids_before_text(tokenizer: ChatTokenizer) -> list[int]:
+    """Return the ids that a tokenizer puts before a text by itself: BOS, or none.
+
+    What it may put after a text (EOS) is left out: the policy goes on there.
+    """
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    starts = range(len(whole) - len(plain) + 1)
+    start = next((each for each in starts if whole[each : each + len(plain)] == plain), 0)
+    return whole[:start]
+
+
+def _raw_template(tokenizer: ChatTokenizer) -> str:
+    before = tokenizer.decode(ids_before_text(tokenizer), skip_special_tokens=False)
+    if not before:
+        return _RAW_BODY
+    quoted = json.dumps(before, ensure_ascii=False)
+    return (
+        f"{{%- if not (messages and messages[0].content.startswith({quoted})) -%}}"
+        f"{{{{- {quoted} -}}}}{{%- endif -%}}{_RAW_BODY}"
+    )
+
+
+def _loaded(path: str) -> ChatTokenizer:
     import transformers  # a second of imports, which rendering does without
 
+    config = _read(Path(path) / "tokenizer_config.json")
     # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
-    config = Path(path) / "tokenizer_config.json"
-    is_plain = config.is_file() and json.loads(config.read_text()).get("tokenizer_class") in (
-        "PreTrainedTokenizerFast",
-        "TokenizersBackend",
-    )
+    is_plain = config.get("tokenizer_class") in _PLAIN or _is_misread(Path(path), config)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
-    tokenizer: ChatTokenizer = loader.from_pretrained(path)
-    return tokenizer
+    tokenizer: Any = loader.from_pretrained(path)
+    if config.get("add_bos_token") and not ids_before_text(tokenizer):
+        # transformers 5 loses the setting where the class is not the one that is named.
+        tokenizer.add_bos_token = True
+    found: ChatTokenizer = tokenizer
+    return found
+
+
+def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether transformers 5 would read a byte-level vocabulary as Llama's, and lose letters, as
+    with DeepSeek's, which names Llama's class."""
+    if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
+        return False
+    parts = _read(path / "tokenizer.json").get("pre_tokenizer") or {}
+    return any(each.get("type") == "ByteLevel" for each in (parts, *parts.get("pretokenizers", ())))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
 
 
 def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:

@@ -55,6 +55,8 @@ class Progress:
     """The base model, for its configuration and tokenizer."""
     critic_updates: int | None = None
     """Optimiser updates applied to the critic that is in it; None: there is none."""
+    chat_template: str | None = None
+    """As of the run: Jinja's text, or none for raw prompts; None: the base model's own."""
 
     @property
     def directory_name(self) -> str:

@@ -2,12 +2,14 @@
 
 The weights, and whether the head is the embedding, come from the checkpoint; configuration,
 tokenizer, processor, chat templates and generation defaults come from the base model, byte for
-byte, so that an answer ends on the tokens on which the run's ended. Invariant: the directory
+byte, so that an answer ends on the tokens on which the run's ended. A run with a chat template of
+its own has that one in the place of the base model's. Invariant: the directory
 appears whole or not at all, and nothing is ever overwritten. Called by the command line.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.checkpoint import CheckpointError, Progress, check_files, read_manifest
 
 # What transformers and vLLM read in a model's directory, apart from configuration and weights.
@@ -85,6 +88,8 @@ def export_checkpoint(
     # transformers makes its own from the configuration.
     (aside / _GENERATION).unlink(missing_ok=True)
     _copy_companions(base, aside)
+    if progress.chat_template is not None:
+        _write_template(base, progress.chat_template, aside)
     aside.rename(output)
     return progress
 
@@ -140,3 +145,16 @@ def _copy_companions(base: str, output: Path) -> None:
             target = output / path.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             shutil.copy2(path, target)
+
+
+def _write_template(base: str, chat_template: str, output: Path) -> None:
+    """Replace the model's chat templates by the run's, where transformers and others look."""
+    shutil.rmtree(output / "additional_chat_templates", ignore_errors=True)
+    (output / "chat_template.json").unlink(missing_ok=True)
+    text: str = load_tokenizer(base, chat_template=chat_template).chat_template
+    (output / "chat_template.jinja").write_text(text, encoding="utf-8")
+    settings = output / "tokenizer_config.json"
+    found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    settings.write_text(
+        json.dumps({**found, "chat_template": text}, ensure_ascii=False, indent=2), encoding="utf-8"
+    )

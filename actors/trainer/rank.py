@@ -271,6 +271,7 @@ class TrainerRank:
             num_ranks=self.settings.trainer.num_ranks,
             model=self.settings.model,
             critic_updates=None if trained is None else trained.num_updates,
+            chat_template=self.settings.chat_template,
         )
         staged = stage_checkpoint(policy=self._policy, critic=trained)
         self._writing = self._writer.submit(

@@ -99,6 +99,8 @@ class RankSettings:
     algorithm: AlgorithmSettings
     model: str
     """Directory or hub name of a Hugging Face causal model."""
+    chat_template: str | None
+    """Recorded in checkpoints, for their export; None: the tokenizer's own."""
     checkpoint_dir: Path
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.environment.rendering import ChatRenderer
 from actors.environment.template_traits import describe_traits, template_traits
-from actors.environment.tokenizer import load_tokenizer
+from actors.environment.tokenizer import load_tokenizer, with_template
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from service.config.tree import Config
 
@@ -13,7 +13,11 @@ def describe_template(config: Config) -> str:
     """A table in comments, so that what is printed stays YAML."""
     name = config.model.path or "the tiny model"
     try:
-        tokenizer = load_tokenizer(config.model.path) if config.model.path else build_tokenizer()
+        template = config.model.chat_template
+        if config.model.path is None:
+            tokenizer = with_template(build_tokenizer(), template)
+        else:
+            tokenizer = load_tokenizer(config.model.path, chat_template=template)
         renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
         lines = describe_traits(template_traits(renderer)).splitlines()
     except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +16,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from actors.environment.tokenizer import RAW
 from service.config.disagreements import disagreements
 from service.config.tree import Config
 
@@ -28,6 +29,8 @@ _logger = logging.getLogger(__name__)
 # Of a file, or an override. The longest configuration here has a hundred.
 MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
+# Of a template's text, in which something is written by Jinja.
+_SIGN = "{{"
 # A member of an enumeration, as pydantic shows it where only some of them are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
@@ -55,9 +58,31 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
     else:
         problems = list(_truths_read_as_numbers(tree, config)) or list(disagreements(config))
         if not problems:
-            return config
+            return _with_template(config)
     lines = "\n".join(f"  - {problem}" for problem in problems)
     raise ConfigError(f"configuration {source} is refused:\n{lines}")
+
+
+def _with_template(config: Config) -> Config:
+    """With the text of its chat template in place of the path: all of the run's processes and its
+    resumption have the text that it began with. Raises: ConfigError."""
+    given = config.model.chat_template
+    if given is None or given == RAW or _SIGN in given:
+        return config
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(
+            f"model.chat_template: {given} cannot be read ({reason}); expected the path of a Jinja "
+            f"file, Jinja's text, or {RAW} for raw prompts"
+        ) from error
+    if _SIGN not in text:
+        raise ConfigError(
+            f"model.chat_template: {given} holds no Jinja, so that every prompt would be the same; "
+            f"expected a chat template, or {RAW} for raw prompts"
+        )
+    return replace(config, model=replace(config.model, chat_template=text))
 
 
 # Settings that were removed, by section, with their replacement; runs that are resumed still have

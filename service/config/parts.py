@@ -29,6 +29,7 @@ def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSe
         trainer=config.trainer,
         algorithm=config.algorithm,
         model=model,
+        chat_template=config.model.chat_template,
         checkpoint_dir=checkpoint_dir,
         weight_backend=config.inference.weight_backend,
         max_context_tokens=config.model.max_context_tokens,

@@ -447,7 +447,7 @@ def _renderer(config: Config, model_path: str) -> ChatRenderer:
     """Raises: ConfigError."""
     options = config.rollouts.template_options
     try:
-        tokenizer = load_tokenizer(model_path)
+        tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
         _check_template_options(tokenizer, options)
         return ChatRenderer(tokenizer, template_options=options)
     except (RenderError, OSError, ValueError, TypeError) as error:

@@ -109,6 +109,9 @@ class ModelSettings:
     """Directory or hub name in Hugging Face format."""
     tiny: TinyModelSettings | None = None
     """Build the tiny model instead of a path."""
+    chat_template: str | None = None
+    """Path of a Jinja file, which is read at the start, or its text; none: raw prompts, for base
+    models. Null: the tokenizer's own."""
     dtype: Dtype = Dtype.FLOAT32
     """What the engines compute in."""
     max_context_tokens: Annotated[int, Ge(32)] = 2048

@@ -73,6 +73,7 @@ class Gateway:
             tokenizer_path,
             template_options=settings.rollouts.template_options,
             history=settings.rollouts.history,
+            chat_template=settings.chat_template,
         )
         self._facts = policy_facts(settings, renderer)
         self._uploads = Uploads(settings, store=UploadStore(store), term=term)

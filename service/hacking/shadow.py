@@ -58,7 +58,7 @@ class ShadowVerifier:
         self._limit_s = config.rollouts.turn_deadline_s
         self._tasks: TaskSource = open_tasks(config)
         try:
-            tokenizer = load_tokenizer(model)
+            tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
         except (OSError, ValueError) as error:
             raise ConfigError(f"audit.shadow: the tokenizer of {model}: {error}") from error
         self._renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)

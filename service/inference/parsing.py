@@ -56,7 +56,9 @@ def load_parser(settings: EngineSettings) -> ReplyParser:
     # A reply that cannot be parsed is no fault of the engine; some parsers log a traceback for it.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
-        tokenizer = get_cached_tokenizer(load_tokenizer(settings.model))
+        tokenizer = get_cached_tokenizer(
+            load_tokenizer(settings.model, chat_template=settings.chat_template)
+        )
     except OSError as error:
         raise ValueError(f"inference: the tokenizer of {settings.model}: {error}") from error
     inference = settings.inference

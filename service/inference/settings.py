@@ -88,6 +88,8 @@ class EngineSettings:
     dtype: Dtype
     max_context_tokens: int
     """Prompt and sampled tokens."""
+    chat_template: str | None
+    """As of the run; by it the parsers of replies are chosen. None: the tokenizer's own."""
     stop_token_ids: tuple[int, ...]
     """Sampling ends after any of them; the token is kept."""
     resets_prefix_cache: bool

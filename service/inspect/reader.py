@@ -161,11 +161,12 @@ def tokenizer_of(journal: OpenJournal) -> TokenText:
     try:
         config = config_beside(run_dir)
     except ConfigError as error:
-        return token_text(None, template_options={}, why_not=str(error))
+        return token_text(None, template_options={}, chat_template=None, why_not=str(error))
     tiny = run_dir.tiny_model if (run_dir.tiny_model / "config.json").is_file() else None
     return token_text(
         config.model.path or (str(tiny) if tiny else None),
         template_options=config.rollouts.template_options,
+        chat_template=config.model.chat_template,
         why_not=f"the run's own model is not in {run_dir.tiny_model}",
     )
 

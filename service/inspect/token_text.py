@@ -97,7 +97,13 @@ class TokenizerText:
 _ANY_ANSWER = Message(role=Role.USER, content="answer")
 
 
-def token_text(model: str | None, *, template_options: dict[str, Any], why_not: str) -> TokenText:
+def token_text(
+    model: str | None,
+    *,
+    template_options: dict[str, Any],
+    chat_template: str | None,
+    why_not: str,
+) -> TokenText:
     """The tokenizer of a model directory or hub name; BareIds where there is none.
 
     why_not: said where `model` is None.
@@ -107,7 +113,7 @@ def token_text(model: str | None, *, template_options: dict[str, Any], why_not: 
     from actors.environment.tokenizer import load_tokenizer  # a second of imports
 
     try:
-        tokenizer: Any = load_tokenizer(model)
+        tokenizer: Any = load_tokenizer(model, chat_template=chat_template)
     except (OSError, ValueError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return BareIds(note=f"the tokenizer of {model} cannot be loaded ({first_line})")

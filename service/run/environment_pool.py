@@ -112,6 +112,7 @@ def start_environment_actor(
             rollouts=config.rollouts,
             environments=config.environments,
             max_context_tokens=config.model.max_context_tokens,
+            chat_template=config.model.chat_template,
             keeps_last_observation=config.algorithm.bootstraps,
         ),
         actor_id=actor_id,

@@ -36,6 +36,7 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
     return EngineSettings(
         inference=config.inference,
         model=model,
+        chat_template=config.model.chat_template,
         dtype=config.model.dtype,
         max_context_tokens=config.model.max_context_tokens,
         stop_token_ids=stop_token_ids(model),

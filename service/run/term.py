@@ -448,6 +448,7 @@ class Term:
                 rollouts=config.rollouts,
                 algorithm=config.algorithm,
                 max_context_tokens=config.model.max_context_tokens,
+                chat_template=config.model.chat_template,
                 default_limits=config.service.key_limits,
                 finds_parser=config.inference.tool_parser == AUTO,
                 num_ahead=self._num_ahead,

@@ -71,6 +71,7 @@ def _start(
     fields: dict[str, Any] = {
         "rollouts": LIMITS,
         "max_context_tokens": 256,
+        "chat_template": None,
         "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
             name: PlayedEnvironment(environment=name, options=options)

@@ -68,6 +68,7 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
         EnvironmentActorSettings(
             rollouts=config_with(model, options).rollouts,
             environments={"guessing": PlayedEnvironment(environment="guessing")},
+            chat_template=None,
             max_context_tokens=256,
         ),
         actor_id="e0",

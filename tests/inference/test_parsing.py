@@ -279,6 +279,7 @@ def _engine(model: Path, **chosen: str) -> EngineSettings:
         inference=InferenceSettings(**chosen),
         model=str(model),
         dtype=Dtype.FLOAT32,
+        chat_template=None,
         max_context_tokens=64,
         stop_token_ids=(),
         resets_prefix_cache=False,

@@ -118,6 +118,7 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
         ),
         model=str(directory),
         dtype=Dtype.FLOAT32,
+        chat_template=None,
         max_context_tokens=MAX_MODEL_LEN,
         stop_token_ids=(),
         resets_prefix_cache=False,

@@ -149,6 +149,7 @@ async def engine(
         inference=InferenceSettings(max_num_seqs=8, kv_cache_gib=0.2, enforce_eager=True),
         model=str(model),
         dtype=Dtype.FLOAT32,
+        chat_template=None,
         max_context_tokens=CONTEXT,
         stop_token_ids=(),
         resets_prefix_cache=False,

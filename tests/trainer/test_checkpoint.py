@@ -22,7 +22,11 @@ from worlds.trainer_world import (
     random_samples,
 )
 
-from actors.environment.tokenizer import stop_token_ids
+from actors.environment.tokenizer import (
+    load_tokenizer,
+    stop_token_ids,
+    tokenizer_fingerprint,
+)
 from actors.trainer.checkpoint import (
     FORMAT,
     MANIFEST,
@@ -399,3 +403,24 @@ def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
     (base / "generation_config.json").unlink()
     export_checkpoint(path, tmp_path / "plain", model=str(base))
     assert not (tmp_path / "plain" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("template", ["none", "{% for m in messages %}{{ m.content }}|{% endfor %}"])
+def test_an_export_has_the_chat_template_that_was_trained_with(
+    one_rank: World, settings: RankSettings, tmp_path: Path, template: str
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(settings.model, base)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    path = save(one_rank.start(changed(settings, chat_template=template)), 1)
+    assert export_checkpoint(path, out, model=str(base)).chat_template == template
+    trained = load_tokenizer(str(base), chat_template=template)
+    exported = AutoTokenizer.from_pretrained(out)
+    chat = [{"role": "user", "content": "What is 3+4?"}, {"role": "assistant", "content": " 7"}]
+    shown = exported.apply_chat_template(chat, tokenize=False)
+    assert shown == trained.apply_chat_template(chat, tokenize=False)
+    assert shown == ("What is 3+4? 7" if template == "none" else "What is 3+4?| 7|")
+    assert tokenizer_fingerprint(load_tokenizer(str(out))) == tokenizer_fingerprint(trained)
+    settings_file = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings_file["chat_template"] == exported.chat_template

@@ -89,6 +89,7 @@ class Gateway:
                 sessions=self.settings,
                 rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
                 algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+                chat_template=None,
                 max_context_tokens=self.max_context_tokens,
                 finds_parser=self.finds_parser,
             ),

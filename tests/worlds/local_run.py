@@ -110,6 +110,7 @@ class LocalSessions(LocalPort):
             sessions=settings,
             rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
             algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
+            chat_template=None,
             max_context_tokens=400,
             shape=ModelShape(vocab_size=516, mixture=None),
         )

@@ -36,6 +36,7 @@ def rank_settings(model: str, checkpoint_dir: Path, **named: Any) -> RankSetting
         model=model,
         checkpoint_dir=checkpoint_dir,
         weight_backend=WeightBackend.OBJECT_STORE,
+        chat_template=None,
         max_context_tokens=1024,
         seed=0,
     )

@@ -42,6 +42,7 @@ SETTINGS = GatewaySettings(
     sessions=SessionSettings(hold_s=5),
     rollouts=ROLLOUTS,
     algorithm=ALGORITHM,
+    chat_template=None,
     max_context_tokens=400,
     shape=ModelShape(vocab_size=516, mixture=MIXTURE),
 )
