@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from actors.environment.protocol import MalformedCall, ToolSchema
+from actors.environment.settings import KeptTokens
 from actors.expert_records import ExpertIndices
 from actors.merge.misalignment import find_misalignment
 from actors.types import FinishReason, LogProbs, Outcome, TokenIds, Turn, VersionSpan
@@ -43,6 +44,10 @@ class GenerateRequest:
     """Whose it is: no prefix is shared between tenants' caches; empty: the run's own."""
     replica: str = ""
     """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
+    stop: tuple[str, ...] = ()
+    """The reply ends with the token that completes one of these texts."""
+    kept: KeptTokens | None = None
+    """None: every token may be sampled, as in training."""
     tools: tuple[ToolSchema, ...] | None = None
     """Those that the prompt declares: the reply is parsed for calls of them, and for its thinking;
     empty: for its thinking alone. None: not parsed."""

@@ -24,7 +24,7 @@ from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import load_renderer
-from actors.environment.settings import EnvironmentActorSettings
+from actors.environment.settings import EnvironmentActorSettings, KeptTokens
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.policy import PolicyClient
@@ -154,11 +154,13 @@ class EnvironmentActor:
         plays: Sequence[Play],
         *,
         temperature: float = 0.0,
+        kept: KeptTokens | None = None,
         slots_share: float = 1.0,
         keeps_tokens: bool = False,
     ) -> list[Played]:
         """Play, beside the training episodes and counted apart from them.
 
+        kept: which tokens may be sampled; None: all.
         slots_share: of rollouts.slots_per_actor, so many are played at once. keeps_tokens: put a
         line of each into the object store, so that no more than those in play are held here.
         Returns: one for each, in their order, the first SHOWN_SAMPLES with their text; nothing goes
@@ -173,6 +175,7 @@ class EnvironmentActor:
                     play,
                     slots,
                     temperature=temperature,
+                    kept=kept,
                     keeps_tokens=keeps_tokens,
                     shows_text=number < SHOWN_SAMPLES,
                 )
@@ -209,7 +212,11 @@ class EnvironmentActor:
         )
 
     async def _episode(
-        self, assignment: RolloutAssignment, *, temperature: float | None = None
+        self,
+        assignment: RolloutAssignment,
+        *,
+        temperature: float | None = None,
+        kept: KeptTokens | None = None,
     ) -> Trajectory:
         name = assignment.task.environment
         played = self._settings.environments.get(name)
@@ -224,6 +231,7 @@ class EnvironmentActor:
             settings=rollouts,
             max_context_tokens=self._settings.max_context_tokens,
             keeps_last_observation=self._settings.keeps_last_observation,
+            kept=kept,
         )
 
     def _maker(self, name: str) -> Callable[[], Environment]:
@@ -247,11 +255,12 @@ class EnvironmentActor:
         slots: asyncio.Semaphore,
         *,
         temperature: float,
+        kept: KeptTokens | None,
         keeps_tokens: bool,
         shows_text: bool,
     ) -> Played:
         async with slots:
-            episode = partial(self._episode, temperature=temperature)
+            episode = partial(self._episode, temperature=temperature, kept=kept)
             trajectory = await play_once(episode, play.assignment)
         played = self._played(trajectory, play, keeps_tokens=keeps_tokens, shows_text=shows_text)
         self._num_evaluated += 1

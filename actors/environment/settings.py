@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MaxLen, MinLen
 
 from actors.limits import STRICT, Fraction, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
@@ -14,6 +16,8 @@ from actors.types import Outcome
 
 # Groups after which a mixture's pattern comes again: weights are kept to a thousandth.
 MIXTURE_PERIOD = 1000
+StopStrings = Annotated[tuple[Annotated[str, MinLen(1), MaxLen(256)], ...], MaxLen(16)]
+Choices = Annotated[tuple[str, ...], MinLen(1)]
 
 
 class History(StrEnum):
@@ -41,6 +45,9 @@ class RolloutSettings:
     """Sampled tokens in one turn."""
     temperature: Temperature = 1.0
     """Of training rollouts; evaluations have their own (evaluation.temperature)."""
+    stop: StopStrings = ()
+    """A turn ends at the first of these texts that it contains. What comes before it is shown to
+    the environment; all sampled tokens are trained."""
     turn_deadline_s: Seconds = 60
     """One model call and the environment's answer to it; also the environment's reset."""
     episode_deadline_s: Seconds = 600
@@ -61,12 +68,47 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What a sampled text must be: one of these, as vLLM's parameters of the same names."""
+
+    __pydantic_config__ = STRICT
+
+    json: dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    """A regular expression that the whole text matches."""
+    choice: Choices | None = None
+    """Texts, of which it is one."""
+    grammar: str | None = None
+    """A grammar in EBNF."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not null, by name."""
+        choice = None if self.choice is None else list(self.choice)
+        named = {"json": self.json, "regex": self.regex, "choice": choice, "grammar": self.grammar}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """Which tokens may be sampled. In training all may: the engine's log-probability is over the
+    kept ones, the trainer's over all."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    structured_outputs: StructuredOutputs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the tasks of an evaluation are sampled, and which samples pass."""
 
     num_samples: int = 1
     """Of each task."""
     temperature: float = 0.0
+    kept: KeptTokens = field(default_factory=KeptTokens)
     pass_reward: float = 1.0
     """The return with which a sample passes; the scaled one, where that is known."""
     ks: tuple[int, ...] = (1,)

@@ -1,16 +1,32 @@
-"""What a user's regular expression, with one group, finds in a text of a model.
+"""What is found in a text of a model: a stop string, or a user's regular expression with one group.
 
-Called for the score in a judge's reply and the answer in a completion. By the package `regex`,
-because Python's own cannot be stopped: a pattern that tries for ever would hold up the process.
+Called for a reply that is shown, the score in a judge's reply and the answer in a completion. By
+the package `regex`, because Python's own cannot be stopped: a pattern that tries for ever would
+hold up the process.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import regex
 
 from actors.environment.protocol import RewardError
 
 LIMIT_S = 1.0
+
+
+def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return the text before the first stop string, and that string: of several at one place the
+    first.
+
+    Example: before_stop("a b c", ("c", "b")) -> ("a ", "b"); ("a b c", "") if there is none.
+    """
+    places = [(place, each) for each in stop if (place := text.find(each)) >= 0]
+    if not places:
+        return text, ""
+    place, found = min(places, key=lambda each: each[0])
+    return text[:place], found
 
 
 def problem_of(pattern: object) -> str | None:

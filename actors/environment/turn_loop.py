@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -32,7 +32,8 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
-from actors.environment.settings import RolloutSettings
+from actors.environment.settings import KeptTokens, RolloutSettings
+from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import check_calls
 from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.outcomes import Disposition, OutcomePolicy
@@ -83,6 +84,7 @@ async def play_episode(
     settings: RolloutSettings,
     max_context_tokens: int,
     keeps_last_observation: bool = False,
+    kept: KeptTokens | None = None,
 ) -> Trajectory:
     """Play one attempt of one rollout.
 
@@ -90,6 +92,7 @@ async def play_episode(
     max_context_tokens: prompt and reply together, as the engine allows.
     keeps_last_observation: where the next prompt leaves no room for a reply, as many of its new
     tokens as the context holds end the sample: the state that a critic bootstraps from.
+    kept: which tokens may be sampled, in evaluations; None: all.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
@@ -100,6 +103,7 @@ async def play_episode(
         settings=settings,
         max_context_tokens=max_context_tokens,
         keeps_last_observation=keeps_last_observation,
+        kept=kept,
     )
     try:
         return episode.trajectory(await _end_of(episode, make_environment))
@@ -131,6 +135,7 @@ class _Episode:
         settings: RolloutSettings,
         max_context_tokens: int,
         keeps_last_observation: bool,
+        kept: KeptTokens | None,
     ) -> None:
         self._assignment = assignment
         self._policy = policy
@@ -139,6 +144,7 @@ class _Episode:
         self._outcomes = OutcomePolicy(overrides=settings.outcomes)
         self._max_context_tokens = max_context_tokens
         self._keeps_last_observation = keeps_last_observation
+        self._kept = kept
         self._environment: Environment | None = None
         self._samples = SampleBuilder(assignment.trajectory_id)
         self._break: BreakReason | None = None  # of the prompt in hand
@@ -167,13 +173,13 @@ class _Episode:
         for number in range(1, self._settings.max_turns + 1):
             self._start_turn()
             turn, parsed = await self._generate(prompt, start.tools)
-            text = self._renderer.decode(turn.sampled_token_ids)
+            text = self._shown(turn)
             calls = () if parsed is None else check_calls(parsed.calls, start.tools)
             action = Action(text=text, calls=calls)
             result = await self._step(action)
             if number == self._settings.max_turns:
                 break
-            history.append(_as_message(action, parsed))
+            history.append(_as_message(action, parsed, stop=self._settings.stop))
             prompt = self._extend(turn, history, result, start)
             history.extend(result.messages)
         return _Ended(Outcome.MAX_TURNS, f"no end after {self._settings.max_turns} turns")
@@ -289,11 +295,15 @@ class _Episode:
             raise _Ended(outcome, f"the turn was cut off after {limit} tokens")
         return turn, parsed
 
+    def _shown(self, turn: Turn) -> str:
+        """Return a reply's text up to its stop string, which its last token may go beyond."""
+        text = self._renderer.decode(turn.sampled_token_ids)
+        return before_stop(text, self._settings.stop)[0]
+
     async def _score_cut_off(self, turn: Turn) -> None:
         """Have the environment score a cut-off turn as if it were a whole answer."""
-        text = self._renderer.decode(turn.sampled_token_ids)
         try:
-            await self._step(Action(text=text))
+            await self._step(Action(text=self._shown(turn)))
         except _Ended as ended:
             # The outcome is that of a cut-off turn, unless its score could not be computed.
             if ended.outcome not in PLAYED_OUT:
@@ -312,6 +322,8 @@ class _Episode:
             deadline_s=left,
             cache_salt=self._cache_salt,
             replica=self._replica,
+            stop=self._settings.stop,
+            kept=self._kept,
             tools=tools or None,
         )
 
@@ -409,14 +421,14 @@ def _sendable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _as_message(action: Action, parsed: ParsedReply | None) -> Message:
+def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
     """The reply as the chat template may look back at it; with a broken call, as it was said."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)
     return Message(
         role=Role.ASSISTANT,
-        content=parsed.content,
+        content=before_stop(parsed.content, stop)[0],
         reasoning=parsed.reasoning,
         tool_calls=calls,
     )

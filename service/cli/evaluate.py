@@ -288,7 +288,7 @@ async def _play(
         plays = plays_of(tasks, sampling.num_samples)
         say(f"playing {len(plays)} rollouts of {len(tasks)} tasks", err=True)
         settings = PlaySettings(
-            temperature=sampling.temperature, idle_s=evaluation_idle_s(config), keeps_tokens=True
+            sampling=sampling, idle_s=evaluation_idle_s(config), keeps_tokens=True
         )
         played = await play(
             members, plays, settings, notice=lambda text: say(f"rayloom: {text}", err=True)

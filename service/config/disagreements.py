@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.environment.settings import MIXTURE_PERIOD
+from actors.environment.settings import MIXTURE_PERIOD, StructuredOutputs
 from actors.merge.advantages import CriticSettings, Scale, Truncation
 from actors.merge.aggregation import Aggregation
 from actors.outcomes import Disposition
@@ -21,7 +21,7 @@ from actors.trainer.loss.settings import (
 )
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
-from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.config.tree import Config, EvaluationSetSettings, EvaluationSettings, TasksSettings
 from service.inference.settings import CPU_BLOCK_TOKENS
 
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
@@ -167,8 +167,44 @@ def _of_evaluation(config: Config) -> Iterator[str]:
                 f"{key}.samples is {settings.samples} with temperature 0, where all samples of a "
                 "task are the same; expected a temperature above 0, or one sample; set one of them"
             )
+        yield from _of_kept(key, settings)
     for name, each in config.evaluation.sets.items():
         yield from _of_set(config, f"evaluation.sets.{name}", each)
+
+
+def _of_kept(key: str, settings: EvaluationSettings | EvaluationSetSettings) -> Iterator[str]:
+    for name, value, is_off in (
+        ("top_p", settings.top_p, settings.top_p == 1),
+        ("top_k", settings.top_k, settings.top_k == 0),
+        ("min_p", settings.min_p, settings.min_p == 0),
+    ):
+        if settings.temperature == 0 and not is_off:
+            yield (
+                f"{key}.{name} is {value:g} with temperature 0, which takes the likeliest token "
+                "always; expected a temperature above 0; set it, or leave the other out"
+            )
+    if settings.structured_outputs is not None:
+        yield from _of_structured(f"{key}.structured_outputs", settings.structured_outputs)
+
+
+def _of_structured(key: str, structured: StructuredOutputs) -> Iterator[str]:
+    # Most configurations have none, and need not wait for the imports.
+    import regex
+    from jsonschema import Draft202012Validator, SchemaError
+
+    if len(structured.given) != 1:
+        yield (
+            f"{key} has {', '.join(structured.given) or 'nothing'}; expected one of json, regex, "
+            "choice and grammar; set one of them"
+        )
+    try:
+        regex.compile(structured.regex or "")
+    except regex.error as error:
+        yield f"{key}.regex {structured.regex!r} is no regular expression ({error}); correct it"
+    try:
+        Draft202012Validator.check_schema(structured.json or {})
+    except SchemaError as error:
+        yield f"{key}.json is no JSON schema ({error.message}); correct it"
 
 
 def _of_audit(config: Config) -> Iterator[str]:

@@ -31,6 +31,8 @@ MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
 # Of a template's text, in which something is written by Jinja.
 _SIGN = "{{"
+# Settings of evaluations that training does not have.
+_KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
 # A member of an enumeration, as pydantic shows it where only some of them are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
@@ -231,6 +233,13 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
 def _sentence(detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "unexpected_keyword_argument":
+        if detail["loc"][-2:-1] == ("rollouts",) and detail["loc"][-1] in _KEEPING:
+            return (
+                f"{location}: training samples among all tokens, because the trainer's "
+                "log-probability is over all of them and the engine's would be over those that are "
+                f"kept, so that their ratio would be wrong; leave it out, or set "
+                f"evaluation.{detail['loc'][-1]}"
+            )
         return f"{location}: unknown key; {_closest(detail['loc'])}"
     if detail["type"] == "missing":
         return f"{location}: missing; this key is required"

@@ -19,13 +19,17 @@ from pydantic import Field
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import (
     CurriculumSettings,
+    KeptTokens,
     PlayedEnvironment,
     RolloutSettings,
     Sampling,
+    StopStrings,
+    StructuredOutputs,
 )
 from actors.journal.record import GroupRule
 from actors.limits import (
     STRICT,
+    Fraction,
     Natural,
     NotNegative,
     Port,
@@ -187,6 +191,14 @@ class EvaluationSetSettings:
     """Of each task."""
     temperature: NotNegative = 0.0
     """0: greedy, one sample."""
+    top_p: Share = 1.0
+    """As evaluation.top_p."""
+    top_k: Natural = 0
+    """As evaluation.top_k."""
+    min_p: Fraction = 0.0
+    """As evaluation.min_p."""
+    structured_outputs: StructuredOutputs | None = None
+    """As evaluation.structured_outputs."""
     pass_reward: float = 1.0
     """As evaluation.pass_reward."""
 
@@ -210,6 +222,15 @@ class EvaluationSettings:
     """Of each task: n of avg@n and majority@n; pass@k is told for the powers of two up to it."""
     temperature: NotNegative = 0.0
     """Of scheduled evaluations; 0: greedy, of which more than one sample would all be the same."""
+    top_p: Share = 1.0
+    """Sample among the likeliest tokens that have this probability together; 1: among all. In
+    training always among all: the loss needs a log-probability over every token."""
+    top_k: Natural = 0
+    """Sample among the likeliest so many; 0: among all."""
+    min_p: Fraction = 0.0
+    """Leave out tokens that are less likely than this share of the likeliest; 0: none."""
+    structured_outputs: StructuredOutputs | None = None
+    """Force the form of each reply; null: any."""
     pass_reward: float = 1.0
     """A sample passes with so much of its return or more, in parts of the best possible one where
     the environment knows that."""
@@ -223,12 +244,23 @@ class EvaluationSettings:
     def sampling(self) -> Sampling:
         return _sampling(self)
 
+    @property
+    def all_settings(self) -> tuple[EvaluationSettings | EvaluationSetSettings, ...]:
+        """These, and those of each set."""
+        return (self, *self.sets.values())
+
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
     """With the powers of two for pass@k: 1, 2, 4 of six samples."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
+        kept=KeptTokens(
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            structured_outputs=settings.structured_outputs,
+        ),
         pass_reward=settings.pass_reward,
         ks=tuple(1 << power for power in range(settings.samples.bit_length())),
     )
@@ -242,6 +274,8 @@ class MemberRollouts:
 
     temperature: Temperature | None = None
     """As rollouts.temperature."""
+    stop: StopStrings | None = None
+    """As rollouts.stop."""
     max_turns: Positive | None = None
     """As rollouts.max_turns."""
     max_tokens_per_turn: Positive | None = None
@@ -264,6 +298,14 @@ class MemberEvaluation:
     """As evaluation.samples."""
     temperature: NotNegative | None = None
     """As evaluation.temperature."""
+    top_p: Share | None = None
+    """As evaluation.top_p."""
+    top_k: Natural | None = None
+    """As evaluation.top_k."""
+    min_p: Fraction | None = None
+    """As evaluation.min_p."""
+    structured_outputs: StructuredOutputs | None = None
+    """As evaluation.structured_outputs."""
     pass_reward: float | None = None
     """As evaluation.pass_reward."""
 
@@ -434,6 +476,14 @@ class Config:
             for key, each in named.items()
             if (place := each.place) is not None
         }
+
+    @property
+    def engine_reads_text(self) -> bool:
+        """Whether an engine looks at the text of what it samples."""
+        return any(
+            each.rollouts.stop or any(s.structured_outputs for s in each.evaluation.all_settings)
+            for each in (self, *self.members.values())
+        )
 
     @property
     def num_environment_actors(self) -> int:

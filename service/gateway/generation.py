@@ -59,6 +59,7 @@ def checked_request(
         prompt_token_ids=prompt,
         max_tokens=min(most, body.max_tokens or most),
         temperature=facts.temperature,
+        stop=rollouts.stop,
         deadline_s=deadline_s,
         cache_salt=body.cache_salt or None,
         tenant=tenant,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from actors.environment.protocol import MalformedCall, Message, Role, ToolCall, ToolSchema
+from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import arguments_of, visible_text
 from actors.policy import ParsedReply
 from actors.types import FinishReason, original_numbers
@@ -45,9 +46,9 @@ def shown_reply(
     before the first of these that it contains; calls follow the text.
     """
     if parsed is None:
-        content, stopped = _cut(text, stop)
+        content, stopped = before_stop(text, stop)
         return ShownReply(message=_assistant(content), is_malformed=False, stop_string=stopped)
-    content, stopped = _cut(parsed.content, stop)
+    content, stopped = before_stop(parsed.content, stop)
     if stopped:
         message = _assistant(content, reasoning=parsed.reasoning)
         return ShownReply(message=message, is_malformed=False, stop_string=stopped)
@@ -68,7 +69,7 @@ def shown_reply(
             call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
             calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
     if is_malformed and not calls:
-        content, stopped = _cut(visible_text(text), stop)
+        content, stopped = before_stop(visible_text(text), stop)
     message = _assistant(content, reasoning=parsed.reasoning, tool_calls=tuple(calls))
     return ShownReply(message=message, is_malformed=is_malformed, stop_string=stopped)
 
@@ -99,18 +100,6 @@ def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
 
 def _assistant(text: str, **parts: Any) -> Message:
     return Message(role=Role.ASSISTANT, content=text, **parts)
-
-
-def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
-    """The text before the first stop string, and that string: of several at one place the first.
-
-    Example: _cut("a b c", ("c", "b")) -> ("a ", "b"); ("a b c", "") where there is none.
-    """
-    places = [(place, each) for each in stop if (place := text.find(each)) >= 0]
-    if not places:
-        return text, ""
-    place, found = min(places, key=lambda each: each[0])
-    return text[:place], found
 
 
 def _newest_version(turn: SessionTurn) -> int:

@@ -82,11 +82,13 @@ class Sampler:
         max_context_tokens: int,
         temperature: float,
         now: Callable[[], float],
+        stop: tuple[str, ...] = (),
         system_messages: SystemMessages = SystemMessages.MERGE,
         reads_calls: bool = True,
     ) -> None:
-        """max_context_tokens: prompt and reply together. now: seconds since 1970. reads_calls:
-        whether the engine can read calls out of replies of this model."""
+        """max_context_tokens: prompt and reply together. now: seconds since 1970. stop: the run's
+        own, at which turns end; a request's own only cut what is shown. reads_calls: whether the
+        engine can read calls out of replies of this model."""
         self._renderer = renderer
         self._merges_system = system_messages is SystemMessages.MERGE
         self._reads_calls = reads_calls
@@ -96,6 +98,7 @@ class Sampler:
         self._rates = rates
         self._max_context_tokens = max_context_tokens
         self._temperature = temperature
+        self._stop = stop
         self._now = now
 
     def begin(
@@ -233,6 +236,7 @@ class Sampler:
             cache_salt=parent.cache_salt or None if parent else None,
             tenant=tenant_of(session.stored.id),
             replica=parent.replica if parent else "",
+            stop=self._stop,
             tools=place.tools if wanted.call.request.may_call else (),
         )
 
@@ -271,7 +275,7 @@ class Sampler:
             place.tools,
             turn.finish_reason,
             turn_id=tree.turn_id(number),
-            stop=call.request.stop,
+            stop=(*call.request.stop, *self._stop),
         )
         return SessionTurn(
             number=number,

@@ -111,6 +111,7 @@ class Sessions:
             rates=self._rates,
             max_context_tokens=settings.max_context_tokens,
             temperature=settings.rollouts.temperature,
+            stop=settings.rollouts.stop,
             now=now,
             system_messages=settings.sessions.system_messages,
             reads_calls=not settings.finds_parser or call_form(renderer) is not None,

@@ -17,6 +17,7 @@ from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
 from actors.environment.reward_functions import BadRewardFunction, RewardFunction, load_functions
 from actors.environment.tasks import TaskSource, derived_seed
+from actors.environment.text_patterns import before_stop
 from actors.environment.tokenizer import load_tokenizer
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.journal.record import JournalStep
@@ -56,6 +57,7 @@ class ShadowVerifier:
         self._function = load_shadow(name)
         self._num_samples = num_samples
         self._limit_s = config.rollouts.turn_deadline_s
+        self._stop = config.rollouts.stop
         self._tasks: TaskSource = open_tasks(config)
         try:
             tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
@@ -109,4 +111,5 @@ class ShadowVerifier:
     def _last_reply(self, trajectory: Trajectory) -> str:
         last = trajectory.turns[-1]
         sample = next(each for each in trajectory.samples if last in each.turns)
-        return self._renderer.decode(sample.token_ids[last.tokens])
+        text = self._renderer.decode(sample.token_ids[last.tokens])
+        return before_stop(text, self._stop)[0]

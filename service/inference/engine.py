@@ -30,11 +30,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.batch import Float32s
+from actors.environment.settings import KeptTokens
 from actors.expert_records import routed_layers, sampled_experts
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason, VersionSpan
@@ -225,6 +226,11 @@ class PolicyEngine:
                 f"inference: the prompt has {num_prompt_tokens} tokens, expected at most "
                 f"{limit - 1} (max_model_len {limit}); end the trajectory as truncated by context"
             )
+        if request.stop and not self.settings.reads_text:
+            raise ValueError(
+                "inference: the engine was started without a tokenizer and got stop strings; set "
+                "them in the configuration that the engine is started with"
+            )
         if request.max_tokens < 1:
             raise ValueError(f"inference: max_tokens is {request.max_tokens}, expected at least 1")
         lowest, highest = request.prompt_token_ids.min(), request.prompt_token_ids.max()
@@ -379,8 +385,9 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
     inference = settings.inference
     return AsyncEngineArgs(
         model=settings.model,
-        # Token ids in and out: the engine needs no tokenizer and no default sampling parameters.
-        skip_tokenizer_init=True,
+        # Token ids in and out: without stop strings and structured outputs the engine needs no
+        # tokenizer. It never needs default sampling parameters.
+        skip_tokenizer_init=not settings.reads_text,
         generation_config="vllm",
         dtype=settings.dtype.value,
         max_model_len=settings.max_context_tokens,
@@ -402,17 +409,25 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 
 
 def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> SamplingParams:
+    kept = request.kept or KeptTokens()
+    structured = kept.structured_outputs
     return SamplingParams(
         temperature=request.temperature,
-        top_p=1.0,
-        top_k=0,
+        top_p=kept.top_p,
+        top_k=kept.top_k,
+        min_p=kept.min_p,
+        structured_outputs=StructuredOutputsParams(**structured.given) if structured else None,
         max_tokens=request.max_tokens,
+        # vLLM looks for these in the text that it decodes. The ids that it returns are all that
+        # were sampled, to the end of the token in which the text was found.
+        stop=list(request.stop),
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
         # Of the prompt's tokens a turn keeps no experts; without effect where none are recorded.
         routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
-        detokenize=False,
+        detokenize=bool(request.stop),
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         # Made for this request alone: vLLM need not copy it deeply.
         skip_clone=True,

@@ -92,6 +92,8 @@ class EngineSettings:
     """As of the run; by it the parsers of replies are chosen. None: the tokenizer's own."""
     stop_token_ids: tuple[int, ...]
     """Sampling ends after any of them; the token is kept."""
+    reads_text: bool
+    """Whether it has a tokenizer, for stop strings and structured outputs."""
     resets_prefix_cache: bool
     """On each publication, in synchronous training: no cached block outlives its version."""
     seed: int

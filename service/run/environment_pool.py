@@ -65,7 +65,7 @@ class EnvironmentPool(ActorPool):
         """Play tasks, as `play`, and keep their rollouts under the name `file`."""
         keeps_tokens = self._files.keep > 0
         settings = PlaySettings(
-            temperature=sampling.temperature,
+            sampling=sampling,
             idle_s=self._evaluation_idle_s,
             slots_share=slots_share,
             keeps_tokens=keeps_tokens,

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.environment.evaluation import Play, Played
+from actors.environment.settings import Sampling
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
 from service.run.remote_handles import await_reply
 
@@ -32,7 +33,7 @@ FETCH_LIMIT_S = 60.0
 class PlaySettings:
     """How an evaluation is played."""
 
-    temperature: float
+    sampling: Sampling
     idle_s: float
     """A share of which no rollout has ended for as long is given up."""
     slots_share: float = 1.0
@@ -78,7 +79,8 @@ async def _play_share(
     """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
     playing = member.actor.evaluate.remote(
         share,
-        temperature=settings.temperature,
+        temperature=settings.sampling.temperature,
+        kept=settings.sampling.kept,
         slots_share=settings.slots_share,
         keeps_tokens=settings.keeps_tokens,
     )

@@ -40,6 +40,7 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
         dtype=config.model.dtype,
         max_context_tokens=config.model.max_context_tokens,
         stop_token_ids=stop_token_ids(model),
+        reads_text=config.engine_reads_text,
         resets_prefix_cache=config.algorithm.is_synchronous,
         seed=config.run.seed,
     )

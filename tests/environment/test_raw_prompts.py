@@ -197,7 +197,9 @@ def test_a_base_model_is_refused_with_the_remedy_until_the_setting_is_there(
     path = str(base_model)
     config = config_with(None, path=path)
     observation = first_observation(config)
-    with pytest.raises(ConfigError, match=r"set model\.chat_template to the path of one, or to none"):
+    with pytest.raises(
+        ConfigError, match=r"set model\.chat_template to the path of one, or to none"
+    ):
         check_prompt(config, path, observation)
     check_prompt(config_with(RAW, path=path), path, observation)
     with pytest.raises(ConfigError, match="its chat template cannot render a prompt"):

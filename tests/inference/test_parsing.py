@@ -282,6 +282,7 @@ def _engine(model: Path, **chosen: str) -> EngineSettings:
         chat_template=None,
         max_context_tokens=64,
         stop_token_ids=(),
+        reads_text=False,
         resets_prefix_cache=False,
         seed=0,
     )

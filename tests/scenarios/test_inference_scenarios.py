@@ -121,6 +121,7 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
         chat_template=None,
         max_context_tokens=MAX_MODEL_LEN,
         stop_token_ids=(),
+        reads_text=False,
         resets_prefix_cache=False,
         seed=0,
         health_check_period_s=1.0,

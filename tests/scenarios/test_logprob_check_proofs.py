@@ -152,6 +152,7 @@ async def engine(
         chat_template=None,
         max_context_tokens=CONTEXT,
         stop_token_ids=(),
+        reads_text=False,
         resets_prefix_cache=False,
         seed=0,
     )

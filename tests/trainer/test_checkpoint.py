@@ -405,7 +405,9 @@ def test_an_export_has_the_companions_of_its_base_and_none_of_its_weights(
     assert not (tmp_path / "plain" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("template", ["none", "{% for m in messages %}{{ m.content }}|{% endfor %}"])
+@pytest.mark.parametrize(
+    "template", ["none", "{% for m in messages %}{{ m.content }}|{% endfor %}"]
+)
 def test_an_export_has_the_chat_template_that_was_trained_with(
     one_rank: World, settings: RankSettings, tmp_path: Path, template: str
 ) -> None:
