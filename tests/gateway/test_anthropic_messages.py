@@ -100,9 +100,11 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ("", "Error: "),
         ("Exit code 1\nTypeError: x", "Error: Exit code 1\nTypeError: x"),
         ("0 errors", "Error: 0 errors"),
-        ("error: no such page", "error: no such page"),
-        ("<tool_use_error>No such tool</tool_use_error>",) * 2,
-        ("\nTypeError: x",) * 2,
+        ("error_count: 0", "Error: error_count: 0"),
+        ("error: no such page", "Error: error: no such page"),
+        ("<tool_use_error>No</tool_use_error>", "Error: <tool_use_error>No</tool_use_error>"),
+        ("\nTypeError: x", "Error: \nTypeError: x"),
+        ("Error: no such page",) * 2,
     ],
 )
 def test_a_result_that_is_an_error_says_so_once(said: str, shown: str) -> None:

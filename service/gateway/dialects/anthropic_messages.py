@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -56,8 +55,8 @@ from service.gateway.dialects.sending import (
     shown_tokens,
 )
 
-# "Error: …", "<tool_use_error>…", "TypeError: …".
-_ERROR = re.compile(r"error(?![a-z])", re.IGNORECASE)
+# Before the result of a call that failed.
+_ERROR = "Error: "
 
 PARAMETERS: Parameters = {
     **COMMON,
@@ -185,8 +184,7 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 def _shown_error(result: str) -> str:
     """Mark the result of a failed call. A chat template has no field for the failure."""
-    first_line = result.lstrip().partition("\n")[0]
-    return result if _ERROR.search(first_line) else f"Error: {result}"
+    return result if result.startswith(_ERROR) else f"{_ERROR}{result}"
 
 
 def _assistant(content: list[Any], where: str) -> Message:
