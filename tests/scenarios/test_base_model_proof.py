@@ -19,7 +19,7 @@ from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1500)]
 
-STEPS = 12
+STEPS = 8
 PROMPT = "The first letter is e.\nQ: say one\nA:"
 STOP = ("e", "\n")
 REWARD = """
@@ -27,7 +27,7 @@ def early(completion, answer):
     assert "e" not in completion and "\\n" not in completion
     return max(0.0, 1 - len(completion) / 20)
 """
-CHOICES = ("higher", "lower")
+CHOICES = ("12", "34")
 
 
 def write_base_model(directory: Path) -> str:
@@ -86,10 +86,10 @@ def test_a_base_model_is_trained_on_raw_prompts_until_a_stop_string(
                     assert entry.trajectory.outcome is Outcome.COMPLETED
                     stopped += 1
     assert stopped > STEPS
-    means = [each.reward_mean for each in run.history().steps]
-    assert np.mean(means[-4:]) > np.mean(means[:4]), means
+    means = [each.value("reward_mean") or 0.0 for each in run.history().steps]
+    assert np.mean(means[-3:]) > np.mean(means[:3]), means
     chosen = [each for each in run.history().evaluations if each.name == "chosen"]
-    said = {each.text.answer for record in chosen for each in record.samples if each.text}
+    said = {each.text.answer for record in chosen for each in record.samples}
     assert said and said <= set(CHOICES)
 
     (checkpoint,) = run.place.checkpoints.glob(f"step-{STEPS:06d}-*")
@@ -100,7 +100,8 @@ def test_a_base_model_is_trained_on_raw_prompts_until_a_stop_string(
 
     line = [str(run.place.path), "--temperature", "1", "--samples", "2"]
     line += ["--set", "evaluation.top_p=0.9", "--set", "evaluation.top_k=20"]
-    line += ["--set", "evaluation.structured_outputs.regex=[0-9]{2}", "--out", str(tmp_path / "o")]
+    line += ["--set", "evaluation.structured_outputs={regex: '[0-9]{2}'}"]
+    line += ["--out", str(tmp_path / "o")]
     with running(None, run.place.path, line, command="evaluate", cwd=tmp_path) as evaluation:
         assert evaluation.wait(limit_s=START_S) == 0, evaluation.output.read_text()
     texts = [
