@@ -21,6 +21,7 @@ from worlds.gateway_world import DEADLINE_S, NAME, SPEC, Gateway, Policy
 from worlds.session_app import SessionRun
 
 from actors.environment.rendering import ChatRenderer
+from actors.environment.tokenizer import RAW, with_template
 from actors.types import FinishReason, Outcome
 from service.gateway.bodies import NewSession, SessionsBody
 from service.gateway.settings import SessionSettings, Unsupported
@@ -53,17 +54,22 @@ def script(*texts: str, cut: Iterable[int] = ()) -> Policy:
 
 @asynccontextmanager
 async def asking(
-    directory: Path, *texts: str, template: str = TEMPLATE, cut: Iterable[int] = (), **settings: Any
+    directory: Path,
+    *texts: str,
+    template: str = TEMPLATE,
+    cut: Iterable[int] = (),
+    stop: tuple[str, ...] = (),
+    **settings: Any,
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A session whose policy says these texts, and a client that has its agent's key."""
-    tokenizer = chatml_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = with_template(chatml_tokenizer(), template)
     gateway = Gateway(
         directory,
         policy=script(*texts, cut=cut),
         settings=SessionSettings(hold_s=DEADLINE_S, **settings),
         max_context_tokens=2000,
         chat_renderer=ChatRenderer(tokenizer),
+        stop=stop,
     )
     await gateway.opened(spec=replace(SPEC, max_tokens_per_turn=200))
     transport = httpx.ASGITransport(app=SessionRun(gateway).app())
@@ -123,6 +129,32 @@ async def test_a_stop_string_ends_what_is_shown_and_the_ids_are_trained_whole(
         trajectory = await gateway.trajectory()
     texts = [f"{said}<|im_end|>", "two END b<|im_end|>", "three<|im_end|>"]
     assert sampled(gateway, trajectory) == [texts]
+
+
+async def test_a_session_of_a_base_model_is_raw_and_ends_its_turns_at_the_runs_stop_strings(
+    tmp_path: Path,
+) -> None:
+    async with asking(tmp_path, " 7\nQ:", " 5", template=RAW, stop=("\nQ:",)) as (gateway, client):
+        asked = {"role": "user", "content": "Q: 3+4?\nA:"}
+        body: dict[str, Any] = {"model": "m", "messages": [asked]}
+        first = (await client.post(f"{ROOT}/v1/chat/completions", json=body)).json()["choices"][0]
+        assert (first["message"]["content"], first["finish_reason"]) == (" 7", "stop")
+        assert gateway.policy.requests[0].stop == ("\nQ:",)
+        more = {"role": "user", "content": " 2+3?\nA:"}
+        body["messages"] = [asked, first["message"], more]
+        second = (await client.post(f"{ROOT}/v1/chat/completions", json=body)).json()["choices"][0]
+        assert second["message"]["content"] == " 5"
+        system = {"role": "system", "content": "Be kind."}
+        refused = await client.post(
+            f"{ROOT}/v1/chat/completions", json={"model": "m", "messages": [system, asked]}
+        )
+        assert refused.status_code == 400
+        assert "a raw prompt has no roles" in refused.json()["error"]["message"]
+        await finished(client)
+        [sample] = (await gateway.trajectory()).samples
+    text = chatml_tokenizer().decode(sample.token_ids.tolist())
+    # What was sampled stays, the end of sequence that the fake policy adds too.
+    assert text == "Q: 3+4?\nA: 7\nQ:<|im_end|> 2+3?\nA: 5<|im_end|>"
 
 
 async def test_a_streamed_stop_sequence_is_told_by_the_last_event_and_again_after_a_restart(

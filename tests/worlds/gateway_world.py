@@ -75,6 +75,7 @@ class Gateway:
     clock: float = 1000.0
     chat_renderer: ChatRenderer = field(default_factory=renderer)
     finds_parser: bool = False
+    stop: tuple[str, ...] = ()
     policy_client: PolicyClient | None = None
     """In the place of `policy`."""
     playing: dict[str, asyncio.Task[Trajectory]] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class Gateway:
         self.sessions = Sessions(
             GatewaySettings(
                 sessions=self.settings,
-                rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16),
+                rollouts=RolloutSettings(max_turns=8, max_tokens_per_turn=16, stop=self.stop),
                 algorithm=AlgorithmSettings(group_size=2, groups_per_step=2),
                 chat_template=None,
                 max_context_tokens=self.max_context_tokens,
