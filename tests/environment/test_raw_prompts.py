@@ -24,6 +24,7 @@ from actors.environment.tokenizer import (
 )
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import TokenIds
+from service.cli.check import describe_template
 from service.config.file import ConfigError, dump_config, load_config, parse_config
 from service.config.resumable import refused_changes
 from service.config.tasks import check_prompt, first_observation
@@ -179,6 +180,12 @@ def test_a_template_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Pat
     ):
         with pytest.raises(ConfigError, match=said):
             config_with(str(tmp_path / name))
+
+
+def test_check_says_what_a_raw_prompt_is(tmp_path: Path) -> None:
+    assert "as it is, after nothing; system messages" in describe_template(config_with(RAW))
+    beginning_tokenizer().save_pretrained(tmp_path)
+    assert "after <|begin|>;" in describe_template(config_with(RAW, path=str(tmp_path)))
 
 
 @pytest.fixture
