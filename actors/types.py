@@ -313,6 +313,10 @@ class Trajectory(Attempt):
     """In the order in which they began; every turn is in exactly one. None without turns."""
     was_rewarded: bool | None = None
     """Whether its reward was given as a number, also 0. None: not stated; the rewards decide."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers that its environment logged, and that are not rewarded."""
+    extra_columns: Mapping[str, str] = field(default_factory=dict)
+    """Named texts that its environment logged."""
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
     """Turns of a session that are in no sample, by their number in the session."""
 

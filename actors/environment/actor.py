@@ -25,6 +25,7 @@ from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import load_renderer
 from actors.environment.settings import EnvironmentActorSettings, KeptTokens
+from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.policy import PolicyClient
@@ -85,6 +86,7 @@ class EnvironmentActor:
         )
         self._evaluations: set[asyncio.Task[Played]] = set()
         self._num_evaluated = 0
+        self._newest_step = 0
         # What was imported never dies; collections, which stop all episodes, need not visit it.
         gc.collect()
         gc.freeze()
@@ -223,6 +225,7 @@ class EnvironmentActor:
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         if temperature is not None:
             rollouts = replace(rollouts, temperature=temperature)
+        trainer_state.set(self._state_of(assignment))
         return await play_episode(
             assignment,
             make_environment=self._maker(name),
@@ -232,6 +235,15 @@ class EnvironmentActor:
             max_context_tokens=self._settings.max_context_tokens,
             keeps_last_observation=self._settings.keeps_last_observation,
             kept=kept,
+        )
+
+    def _state_of(self, assignment: RolloutAssignment) -> TrainerState:
+        """Return the state for a rollout; an evaluation has that of the newest one seen here."""
+        step = assignment.group_number // self._settings.groups_per_step
+        self._newest_step = max(self._newest_step, step)
+        return TrainerState(
+            global_step=self._newest_step if assignment.group_number < 0 else step,
+            max_steps=self._settings.num_steps,
         )
 
     def _maker(self, name: str) -> Callable[[], Environment]:

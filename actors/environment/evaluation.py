@@ -82,6 +82,8 @@ def rollout_line(
             "return": trajectory.episode_return,
             "best_return": trajectory.best_return,
             "components": dict(components),
+            "metrics": trajectory.metrics,
+            "extra_columns": trajectory.extra_columns,
             "answer": trajectory.answer,
             "num_turns": len(trajectory.turns),
             "policy_versions": versions,

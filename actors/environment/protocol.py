@@ -259,6 +259,10 @@ class StepResult:
     """The action could not be understood."""
     ended_by_malformed: bool = False
     """That is why the episode ends (recorded as `malformed_tool_call`)."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers that are not rewarded: each has a curve, its mean over a step."""
+    extra_columns: Mapping[str, str] = field(default_factory=dict)
+    """Named texts that are kept beside the trajectory, and shown where it is looked at."""
     answer: str | None = None
     """What the policy has answered so far, equal for equal answers: the last one of an episode is
     what an evaluation's majority vote counts. None: nothing new."""
@@ -274,6 +278,11 @@ class StepResult:
                 f"step result: reward_components: got a {type(self.reward_components).__name__}, "
                 "expected a mapping of names to numbers"
             )
+        for what in ("metrics", "extra_columns"):
+            if not isinstance(named := getattr(self, what), Mapping):
+                raise TypeError(
+                    f"step result: {what}: got a {type(named).__name__}, expected a mapping"
+                )
         for name in ("terminated", "truncated", "is_malformed", "ended_by_malformed"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise TypeError(
@@ -332,6 +341,7 @@ def reward_problem(result: StepResult) -> str | None:
     """What is wrong with the reward, or with one of its components; None: all are finite."""
     parts = {"reward": result.reward}
     parts |= {f"reward component {name}": part for name, part in result.reward_components.items()}
+    parts |= {f"metric {name}": part for name, part in result.metrics.items()}
     for what, part in parts.items():
         if not isinstance(part, Real) or not _is_finite(part):
             shown = f"{part!r:.80}" if isinstance(part, _SHOWN) else f"a {type(part).__name__}"

@@ -10,8 +10,12 @@ Either may be a coroutine. A function gets the columns of the data set that it n
 if it takes `**columns`; `prompt` (`prompts`) is the task's prompt as the data has it. An argument
 `columns` gets the whole row as a mapping. With tools, `messages` is the conversation since the
 prompt and `environment` (`environments`) the instance of the class whose methods are the tools.
-`completion`, `prompt`, `messages` and `environment` are Rayloom's names: a column of such a name is
-in `columns`. A function with lists gets a column `messages` by its name, as from TRL.
+`trainer_state`, `log_metric` and `log_extra` are those of `trainer_arguments`.
+All these are Rayloom's names: a column of such a name is in `columns`. A function with lists gets a
+column `messages` by its name, as from TRL.
+
+A group function has lists too, and is called once for the answers of a whole group
+(`load_group_functions`, `RewardFunction.score_group`).
 Called by `actors.environment.builtin.single_turn` and `tools`.
 """
 
@@ -20,19 +24,27 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
 from typing import Any
 
 from actors.environment.protocol import RewardError
+from actors.environment.trainer_arguments import (
+    LOGS,
+    TRAINER_ARGUMENTS,
+    TRAINER_STATE,
+    Logs,
+    call_with_logs,
+    trainer_state,
+)
 from actors.environment.user_code import in_thread
 from actors.environment.user_names import BadName, find
 from actors.limits import MAX_REWARD
 
 # What TRL's trainers give a function besides, and nobody has here.
-_TRAINERS = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric"})
+_NOT_HERE = frozenset({"completion_ids"})
 # What an episode has beside the columns: of a function with lists, the first is `environments`.
 EXTRAS = frozenset({"environment", "messages"})
 # As HTTP has them.
@@ -47,9 +59,14 @@ class BadRewardFunction(ValueError):
 class Score:
     """What one function says of one answer."""
 
-    value: float
+    value: float | None
+    """None: it has nothing to say of the answer (TRL's None)."""
     parts: Mapping[str, float]
     """By name; empty where it gave a plain number."""
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What the call logged by `log_metric`; a group function's are those of its whole group."""
+    extras: Mapping[str, str] = field(default_factory=dict)
+    """What it logged of this answer by `log_extra`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +84,12 @@ class RewardFunction:
     """Those without a default, which have to be columns."""
     takes_row: bool
     """Whether the function has an argument `columns`, which gets the whole row."""
+    of_trainer: frozenset[str] = frozenset()
+    """Those of TRAINER_ARGUMENTS that it names."""
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
-        """extras: which of EXTRAS there are. Raises: ValueError where the data have not what it
-        needs."""
+        """extras: what there is beside the columns, of EXTRAS. Raises: ValueError where the data
+        have not what it needs."""
         if missing := sorted(self.required - columns.keys() - extras):
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
@@ -84,8 +103,8 @@ class RewardFunction:
         columns: Mapping[str, Any],
         *,
         extras: Mapping[str, Any] | None = None,
-    ) -> Score | None:
-        """Score one answer; None: it has nothing to say of it (TRL's None).
+    ) -> Score:
+        """Score one answer.
 
         extras: by EXTRAS' names.
         Raises: RewardError for what is no score, and whatever the function raises.
@@ -93,37 +112,76 @@ class RewardFunction:
         ours = extras or {}
         if not self.takes_lists:
             arguments = {**columns, **ours, **self._row(columns), "completion": completion}
-            found = await self._call(arguments)
-            return None if found is None else self._read(found)
-        prompt = columns["prompt"]
+            found, logs = await self._call(arguments)
+            return self._read(found, logs)
         conversation = ours.get("messages", _as_conversation(completion))
-        answer = completion if isinstance(prompt, str) else conversation
         of_row = {**ours, **columns, **self._row(columns)}
         lists = {name: [value] for name, value in of_row.items() if name != "prompt"}
         if "environment" in ours:
             lists["environments"] = [ours["environment"]]
-        found = await self._call({**lists, "prompts": [prompt], "completions": [answer]})
-        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
+        return (await self._score_lists([completion], [conversation], lists, columns["prompt"]))[0]
+
+    async def score_group(
+        self, completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[Score]:
+        """Score the answers of a group, which share their row, in one call.
+
+        Each column is a list as long as the answers; a column NAME is also there as NAMEs, as
+        verifiers calls it. Raises: as `score`.
+        """
+        count = len(completions)
+        of_row = {name: value for name, value in columns.items() if name != "prompt"}
+        lists = {f"{name}s": [value] * count for name, value in of_row.items()}
+        lists |= {name: [value] * count for name, value in of_row.items()} | self._row(columns)
+        conversations = [_as_conversation(each) for each in completions]
+        return await self._score_lists(completions, conversations, lists, columns["prompt"])
+
+    async def _score_lists(
+        self,
+        completions: Sequence[str],
+        conversations: Sequence[Any],
+        lists: Mapping[str, Any],
+        prompt: Any,
+    ) -> list[Score]:
+        count = len(completions)
+        answers = completions if isinstance(prompt, str) else conversations
+        arguments = {**lists, "prompts": [prompt] * count, "completions": list(answers)}
+        found, logs = await self._call(arguments)
+        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
+            what = "one answer" if count == 1 else f"{count} answers"
+            one = "one number" if count == 1 else "one number each"
             raise RewardError(
-                f"reward function {self.name} gave {_told(found)} for a list of one answer, "
-                "expected a list of one number"
+                f"reward function {self.name} gave {_told(found)} for a list of {what}, "
+                f"expected a list of {one}"
             )
-        return None if found[0] is None else self._read(found[0])
+        return [
+            self._read(each, logs, index=index, count=count) for index, each in enumerate(found)
+        ]
 
     def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         return {"columns": dict(columns)} if self.takes_row else {}
 
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, arguments: Mapping[str, Any]) -> tuple[Any, Logs]:
+        # Of TRL's functions `**columns` has them too.
+        takes_all = self.named is None and self.takes_lists
+        ours = TRAINER_ARGUMENTS if takes_all else TRAINER_ARGUMENTS & self.of_trainer
+        given = {**arguments, **dict.fromkeys(ours & {TRAINER_STATE}, trainer_state.get())}
         wanted = {
             name: value
-            for name, value in arguments.items()
-            if self.named is None or name in self.named
+            for name, value in given.items()
+            if name not in ours & LOGS and (self.named is None or name in self.named)
         }
+
+        def call() -> tuple[Any, Logs]:
+            found, logs = call_with_logs(self.function, wanted, logs=ours & LOGS)
+            return found if inspect.isawaitable(found) else self._values(found), logs
+
         if inspect.iscoroutinefunction(self.function):
-            return self._values(await self.function(**wanted))
-        # It may take long, and other episodes share the event loop.
-        found = await in_thread(lambda: self._values(self.function(**wanted)))
-        return self._values(await found) if inspect.isawaitable(found) else found
+            found, logs = call()
+        else:
+            # It may take long, and other episodes share the event loop.
+            found, logs = await in_thread(call)
+        return (self._values(await found) if inspect.isawaitable(found) else found), logs
 
     def _values(self, found: Any) -> Any:
         """Return what was given for a list of answers as a list: TRL iterates over it.
@@ -137,14 +195,23 @@ class RewardFunction:
         is_iterable = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
         return list(found) if is_iterable else found
 
-    def _read(self, found: object) -> Score:
-        """Return what a function gave as a score.
+    def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
+        """Return what a call gave for one of its answers as a score. Raises: RewardError."""
+        value, parts = self._value_of(found)
+        try:
+            extras = logs.extras_of(index, num_answers=count)
+        except ValueError as error:
+            raise RewardError(f"reward function {self.name}: {error}") from error
+        return Score(value=value, parts=parts, metrics=logs.metrics, extras=extras)
+
+    def _value_of(self, found: object) -> tuple[float | None, dict[str, float]]:
+        """Return the reward, and the named numbers that it was given with.
 
         If named numbers include one called `score`, it is the reward and the others are only
         reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
         """
         if not isinstance(found, Mapping):
-            return Score(value=self._number(found, found), parts={})
+            return None if found is None else self._number(found, found), {}
         is_verl = "score" in found
         parts = {
             str(name)[:MAX_NAME]: self._number(value, found)
@@ -157,7 +224,7 @@ class RewardFunction:
                 f"reward function {self.name} gave {len(parts)} named numbers, expected 1 to "
                 f"{MAX_PARTS}"
             )
-        return Score(value=parts["score"] if is_verl else sum(parts.values()), parts=parts)
+        return parts["score"] if is_verl else sum(parts.values()), parts
 
     def _number(self, value: Any, found: object) -> float:
         """Return one value of what was given as a number. Raises: RewardError."""
@@ -237,12 +304,27 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} takes ({', '.join(inspect.signature(found).parameters)}), expected an "
             "argument completion, or completions as TRL has it"
         )
-    if unknown := sorted(function.required & _TRAINERS):
+    if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(
             f"reward: {text} needs {', '.join(unknown)}, which a trainer alone has; expected "
             "arguments that are columns; give them a default"
         )
     return function
+
+
+def load_group_functions(
+    asked: str | Sequence[str] | Mapping[str, float],
+) -> tuple[RewardFunction, ...]:
+    """Find functions that score the answers of a group together. Raises: BadRewardFunction."""
+    functions = load_functions(asked)
+    for each in functions:
+        if not each.takes_lists or (missing := sorted(each.required & EXTRAS)):
+            got = f"needs {', '.join(missing)}" if each.takes_lists else "scores one answer"
+            raise BadRewardFunction(
+                f"group_reward: {each.name} {got}, expected a function with lists, such as def "
+                f"{each.name}(completions, answer, **columns)"
+            )
+    return functions
 
 
 def method_as_reward(name: str, method: Callable[..., Any]) -> RewardFunction:
@@ -260,7 +342,7 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
     takes_lists = bool(named.keys() & {"completions", "environments"})
     prompt = "prompts" if takes_lists else "prompt"
     needed = {argument for argument, is_needed in named.items() if is_needed}
-    needed -= {"completion", "completions", prompt, "columns"}
+    needed -= {"completion", "completions", prompt, "columns", *TRAINER_ARGUMENTS}
     return RewardFunction(
         name=name,
         function=function,
@@ -271,6 +353,7 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
         else frozenset(named),
         required=frozenset("environment" if each == "environments" else each for each in needed),
         takes_row="columns" in named,
+        of_trainer=TRAINER_ARGUMENTS.intersection(named),
     )
 
 

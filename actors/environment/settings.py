@@ -162,4 +162,7 @@ class EnvironmentActorSettings:
     """Jinja's text, or none for raw prompts; None: the tokenizer's own."""
     keeps_last_observation: bool = False
     """As `play_episode`: on where a critic bootstraps what was cut off."""
+    num_steps: int = 0
+    """Of the run; 0: it trains nothing."""
+    groups_per_step: int = 1
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

@@ -150,6 +150,8 @@ class _Episode:
         self._break: BreakReason | None = None  # of the prompt in hand
         self._best_return: float | None = None
         self._answer: str | None = None
+        self._metrics: dict[str, float] = {}
+        self._extra_columns: dict[str, str] = {}
         self._was_rewarded: bool | None = None
         self._cache_salt: str | None = None
         self._replica = ""
@@ -191,6 +193,8 @@ class _Episode:
             was_rewarded=self._was_rewarded,
             best_return=self._best_return,
             answer=self._answer,
+            metrics=self._metrics,
+            extra_columns=self._extra_columns,
             num_inserted_tokens=self._num_inserted,
             render_breaks=dict(self._breaks),
             timings=Timings(
@@ -379,6 +383,13 @@ class _Episode:
             },
             is_malformed=bool(result.is_malformed),
         )
+        self._metrics |= {
+            _sendable(str(name)): float(value) for name, value in result.metrics.items()
+        }
+        self._extra_columns |= {
+            _sendable(str(name)): _sendable(str(text))
+            for name, text in result.extra_columns.items()
+        }
         if result.answer is not None:
             self._answer = short_answer(result.answer)
 

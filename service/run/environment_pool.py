@@ -114,6 +114,8 @@ def start_environment_actor(
             max_context_tokens=config.model.max_context_tokens,
             chat_template=config.model.chat_template,
             keeps_last_observation=config.algorithm.bootstraps,
+            num_steps=config.run.steps,
+            groups_per_step=config.algorithm.groups_per_step,
         ),
         actor_id=actor_id,
         tokenizer_path=model,

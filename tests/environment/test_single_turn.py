@@ -138,7 +138,9 @@ async def test_a_function_gets_the_answer_and_the_columns_that_it_names(module: 
 async def test_trls_signature_is_taken_as_it_is(module: Any) -> None:
     module.seen.clear()
     assert await play("trl", "4", prompt="2 + 2", answer="4", level=3) == (1.0, {})
-    assert module.seen == [{"level": [3], "prompts": ["2 + 2"]}]
+    (seen,) = module.seen
+    assert seen.keys() == {"level", "prompts", "trainer_state", "log_metric", "log_extra"}
+    assert (seen["level"], seen["prompts"]) == ([3], ["2 + 2"])
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
     environment = resolve("single_turn", {"reward": named("trl_chat")})()
     task = Task(task_id="t", environment="single_turn", seed=0, data={"prompt": chat})

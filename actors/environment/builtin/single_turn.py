@@ -7,7 +7,9 @@ the functions want. The reward is the weighted sum of what they give.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -21,10 +23,17 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
 )
-from actors.environment.reward_functions import RewardFunction, Score, load_functions
+from actors.environment.reward_functions import (
+    BadRewardFunction,
+    RewardFunction,
+    Score,
+    load_functions,
+    load_group_functions,
+)
 from actors.environment.task_data import PROMPT_DATA
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
+from actors.environment.trainer_arguments import mean_metrics
 from actors.environment.user_code import describe, root_cause
 from actors.types import Task
 
@@ -43,20 +52,30 @@ class SingleTurnEnvironment:
         system: str | None = None,
         judges: Mapping[str, Any] | None = None,
         answer_pattern: str | None = None,
+        group_reward: str | Sequence[str] | Mapping[str, float] = (),
     ) -> None:
         """reward: as `load_functions`. system: a message before every prompt; None: none. judges:
-        by name, as `load_judges`; one of both is needed. answer_pattern: a regular expression with
-        one group, what of the text is the answer that majority votes count; None: all of it.
+        by name, as `load_judges`. answer_pattern: a regular expression with one group, what of the
+        text is the answer that majority votes count; None: all of it. group_reward: as
+        `load_group_functions`; reward, judges or it is needed.
 
         Raises: BadRewardFunction, BadJudge; ValueError for the pattern.
         """
         if answer_pattern is not None and (problem := problem_of(answer_pattern)) is not None:
             raise ValueError(f"answer_pattern: {problem}; correct it")
-        functions = load_functions(reward) if reward or not self._has_reward(judges) else ()
+        self._group_functions = load_group_functions(group_reward) if group_reward else ()
+        is_scored = bool(self._group_functions) or self._has_reward(judges)
+        functions = load_functions(reward) if reward or not is_scored else ()
         self._functions: tuple[RewardFunction | JudgeReward, ...] = (
             *functions,
             *load_judges(judges or {}),
         )
+        names = [each.name for each in (*self._functions, *self._group_functions)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise BadRewardFunction(
+                f"group_reward: {', '.join(twice)} is the name of two functions, expected names "
+                "that tell their numbers apart; rename one"
+            )
         self._system = system
         self._answer_pattern = answer_pattern
         self._columns: Mapping[str, Any] = {}
@@ -68,8 +87,14 @@ class SingleTurnEnvironment:
     async def reset(self, task: Task) -> Observation:
         for function in self._functions:
             function.check(task.data)
+        self._check_group(task.data)
         self._columns = task.data
         return Observation(messages=tuple(self.first_messages(task.data)))
+
+    def _check_group(self, columns: Mapping[str, Any]) -> None:
+        """Raises: ValueError where the data have not what a group function needs."""
+        for function in self._group_functions:
+            function.check(columns, extras=frozenset(f"{name}s" for name in columns))
 
     def first_messages(self, data: Mapping[str, Any]) -> Sequence[Message]:
         """Of a task with these data, without beginning it."""
@@ -91,26 +116,46 @@ class SingleTurnEnvironment:
 
     async def _scored(self, completion: str) -> StepResult:
         """Raises: RewardError."""
-        scores: dict[RewardFunction | JudgeReward, Score] = {}
+        scores: _Scores = {}
         for function in self._functions:
-            try:
-                score = await function.score(completion, self._columns, extras=self._extras())
-            except RewardError:
-                raise
-            except (Exception, SystemExit) as error:
-                # The user's own code: any type can come, and the score is missing, not the answer.
-                raise RewardError(
-                    f"{function.name} raised {describe(root_cause(error))}"
-                ) from error
-            if score is not None:
-                scores[function] = score
-        if not scores:
+            with _as_missing_score(function):
+                scores[function] = await function.score(
+                    completion, self._columns, extras=self._extras()
+                )
+        if scores and all(score.value is None for score in scores.values()):
             raise RewardError("none of the reward functions gave a number for this answer")
-        return StepResult(
-            reward=sum(function.weight * score.value for function, score in scores.items()),
-            reward_components=self._components(scores),
+        return replace(
+            self._result(scores),
             terminated=True,
             answer=self._answer_in(visible_text(completion)),
+        )
+
+    async def score_group(self, task: Task, completions: Sequence[str]) -> list[StepResult]:
+        """Score the answers of a group together; the environment need not have begun the task.
+
+        Returns: for each what the group functions add to the reward of its last turn.
+        Raises: RewardError.
+        """
+        scores: list[_Scores] = [{} for _ in completions]
+        for function in self._group_functions:
+            with _as_missing_score(function):
+                found = await function.score_group(completions, task.data)
+            for own, score in zip(scores, found, strict=True):
+                own[function] = score
+        for own in scores:
+            if not self._functions and all(score.value is None for score in own.values()):
+                raise RewardError("none of the group functions gave a number for an answer")
+        return [self._result(own) for own in scores]
+
+    def _result(self, scores: _Scores) -> StepResult:
+        known = {function: score.value or 0.0 for function, score in scores.items()}
+        return StepResult(
+            reward=sum(function.weight * value for function, value in known.items()),
+            reward_components=self._components(scores),
+            metrics=mean_metrics(score.metrics for score in scores.values()),
+            extra_columns={
+                column: text for score in scores.values() for column, text in score.extras.items()
+            },
         )
 
     def _answer_in(self, text: str) -> str | None:
@@ -119,16 +164,37 @@ class SingleTurnEnvironment:
             return text
         return last_of(self._answer_pattern, text, what="answer_pattern")
 
-    def _components(self, scores: Mapping[RewardFunction | JudgeReward, Score]) -> dict[str, float]:
+    def _components(self, scores: _Scores) -> dict[str, float]:
         """An only function's parts as they are; of several each one's value, and its parts."""
-        if len(self._functions) == 1:
-            return dict(scores[self._functions[0]].parts)
-        found = {function.name: score.value for function, score in scores.items()}
-        for function, score in scores.items():
-            found |= {f"{function.name}.{name}": value for name, value in score.parts.items()}
+        known = {
+            function: score.value for function, score in scores.items() if score.value is not None
+        }
+        if len(self._functions) + len(self._group_functions) == 1:
+            return {name: part for each in known for name, part in scores[each].parts.items()}
+        found = {function.name: value for function, value in known.items()}
+        for function in known:
+            parts = scores[function].parts
+            found |= {f"{function.name}.{name}": value for name, value in parts.items()}
         return found
 
     async def close(self) -> None: ...
+
+
+_Scores = dict[RewardFunction | JudgeReward, Score]
+
+
+@contextmanager
+def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
+    """Raise what a user's function raises as a RewardError: the score is missing, not the answer.
+
+    Any type of exception can come.
+    """
+    try:
+        yield
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"{function.name} raised {describe(root_cause(error))}") from error
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:
@@ -146,7 +212,12 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     content = row.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
-    calls = row.get("tool_calls") or () if role is Role.ASSISTANT else ()
+    calls = row.get("tool_calls") or ()
+    if calls and role is not Role.ASSISTANT:
+        raise ValueError(
+            f"prompt: a message of role {row['role']} has tool_calls, expected them on role "
+            "assistant alone; correct the data"
+        )
     reasoning = row.get("reasoning_content") or row.get("reasoning")
     is_tool = role is Role.TOOL
     return Message(

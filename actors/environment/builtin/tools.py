@@ -61,17 +61,18 @@ class ToolsEnvironment(SingleTurnEnvironment):
         max_malformed: int = 3,
         judges: Mapping[str, Any] | None = None,
         answer_pattern: str | None = None,
+        group_reward: str | Sequence[str] | Mapping[str, float] = (),
     ) -> None:
-        """reward, system, judges, answer_pattern: as `single_turn`. tools: as `load_tools`. mcp:
-        by name, as `server_options`. call_limit_s: of each call; a function that is no coroutine
-        goes on in its thread all the same. max_answer_chars: of a tool's answer; the rest is cut
-        off.
+        """reward, system, judges, answer_pattern, group_reward: as `single_turn`. tools: as
+        `load_tools`. mcp: by name, as `server_options`. call_limit_s: of each call; a function that
+        is no coroutine goes on in its thread all the same. max_answer_chars: of a tool's answer;
+        the rest is cut off.
 
         Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
         names = [tools] if isinstance(tools, str) else list(tools)
         self._toolset = load_tools(names)
-        super().__init__(reward, system, judges, answer_pattern)
+        super().__init__(reward, system, judges, answer_pattern, group_reward)
         self._configured = self._functions
         if not names and not mcp:
             raise ValueError(
@@ -109,6 +110,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
     async def reset(self, task: Task) -> Observation:
         for function in self._configured:
             function.check(task.data, extras=EXTRAS)
+        self._check_group(task.data)
         self._columns = task.data
         self._malformed.begin_anew()
         self._messages, self._instances = [], []

@@ -1,0 +1,120 @@
+"""Scores the trajectories of a group together, once all of its rollouts have ended.
+
+What the environment gives is added to the last turn of each. Where the score cannot be had, each
+trajectory ends as `reward_error`. Called by the environment actor, for groups that the queue hands
+out before they close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from msgspec.structs import replace as replace_struct
+
+from actors.environment.protocol import RewardError, StepResult, reward_problem
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
+from actors.types import Outcome, Task, TokenIds, Trajectory
+
+GROUP_REWARD = "group_reward"
+"""The option of an environment that scores groups: its instances have `score_group`."""
+_RETRY_DELAYS_S = (0.1, 0.5)
+
+
+class GroupScorer(Protocol):
+    """An environment that scores the answers of a group together."""
+
+    async def score_group(self, task: Task, completions: Sequence[str]) -> Sequence[StepResult]: ...
+    async def close(self) -> None: ...
+
+
+async def score_together(
+    trajectories: Sequence[Trajectory],
+    task: Task,
+    *,
+    make_environment: Callable[[], GroupScorer],
+    decode: Callable[[TokenIds], str],
+    limit_s: float,
+) -> list[Trajectory]:
+    """Return the trajectories with what their group adds to their rewards, or as reward errors.
+
+    A call that raises is made twice again. limit_s: of one call, beyond which none is made.
+    """
+    completions = [decode(_last_ids(each)) for each in trajectories]
+
+    async def score() -> Sequence[StepResult]:
+        environment = make_environment()
+        try:
+            return await environment.score_group(task, completions)
+        finally:
+            await environment.close()
+
+    try:
+        results = await _with_retries(partial(bounded, score, limit_s=limit_s))
+        if len(results) != len(trajectories):
+            raise RewardError(
+                f"score_group gave {len(results)} results for {len(trajectories)} answers, "
+                "expected one for each"
+            )
+        return [
+            _with_score(each, result) for each, result in zip(trajectories, results, strict=True)
+        ]
+    except RewardError as error:
+        why = f"group: {error}".encode(errors="replace").decode()
+        return [replace(each, outcome=Outcome.REWARD_ERROR, detail=why) for each in trajectories]
+
+
+async def _with_retries(
+    call: Callable[[], Awaitable[Sequence[StepResult]]],
+) -> Sequence[StepResult]:
+    """Raises: RewardError."""
+    for delay_s in (*_RETRY_DELAYS_S, None):
+        try:
+            return await call()
+        except CallTimedOut as error:
+            raise RewardError(f"the score: {error}") from error
+        except CallFailed as failure:
+            if delay_s is None:
+                raise RewardError(describe(failure.error)) from failure
+            await asyncio.sleep(delay_s)
+    raise AssertionError("unreachable: the last pass raises or returns")
+
+
+def _with_score(trajectory: Trajectory, result: StepResult) -> Trajectory:
+    """Raises: RewardError for a reward that is no number."""
+    if (problem := reward_problem(result)) is not None:
+        raise RewardError(problem)
+    last = trajectory.turns[-1]
+    scored = replace_struct(
+        last,
+        reward=last.reward + float(result.reward),
+        reward_components={
+            **last.reward_components,
+            **{name: float(value) for name, value in result.reward_components.items()},
+        },
+    )
+    samples = tuple(
+        replace(
+            sample,
+            turns=tuple(scored if turn.index == last.index else turn for turn in sample.turns),
+        )
+        for sample in trajectory.samples
+    )
+    return replace(
+        trajectory,
+        samples=samples,
+        metrics={**trajectory.metrics, **result.metrics},
+        extra_columns={**trajectory.extra_columns, **result.extra_columns},
+    )
+
+
+def _last_ids(trajectory: Trajectory) -> TokenIds:
+    """Return what was sampled in the last turn."""
+    last = trajectory.turns[-1]
+    sample = next(
+        each for each in trajectory.samples if any(turn.index == last.index for turn in each.turns)
+    )
+    return sample.token_ids[last.tokens]
