@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
 
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
+from actors.environment.group_scoring import GroupScorer, score_together
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.rendering import load_renderer
@@ -29,7 +30,8 @@ from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.policy import PolicyClient
-from actors.trajectory_queue.exchange import RolloutExchange, play_once
+from actors.trajectory_queue.exchange import GroupExchange, RolloutExchange, play_once
+from actors.trajectory_queue.messages import GroupToScore
 from actors.types import (
     Outcome,
     RolloutAssignment,
@@ -84,6 +86,18 @@ class EnvironmentActor:
             num_slots=settings.rollouts.slots_per_actor,
             settings=settings.exchange,
         )
+        scored = [name for name, each in settings.environments.items() if each.scores_groups]
+        # None where no environment scores groups.
+        self._scorings = [
+            GroupExchange(
+                self._score_group,
+                actor_id=actor_id,
+                queue=queue,
+                environments=scored,
+                settings=settings.exchange,
+            )
+            for _ in range(1 if scored else 0)
+        ]
         self._evaluations: set[asyncio.Task[Played]] = set()
         self._num_evaluated = 0
         self._newest_step = 0
@@ -96,7 +110,13 @@ class EnvironmentActor:
 
         Raises: QueueUnreachable; RuntimeError when it runs already.
         """
-        await self._exchange.run()
+        scoring = [asyncio.create_task(each.run()) for each in self._scorings]
+        try:
+            await self._exchange.run()
+        finally:
+            for task in scoring:
+                task.cancel()
+            await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> None:
         """Answer; an actor whose event loop is blocked does not."""
@@ -225,7 +245,7 @@ class EnvironmentActor:
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         if temperature is not None:
             rollouts = replace(rollouts, temperature=temperature)
-        trainer_state.set(self._state_of(assignment))
+        trainer_state.set(self._state_of(assignment.group_number))
         return await play_episode(
             assignment,
             make_environment=self._maker(name),
@@ -237,12 +257,27 @@ class EnvironmentActor:
             kept=kept,
         )
 
-    def _state_of(self, assignment: RolloutAssignment) -> TrainerState:
-        """Return the state for a rollout; an evaluation has that of the newest one seen here."""
-        step = assignment.group_number // self._settings.groups_per_step
+    async def _score_group(
+        self, group: GroupToScore, trajectories: Sequence[Trajectory]
+    ) -> list[Trajectory]:
+        name = group.task.environment
+        played = self._settings.environments.get(name)
+        rollouts = (played.rollouts if played else None) or self._settings.rollouts
+        trainer_state.set(self._state_of(group.group_number))
+        return await score_together(
+            trajectories,
+            group.task,
+            make_environment=cast("Callable[[], GroupScorer]", self._maker(name)),
+            decode=self._renderer.decode,
+            limit_s=rollouts.turn_deadline_s,
+        )
+
+    def _state_of(self, group_number: int) -> TrainerState:
+        """Return the state for a group; an evaluation has that of the newest one seen here."""
+        step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)
         return TrainerState(
-            global_step=self._newest_step if assignment.group_number < 0 else step,
+            global_step=self._newest_step if group_number < 0 else step,
             max_steps=self._settings.num_steps,
         )
 

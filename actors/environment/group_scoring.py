@@ -19,8 +19,6 @@ from actors.environment.protocol import RewardError, StepResult, reward_problem
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.types import Outcome, Task, TokenIds, Trajectory
 
-GROUP_REWARD = "group_reward"
-"""The option of an environment that scores groups: its instances have `score_group`."""
 _RETRY_DELAYS_S = (0.1, 0.5)
 
 

@@ -26,6 +26,7 @@ from actors.environment.builtin.sql.environment import SqlEnvironment
 from actors.environment.builtin.textarena_env import TEXTARENA, TextArenaEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
+from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
 
 ENTRY_POINT_GROUP = "rayloom.environments"
@@ -95,6 +96,11 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     try:
         made = make()
         _check_methods(made)
+        if options.get(GROUP_REWARD) and not callable(getattr(made, "score_group", None)):
+            raise TypeError(
+                f"{GROUP_REWARD}: the class has no method score_group, expected `async def "
+                "score_group(self, task, completions)`; write it, or leave the option out"
+            )
         data_schema_of(made)
     except BadDataSchema as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}; mend the class") from error

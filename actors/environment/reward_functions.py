@@ -36,6 +36,7 @@ from actors.environment.trainer_arguments import (
     TRAINER_ARGUMENTS,
     TRAINER_STATE,
     Logs,
+    TrainerState,
     call_with_logs,
     trainer_state,
 )
@@ -165,7 +166,8 @@ class RewardFunction:
         # Of TRL's functions `**columns` has them too.
         takes_all = self.named is None and self.takes_lists
         ours = TRAINER_ARGUMENTS if takes_all else TRAINER_ARGUMENTS & self.of_trainer
-        given = {**arguments, **dict.fromkeys(ours & {TRAINER_STATE}, trainer_state.get())}
+        state = trainer_state.get() or TrainerState()
+        given = {**arguments, **dict.fromkeys(ours & {TRAINER_STATE}, state)}
         wanted = {
             name: value
             for name, value in given.items()

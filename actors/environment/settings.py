@@ -14,6 +14,8 @@ from actors.outcomes import OutcomeRule
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
 
+# The option of an environment that scores the answers of a group together.
+GROUP_REWARD = "group_reward"
 # Groups after which a mixture's pattern comes again: weights are kept to a thousandth.
 MIXTURE_PERIOD = 1000
 StopStrings = Annotated[tuple[Annotated[str, MinLen(1), MaxLen(256)], ...], MaxLen(16)]
@@ -147,6 +149,11 @@ class PlayedEnvironment:
     options: Mapping[str, Any] = field(default_factory=dict)
     rollouts: RolloutSettings | None = None
     """Its limits; None: the actor's own."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether its `score_group` is called for each group, once all its rollouts have ended."""
+        return bool(self.options.get(GROUP_REWARD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ class TrainerState:
         )
 
 
-trainer_state: ContextVar[TrainerState] = ContextVar("trainer_state", default=TrainerState())
-"""Of the rollout that is played where an environment's methods run."""
+trainer_state: ContextVar[TrainerState | None] = ContextVar("trainer_state", default=None)
+"""Of the rollout that is played where an environment's methods run; None: of the first step."""
 
 
 @dataclass(slots=True, kw_only=True)

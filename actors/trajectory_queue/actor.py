@@ -27,6 +27,7 @@ from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest, Rollout
 from actors.trajectory_queue.ledger import RolloutOutcome
 from actors.trajectory_queue.messages import (
+    GroupToScore,
     OpenSlot,
     QueueCut,
     QueueSnapshot,
@@ -113,26 +114,59 @@ class TrajectoryQueue:
         Returns: for each whether it was taken; False for a late result, which changes nothing.
         Raises: ValueError when rows and summaries differ in number.
         """
-        if block.num_rows != len(summaries):
-            raise ValueError(
-                f"queue: a block of {block.num_rows} rows with {len(summaries)} summaries, "
-                "expected one for each row"
-            )
         await self._opened.wait()
-        async with self._storing:
-            # In a thread: copying a large block would hold up every other call.
-            reference = await asyncio.to_thread(ray.put, block)
-        num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
+        rows = await self._stored(block, len(summaries))
         accepted = [
-            self._state.put(
-                actor_id,
-                summary,
-                BlockRow(block=reference, row=row, num_bytes=num_bytes, arrived_at=arrived_at),
-            )
-            for row, summary in enumerate(summaries)
+            self._state.put(actor_id, summary, row)
+            for summary, row in zip(summaries, rows, strict=True)
         ]
         self._notify()
         return accepted
+
+    async def take_group(
+        self, actor_id: str, timeout_s: float, environments: Collection[str]
+    ) -> GroupToScore | None:
+        """A group to be scored together, waited for up to timeout_s; None: there is none.
+
+        Raises: ActorReleased, as `take_rollouts`.
+        """
+        await self._opened.wait()
+
+        def take() -> Group | None:
+            return self._state.take_group(actor_id, environments=environments)
+
+        group = await self._until(take, timeout_s)
+        if group is None:
+            return None
+        (described,), blocks = _described([group.usable()])
+        return GroupToScore(
+            group_id=group.group_id,
+            group_number=group.number,
+            task=group.task,
+            trajectories=described,
+            blocks=blocks,
+        )
+
+    async def put_group(
+        self,
+        actor_id: str,
+        group_id: str,
+        block: TrajectoryBlock | None,
+        summaries: Sequence[TrajectorySummary],
+    ) -> bool:
+        """Take in a group that was scored; a block of None: its payloads were lost.
+
+        Returns: False for a late result, which changes nothing.
+        """
+        await self._opened.wait()
+        if block is None:
+            is_taken = self._state.lose_group(actor_id, group_id)
+        else:
+            rows = await self._stored(block, len(summaries))
+            scored = list(zip(summaries, rows, strict=True))
+            is_taken = self._state.put_group(actor_id, group_id, scored)
+        self._notify()
+        return is_taken
 
     async def take_step(self, timeout_s: float) -> tuple[StepInput | None, QueueCut]:
         """The next step's closed groups, waited for up to timeout_s; None: not complete yet."""
@@ -212,6 +246,22 @@ class TrajectoryQueue:
         await self._opened.wait()
         return self._cut()
 
+    async def _stored(self, block: TrajectoryBlock, num_summaries: int) -> list[BlockRow]:
+        """Store a block as the queue's own. Raises: ValueError, as `put`."""
+        if block.num_rows != num_summaries:
+            raise ValueError(
+                f"queue: a block of {block.num_rows} rows with {num_summaries} summaries, "
+                "expected one for each row"
+            )
+        async with self._storing:
+            # In a thread: copying a large block would hold up every other call.
+            reference = await asyncio.to_thread(ray.put, block)
+        num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
+        return [
+            BlockRow(block=reference, row=row, num_bytes=num_bytes, arrived_at=arrived_at)
+            for row in range(block.num_rows)
+        ]
+
     def _cut(self) -> QueueCut:
         """Called without a wait after the change, so that no event falls between the two."""
         self._notify()
@@ -270,7 +320,15 @@ def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> A
 
 
 def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
-    """Describe a taken step; rows of one block share its reference."""
+    """Describe a taken step."""
+    described, blocks = _described([group.finished() for group in groups])
+    return StepInput(step=step, groups=described, blocks=blocks)
+
+
+def _described(
+    groups: Sequence[Sequence[Rollout]],
+) -> tuple[tuple[tuple[StepTrajectory, ...], ...], tuple[Any, ...]]:
+    """Return where rollouts lie, and the blocks; rows of one block share its reference."""
     blocks: dict[object, int] = {}
 
     def describe(rollout: Rollout) -> StepTrajectory:
@@ -278,5 +336,5 @@ def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
         block = blocks.setdefault(rollout.payload.block, len(blocks))
         return StepTrajectory(rollout_id=rollout.rollout_id, block=block, row=rollout.payload.row)
 
-    described = tuple(tuple(map(describe, group.finished())) for group in groups)
-    return StepInput(step=step, groups=described, blocks=tuple(blocks))
+    described = tuple(tuple(map(describe, group)) for group in groups)
+    return described, tuple(blocks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,19 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.deadline import is_set_within, retry, within
 from actors.environment.user_code import describe
-from actors.trajectory_queue.codec import encode
+from actors.trajectory_queue.codec import decode, encode
+from actors.trajectory_queue.messages import GroupToScore
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
 
 logger = logging.getLogger(__name__)
 
 Play = Callable[[RolloutAssignment], Awaitable[Trajectory]]
+
+
+ScoreGroup = Callable[[GroupToScore, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
+# Of one actor at once.
+MAX_GROUPS_IN_SCORING = 16
 
 
 class QueueUnreachable(Exception):
@@ -252,6 +259,82 @@ class RolloutExchange:
     async def _wait_for(self, event: asyncio.Event) -> None:
         event.clear()
         await is_set_within(self._settings.poll_s, event)
+
+
+class GroupExchange:
+    """Takes closed groups that are to be scored together, and hands them back, beside the plays.
+
+    A group that is cut off here is handed out again once the queue knows that this actor died, so
+    that its functions may be called twice.
+    """
+
+    def __init__(
+        self,
+        score: ScoreGroup,
+        *,
+        actor_id: str,
+        queue: Any,
+        environments: Collection[str],
+        settings: ExchangeSettings,
+    ) -> None:
+        """score: gives the group's trajectories with their rewards, or as reward errors."""
+        self._score_group = score
+        self._actor_id = actor_id
+        self._queue = queue
+        self._environments = tuple(environments)
+        self._settings = settings
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Take, score and hand back until cancelled; an error of the queue is tried again."""
+        try:
+            while True:
+                await self._take()
+        finally:
+            for task in self._scoring:
+                task.cancel()
+
+    async def _take(self) -> None:
+        settings = self._settings
+        if len(self._scoring) >= MAX_GROUPS_IN_SCORING:
+            await asyncio.wait(self._scoring, return_when=asyncio.FIRST_COMPLETED)
+            return
+        call = self._queue.take_group.remote(self._actor_id, settings.poll_s, self._environments)
+        try:
+            group = await within(settings.poll_s + settings.queue_deadline_s, call)
+        except (RayError, TimeoutError) as error:
+            # A queue that is gone for good ends the exchange of rollouts, and this with it.
+            logger.warning("take_group: %s", describe(error))
+            await asyncio.sleep(settings.poll_s)
+            return
+        if group is not None:
+            task = asyncio.create_task(self._score(group))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+
+    async def _score(self, group: GroupToScore) -> None:
+        limit_s = self._settings.queue_deadline_s
+        block, summaries = None, []
+        try:
+            blocks = await within(limit_s, asyncio.gather(*group.blocks))
+        except (RayError, TimeoutError) as error:
+            logger.warning("group %s: its payloads: %s", group.group_id, describe(error))
+        else:
+            played = [decode(blocks[each.block], each.row) for each in group.trajectories]
+            scored = await self._score_group(group, played)
+            block = encode(scored)
+            summaries = [
+                summarize(trajectory, num_bytes=block.row_num_bytes(row))
+                for row, trajectory in enumerate(scored)
+            ]
+
+        async def put() -> None:
+            call = self._queue.put_group.remote(self._actor_id, group.group_id, block, summaries)
+            await within(limit_s, call)
+
+        # Put twice, it is taken once.
+        with suppress(RayError, TimeoutError):
+            await retry(put, on=(RayError, TimeoutError), limit_s=limit_s, first_pause_s=0.5)
 
 
 async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:

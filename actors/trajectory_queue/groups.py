@@ -135,6 +135,8 @@ class Group:
     task: Task
     policy: OutcomePolicy
     min_usable_samples: int | None = None
+    is_scored: bool = False
+    """Whether what its environment gives for the whole group is in its rollouts' returns."""
     rollouts: dict[str, Rollout] = field(default_factory=dict)
 
     @property
@@ -154,10 +156,13 @@ class Group:
     @property
     def num_usable(self) -> int:
         """Finished rollouts whose return may stand in the baseline."""
-        return sum(self.is_usable(rollout) for rollout in self.rollouts.values())
+        return len(self.usable())
 
     def finished(self) -> list[Rollout]:
         return [r for r in self.rollouts.values() if r.state is RolloutState.FINISHED]
+
+    def usable(self) -> list[Rollout]:
+        return [rollout for rollout in self.rollouts.values() if self.is_usable(rollout)]
 
     def unfinished(self) -> list[Rollout]:
         open_states = (RolloutState.PENDING, RolloutState.HANDED_OUT)
@@ -268,6 +273,7 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
         task=snapshot.task,
         policy=policy,
         min_usable_samples=snapshot.min_usable_samples,
+        is_scored=is_taken,
     )
     for each in snapshot.rollouts:
         state = RolloutState.FINISHED if is_taken else RolloutState.PENDING

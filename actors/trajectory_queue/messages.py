@@ -61,6 +61,23 @@ class StepInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupToScore:
+    """A group of which all rollouts have ended, for an environment actor to score together."""
+
+    group_id: str
+    group_number: int
+    task: Task
+    trajectories: tuple[StepTrajectory, ...]
+    """Its usable members, in the order of the group."""
+    blocks: tuple[Any, ...]
+    """As in `StepInput`."""
+
+    @property
+    def rollout_ids(self) -> tuple[str, ...]:
+        return tuple(member.rollout_id for member in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
     """How the queue stands. Counts are rollouts unless they say groups."""
 

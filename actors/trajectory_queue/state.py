@@ -82,6 +82,11 @@ class QueueState:
         """Rollout ids, in the order of handing out."""
         self._waiting: dict[str, BlockRow] = {}
         """Where each finished rollout lies that no step has taken."""
+        self._unscored: dict[int, str] = {}
+        """By number, the groups that are to be scored together, and the actor that does; empty:
+        none yet."""
+        self._untold: dict[str, TrajectorySummary] = {}
+        """By rollout id, what is drained once the rollout's group is scored."""
         self._waiting_rows: Counter[Any] = Counter()
         """By block, its rows in `_waiting`."""
         self._waiting_bytes = 0
@@ -155,10 +160,7 @@ class QueueState:
         Raises: ActorReleased for an actor that was released, so that a late call of a dead one
         takes nothing with it.
         """
-        if actor_id in self._released:
-            raise ActorReleased(
-                f"queue: actor {actor_id} was released; a replacement needs an id of its own"
-            )
+        self._check_released(actor_id)
         if self._is_held:
             return []
         assignments: list[RolloutAssignment] = []
@@ -187,13 +189,75 @@ class QueueState:
             rollout.clear(RolloutState.PENDING)
             self._make_ready(rollout)
             return True
-        self._summaries.append(summary)
+        self._end_attempt(group, rollout, summary, payload)
+        self._close_if_done(group)
+        return True
+
+    def take_group(self, actor_id: str, *, environments: Collection[str]) -> Group | None:
+        """Hand out a group that is to be scored together, the oldest first; None: there is none.
+
+        Raises: ActorReleased, as `take_rollouts`.
+        """
+        self._check_released(actor_id)
+        for number in sorted(number for number, actor in self._unscored.items() if not actor):
+            if (group := self._groups[number]).task.environment in environments:
+                self._unscored[number] = actor_id
+                return group
+        return None
+
+    def put_group(
+        self, actor_id: str, group_id: str, scored: Sequence[tuple[TrajectorySummary, BlockRow]]
+    ) -> bool:
+        """Take in a group's usable members with what was given for the whole group.
+
+        Returns: False when the actor does not score this group now, or other attempts of it.
+        """
+        group = self._scored_by(actor_id, group_id)
+        wanted = {(r.rollout_id, r.attempt) for r in group.usable()} if group else set()
+        if group is None or wanted != {(each.rollout_id, each.attempt) for each, _ in scored}:
+            self._num_refused += 1
+            return False
+        group.is_scored = True
+        del self._unscored[group.number]
+        for summary, payload in scored:
+            rollout = group.rollouts[summary.rollout_id]
+            self._drop_waiting(rollout.rollout_id)
+            self._end_attempt(group, rollout, summary, payload)
+        for rollout in group.rollouts.values():
+            self._tell(rollout)
+        self._close_if_done(group)
+        return True
+
+    def lose_group(self, actor_id: str, group_id: str) -> bool:
+        """Play a group again whose payloads were lost before it was scored; as `replay_lost`."""
+        group = self._scored_by(actor_id, group_id)
+        if group is not None:
+            self.replay_lost(list(group.rollouts))
+        return group is not None
+
+    def _scored_by(self, actor_id: str, group_id: str) -> Group | None:
+        """Return the group if this actor scores it now."""
+        held = (self._groups[number] for number, by in self._unscored.items() if by == actor_id)
+        return next((group for group in held if group.group_id == group_id), None)
+
+    def _end_attempt(
+        self, group: Group, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow
+    ) -> None:
         group.end_attempt(rollout, summary, payload)
+        waits = self._scores_groups(group) and not group.is_scored
+        if waits and rollout.state is RolloutState.FINISHED:
+            self._untold[rollout.rollout_id] = summary
+        else:
+            self._untold.pop(rollout.rollout_id, None)
+            self._summaries.append(summary)
         self._after_attempt(rollout, summary.outcome)
         if not group.is_usable(rollout):
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
-        self._close_if_done(group)
-        return True
+
+    def _tell(self, rollout: Rollout) -> None:
+        """Have what waited for the score of its group drained."""
+        if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
+            self._summaries.append(summary)
 
     def release_actor(self, actor_id: str) -> int:
         """End what a dead actor held as infrastructure errors; it is never handed anything again.
@@ -260,6 +324,9 @@ class QueueState:
         rolled_back = () if first is None else self._roll_back(first)
         # A step that an earlier queue took has no payload left.
         lost = {r.rollout_id: r for r in rollouts}
+        for group in {id(g): g for g in map(self._group_of, rollouts) if g.is_scored}.values():
+            # Their returns hold what was given for a group that is not there any more.
+            lost |= {r.rollout_id: r for r in group.finished()}
         for rollout in map(self._find, list(self._waiting)):
             if rollout is not None and rollout.payload is LOST_ROW:
                 lost[rollout.rollout_id] = rollout
@@ -350,6 +417,15 @@ class QueueState:
     def _is_durable(self, group: Group) -> bool:
         return group.task.environment in self.settings.durable
 
+    def _scores_groups(self, group: Group) -> bool:
+        return group.task.environment in self.settings.scores_groups
+
+    def _check_released(self, actor_id: str) -> None:
+        if actor_id in self._released:
+            raise ActorReleased(
+                f"queue: actor {actor_id} was released; a replacement needs an id of its own"
+            )
+
     def _policy(self, environment: str) -> OutcomePolicy:
         return self.settings.policies.get(environment, _DEFAULT_POLICY)
 
@@ -400,6 +476,8 @@ class QueueState:
         member = int(rollout.rollout_id.rpartition("-")[2])
         is_first = rollout.next_attempt == 0
         self._closed.discard(group.number)
+        self._unscored.pop(group.number, None)
+        group.is_scored = False
         self._num_changes += 1
         heap = self._ready.setdefault(group.task.environment, [])
         heapq.heappush(heap, (is_first, group.number, member, rollout.rollout_id))
@@ -429,6 +507,9 @@ class QueueState:
 
     def _take_back(self, actor_id: str, *, detail: str) -> int:
         self._num_changes += 1
+        for number, scored_by in self._unscored.items():
+            if scored_by == actor_id:
+                self._unscored[number] = ""
         held = [r for r in map(self._find, list(self._handed_out)) if r and r.actor_id == actor_id]
         for rollout in held:
             del self._handed_out[rollout.rollout_id]
@@ -471,9 +552,12 @@ class QueueState:
                 self._evict(rollout, EvictionReason.CANCELLED)
         if not group.is_closed:
             return
-        self._closed.add(group.number)
         self._num_changes += 1
         is_usable = group.num_usable >= self.settings.algorithm.min_group_size
+        if is_usable and self._scores_groups(group) and not group.is_scored:
+            self._unscored.setdefault(group.number, "")
+            return
+        self._closed.add(group.number)
         self._failures.add_group(is_usable=is_usable)
         if is_usable and not self._refills.claim(group.number, group.baseline_returns()):
             return
@@ -490,6 +574,7 @@ class QueueState:
         self._replacements[group.number] = group.replacement + 1
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
+        self._tell(rollout)
         self._handed_out.pop(rollout.rollout_id, None)
         self._held_up.discard(rollout.rollout_id)
         self._drop_waiting(rollout.rollout_id)
@@ -499,6 +584,7 @@ class QueueState:
 
     def _forget(self, group: Group) -> None:
         del self._groups[group.number]
+        self._unscored.pop(group.number, None)
         self._closed.discard(group.number)
         for rollout_id in group.rollouts:
             self._group_numbers.pop(rollout_id, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +84,13 @@ def start(
         list[str] | None,
         typer.Option(metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"),
     ] = None,
+    group_reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="score the answers of a group together, once all have ended; several are added",
+        ),
+    ] = None,
     tools: Annotated[
         list[str] | None,
         typer.Option(
@@ -135,6 +143,7 @@ def start(
                 config or (resumed and _own_config(resumed)),
                 dataset=dataset,
                 rewards=reward or [],
+                group_rewards=group_reward or [],
                 tools=tools or [],
                 model=model,
                 overrides=overrides or [],
@@ -241,15 +250,16 @@ def _configuration(
     tools: list[str],
     model: str | None,
     overrides: list[str],
+    group_rewards: Sequence[str] = (),
 ) -> Config:
     """The file's, or one that is made for a data set and its reward. Raises: ConfigError."""
-    tasks = tasks_of(dataset, rewards, tools)
+    tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
     if file is not None:
         if dataset is not None:
             given.append("tasks.file=null")
         return load_config(file, _with_model([*given, *overrides], model))
-    if bool(dataset) != bool(rewards):
+    if bool(dataset) != bool(rewards or group_rewards):
         has, lacks = ("--dataset", "--reward") if dataset else ("--reward", "--dataset")
         raise ConfigError(
             f"got {has} without CONFIG, expected {lacks} beside it; give it, or a CONFIG"

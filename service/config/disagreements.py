@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.environment.settings import MIXTURE_PERIOD, StructuredOutputs
+from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD, StructuredOutputs
 from actors.merge.advantages import CriticSettings, Scale, Truncation
 from actors.merge.aggregation import Aggregation
 from actors.outcomes import Disposition
@@ -168,6 +168,15 @@ def _of_evaluation(config: Config) -> Iterator[str]:
                 "task are the same; expected a temperature above 0, or one sample; set one of them"
             )
         yield from _of_kept(key, settings)
+    tasks = config.tasks
+    scores_answers = any(tasks.options.get(name) for name in ("reward", "judges", "tools"))
+    is_evaluated = tasks.evaluation_tasks > 0 or bool(config.evaluation.sets)
+    if tasks.options.get(GROUP_REWARD) and not scores_answers and is_evaluated:
+        yield (
+            "tasks.options.group_reward is set without tasks.options.reward, and tasks are held "
+            "out for evaluations, whose answers are in no group; expected a function that scores "
+            "one answer, or no evaluation; set one of them, or tasks.evaluation_tasks to 0"
+        )
     for name, each in config.evaluation.sets.items():
         yield from _of_set(config, f"evaluation.sets.{name}", each)
 

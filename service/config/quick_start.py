@@ -7,12 +7,14 @@ built, and trained on the CPU. Engine and trainer of another model share a GPU, 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
+from actors.environment.settings import GROUP_REWARD
 
 # Calls and answers of one episode with tools.
 MAX_TOOL_TURNS = 8
@@ -38,12 +40,18 @@ _TINY: dict[str, Any] = {
 }
 
 
-def tasks_of(dataset: str | None, rewards: list[str], tools: list[str]) -> dict[str, Any]:
+def tasks_of(
+    dataset: str | None, rewards: list[str], tools: list[str], group_rewards: Sequence[str] = ()
+) -> dict[str, Any]:
     """The section `tasks` of a data set, reward functions and tools; each may be left out."""
     tasks: dict[str, Any] = {} if dataset is None else {"dataset": dataset}
-    if rewards:
-        functions = rewards[0] if len(rewards) == 1 else rewards
-        tasks |= {"environment": SINGLE_TURN, "options": {"reward": functions}}
+    options: dict[str, Any] = {
+        name: functions[0] if len(functions) == 1 else list(functions)
+        for name, functions in (("reward", rewards), (GROUP_REWARD, group_rewards))
+        if functions
+    }
+    if options:
+        tasks |= {"environment": SINGLE_TURN, "options": options}
     if tools:
         options = {**tasks.get("options", {}), "tools": tools}
         tasks |= {"environment": TOOLS, "options": options}

@@ -28,10 +28,10 @@ from service.config.tree import Config, TasksSettings
 # The options of a built-in environment that name a user's own code.
 NAMING = {
     GYMNASIUM: ("id",),
-    SINGLE_TURN: ("reward",),
+    SINGLE_TURN: ("reward", "group_reward"),
     SKYRL_GYM: ("id",),
     TEXTARENA: ("opponent",),
-    TOOLS: ("reward", "tools"),
+    TOOLS: ("reward", "group_reward", "tools"),
 }
 
 

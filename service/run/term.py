@@ -118,6 +118,9 @@ class Term:
             num_steps=config.run.steps,
             policies=config.policies,
             durable=frozenset({SESSION, UPLOADED}),
+            scores_groups=frozenset(
+                name for name, each in config.environments.items() if each.scores_groups
+            ),
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)

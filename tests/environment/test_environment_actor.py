@@ -248,3 +248,26 @@ def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
     actor = _start(_queue([]), tokenizer_path, environments={"guessing": wrong})
     with pytest.raises(ray.exceptions.RayActorError, match="hihg"):
         ray.get(actor.ping.remote(), timeout=120)
+
+
+def test_a_group_is_scored_together_once_all_its_rollouts_have_ended(tokenizer_path: Path) -> None:
+    name = "single_turn"
+    scored = frozenset({name})
+    settings = queue_settings(groups_per_step=2, window_groups=2, num_steps=1, scores_groups=scored)
+    queue = start_queue(settings)
+    queue.open.remote(0, None)
+    task = Task(task_id="t", environment=name, seed=0, data={"prompt": "2 + 2", "answer": "4"})
+    groups = [GroupRequest(group_number=i, task=task, num_samples=3) for i in range(2)]
+    ray.get(queue.admit.remote(groups), timeout=120)
+    options = {"group_reward": "worlds.group_rewards:places"}
+    environments = {name: PlayedEnvironment(environment=name, options=options)}
+    actor = _start(queue, tokenizer_path, environments=environments)
+    run = actor.run.remote()
+    step = None
+    while step is None:
+        step, _ = ray.get(queue.take_step.remote(1.0), timeout=120)
+    blocks = ray.get(list(step.blocks), timeout=120)
+    found = [[decode(blocks[each.block], each.row) for each in group] for group in step.groups]
+    assert [[each.episode_return for each in group] for group in found] == [[0.0, 1.0, 2.0]] * 2
+    assert found[1][2].extra_columns == {"place": "place 2"}
+    _finish(actor, run)
