@@ -109,6 +109,9 @@ class StepReport:
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """By name as the environment gives it, the mean over the graded trajectories that have it, each
     the sum over its turns; the first MAX_COMPONENTS names."""
+    logged_metrics: Mapping[str, float] = field(default_factory=dict)
+    """By name, the mean over the trajectories whose environment logged it; it is not rewarded. The
+    first MAX_COMPONENTS names."""
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By name, where the step has trajectories of several."""
 
@@ -161,6 +164,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         num_padding_rows=sum(row.num_trained == 0 for row in rows),
         num_overruled_records=sum(row.num_overruled_records for row in rows),
         reward_components=mean_components(graded),
+        logged_metrics=_means([each.metrics for each in trajectories]),
         environments=report_environments(trajectories),
     )
 
@@ -218,15 +222,23 @@ def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     Names are cut to MAX_COMPONENT_NAME characters; beyond MAX_COMPONENTS they are left out.
     Example: turns {"form": 1}, {"form": 0.5} of one and {"form": 0} of another -> {"form": 0.75}
     """
-    sums: dict[str, list[float]] = {}
+    owns = []
     for trajectory in trajectories:
         own: dict[str, float] = {}
         for turn in trajectory.turns:
             for name, value in turn.reward_components.items():
                 short = name[:MAX_COMPONENT_NAME]
                 own[short] = own.get(short, 0.0) + value
+        owns.append(own)
+    return _means(owns)
+
+
+def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, sorted, the mean of those that have it; names are cut and bounded."""
+    sums: dict[str, list[float]] = {}
+    for own in named:
         for name, value in own.items():
-            sums.setdefault(name, []).append(value)
+            sums.setdefault(name[:MAX_COMPONENT_NAME], []).append(value)
     return {name: float(np.mean(sums[name])) for name in sorted(sums)[:MAX_COMPONENTS]}
 
 

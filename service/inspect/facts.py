@@ -35,6 +35,13 @@ def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> lis
         ("tokens", tokens),
         ("policy versions", _versions(step, entry)),
     ]
+    if trajectory.metrics:
+        named = ", ".join(f"{name} {number(value)}" for name, value in trajectory.metrics.items())
+        found.append(("logged", visible_text(named)))
+    found += [
+        (f"logged {visible_text(column)}", visible_text(text))
+        for column, text in trajectory.extra_columns.items()
+    ]
     if trajectory.left_out:
         turns = ", ".join(f"{number} {why.value}" for number, why in trajectory.left_out.items())
         found.append(("turns left out", f"{turns} (numbers in the session)"))

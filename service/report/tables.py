@@ -232,6 +232,12 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
             note="Means over the graded trajectories that have it, as the environment gave it.",
         ),
         *_early_and_late(
+            "Logged metrics",
+            "metric",
+            [step.logged_metrics for step in steps],
+            note="Means over the trajectories whose functions logged it; it is not rewarded.",
+        ),
+        *_early_and_late(
             "Reward by environment",
             "environment",
             [

@@ -21,8 +21,8 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
-    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, of a mixture
-    `environments.NAME/…`, statistics by theirs, and what is made of several of these; None: the
+    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`,
+    `metrics.NAME`, of a mixture `environments.NAME/…`, statistics by theirs, and what is made of several of these; None: the
     step does not know it.
     """
     counts = {
@@ -37,6 +37,7 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
         **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
         **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
         **{f"rewards.{name}": value for name, value in record.reward_components.items()},
+        **{f"metrics.{name}": value for name, value in record.logged_metrics.items()},
         **_environment_numbers(record.environments),
         **record.statistics,
         "reward": record.best_known_reward,
