@@ -15,7 +15,7 @@ import csv
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
@@ -73,7 +73,7 @@ def read_data_set(
         # A column that the configuration names is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
             left_out.add(column)
-            _logger.warning("%s: column %s is left out: its values are bytes", what, column)
+            _logger.warning("%s: column %s is left out: it holds bytes", what, column)
         where = f"{what}, row {number}"
         entry = {
             name: _as_json(row[column])
@@ -100,11 +100,20 @@ def read_data_set(
 
 
 def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
-    return {name for name in columns if isinstance(row.get(name), bytes | bytearray | memoryview)}
+    return {name for name in columns if _has_bytes(row.get(name))}
+
+
+def _has_bytes(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_bytes, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bytes | bytearray | memoryview)
 
 
 def _as_json(value: Any) -> Any:
-    """Return dates as ISO text and decimals as numbers, also in lists and objects."""
+    """Return dates as ISO text, decimals as numbers and durations as seconds, also in lists and
+    objects."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, Decimal):

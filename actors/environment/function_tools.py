@@ -24,7 +24,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from docstring_parser import Docstring
 from docstring_parser import parse as parse_docstring
@@ -297,7 +297,7 @@ def read_function(
     arguments = _arguments(name, parameters, types, told=told, where=where)
     try:
         schema = arguments.model_json_schema()
-    except (PydanticUserError, TypeError, ValueError) as error:
+    except (PydanticUserError, TypeError, ValueError, AttributeError) as error:
         raise _no_schema(where, error) from error
     return FunctionTool(
         schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),
@@ -335,13 +335,22 @@ def _arguments(
         default = ... if parameter.default is parameter.empty else parameter.default
         field = Field(default, alias=parameter.name)
         # If the docstring has no description, the one by Annotated stays.
-        if (text := described.get(parameter.name)) is not None:
+        if (
+            text := described.get(parameter.name) or _plain_note(types[parameter.name])
+        ) is not None:
             field = Field(default, alias=parameter.name, description=text)
         fields[f"a{number}"] = (types[parameter.name], field)
     try:
         return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
     except (PydanticUserError, TypeError, ValueError, NameError) as error:
         raise _no_schema(where, error) from error
+
+
+def _plain_note(annotation: Any) -> str | None:
+    """Return the text of `Annotated[int, "How many."]`, which pydantic does not read."""
+    if get_origin(annotation) is not Annotated:
+        return None
+    return next((each for each in get_args(annotation)[1:] if isinstance(each, str)), None)
 
 
 def _no_schema(where: str, error: Exception) -> BadTool:
@@ -382,11 +391,18 @@ def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
         beside = {key: value for key, value in tree.items() if key != "$ref"}
         return _inlined({**defs[name], **beside}, defs, within | {name})
     is_needed = any(_contains_itself(each, defs) for each in defs)
-    return {
-        key: _inlined(value, defs, within)
-        for key, value in tree.items()
-        if key != "$defs" or is_needed
-    }
+    found = {}
+    for key, value in tree.items():
+        if key == "$defs" and not is_needed:
+            continue
+        if key in _DATA:
+            # A default may have any keys, also those of a schema.
+            found[key] = value
+        elif key in _BY_NAME and isinstance(value, dict):
+            found[key] = {own: _inlined(each, defs, within) for own, each in value.items()}
+        else:
+            found[key] = _inlined(value, defs, within)
+    return found
 
 
 def _contains_itself(name: str, defs: Mapping[str, Any]) -> bool:
@@ -406,7 +422,12 @@ def _references(tree: Any) -> Iterator[str]:
     if isinstance(tree, dict):
         if isinstance(reference := tree.get("$ref"), str):
             yield reference.removeprefix("#/$defs/")
-        tree = list(tree.values())
+        tree = [
+            each
+            for key, value in tree.items()
+            if key not in _DATA
+            for each in (value.values() if key in _BY_NAME and isinstance(value, dict) else [value])
+        ]
     if isinstance(tree, list):
         for each in tree:
             yield from _references(each)

@@ -42,7 +42,7 @@ class Message:
     role: Role
     content: str
     name: str | None = None
-    """The tool that answers, where a chat template wants it."""
+    """The tool that answers, or who speaks, where a chat template wants it."""
     tool_calls: tuple[ToolCall, ...] = field(default=(), compare=False)
     """What an assistant calls; its content holds them no second time."""
     tool_call_id: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -238,9 +238,12 @@ def test_dates_and_decimals_are_converted_and_bytes_are_left_out_with_a_notice(
             "day": [date(2026, 11, 27)],
             "price": [Decimal("1.50")],
             "image": [b"\x00"],
+            "pages": [[{"number": 1, "scan": b"\x00"}]],
+            "took": [timedelta(seconds=90)],
         }
     )
     pq.write_table(table, tmp_path / "rows.parquet")
     [task] = read(tmp_path / "rows.parquet", columns={})
-    assert task.data == {"prompt": "Where?", "day": "2026-11-27", "price": 1.5}
+    assert task.data == {"prompt": "Where?", "day": "2026-11-27", "price": 1.5, "took": 90.0}
+    assert "column pages is left out" in caplog.text
     assert "column image is left out" in caplog.text

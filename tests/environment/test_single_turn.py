@@ -299,6 +299,14 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
         load_functions("types.py:score")
 
 
+def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:
+    for role in ("user", "assistant", "system"):
+        assert chat_message({"role": role, "content": "hi", "name": "Ada"}).name == "Ada"
+    call = {"function": {"name": "lookup", "arguments": {}}}
+    with pytest.raises(ValueError, match="role user has tool_calls"):
+        chat_message({"role": "user", "content": "hi", "tool_calls": [call]})
+
+
 def test_a_call_in_an_earlier_form_is_refused_and_does_not_vanish() -> None:
     call = {"name": "lookup", "arguments": "{}"}
     with pytest.raises(ValueError, match="tool_calls"):

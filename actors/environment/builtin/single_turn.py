@@ -223,7 +223,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     return Message(
         role=role,
         content=content,
-        name=row.get("name") if is_tool else None,
+        name=row.get("name") or None,
         tool_calls=tuple(_call(call) for call in calls),
         tool_call_id=row.get("tool_call_id") if is_tool else None,
         reasoning=reasoning if role is Role.ASSISTANT else None,
