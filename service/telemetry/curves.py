@@ -22,8 +22,8 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`,
-    `metrics.NAME`, of a mixture `environments.NAME/…`, statistics by theirs, and what is made of several of these; None: the
-    step does not know it.
+    `metrics.NAME`, of a mixture `environments.NAME/…`, statistics by theirs, and what is made of
+    several of these; None: the step does not know it.
     """
     counts = {
         each.name: value

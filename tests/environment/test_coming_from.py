@@ -1,6 +1,7 @@
 """Each line of docs/coming-from.md on reward functions: forms of TRL's documents, and what differs.
 
-The functions have the signatures of TRL 1.16's and verifiers' documents, and are loaded as they are.
+The functions have the signatures of TRL 1.16's and verifiers' documents, and are loaded as they
+are.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ class Options(BaseModel):
 def draw(
     stars: Annotated[int, Field(description="From 1 to 5.")],
     tree: Tree,
-    options: dict[str, str] = {"title": "y"},  # noqa: B006
+    pens: Annotated[list[int], "Numbers of pens."],
+    options: dict[str, Any] = {"title": "y", "$ref": "z", "default": 1},  # noqa: B006
 ) -> str:
     """Draw."""
     return str(stars)
@@ -491,7 +492,8 @@ def test_a_function_that_may_be_a_tool_or_a_factory_has_to_say_which() -> None:
 def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
     schema = read_function(draw, where="tool draw").schema.parameters
     assert schema["properties"]["stars"]["description"] == "From 1 to 5."
-    assert schema["properties"]["options"]["default"] == {"title": "y"}
+    assert schema["properties"]["pens"]["description"] == "Numbers of pens."
+    assert schema["properties"]["options"]["default"] == {"title": "y", "$ref": "z", "default": 1}
     assert schema["properties"]["tree"] == {"$ref": "#/$defs/Tree"}
     assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
 

@@ -15,3 +15,9 @@ def as_trl_has_it(completions: list[str], answer: list[str], **columns: object) 
     return [
         (text == right) + 0.1 * text.isdigit() for text, right in zip(said, answer, strict=True)
     ]
+
+
+def rarest(completions: list[str], **columns: object) -> list[float]:
+    """Score the answers of a group together: one that few others gave is worth a little more."""
+    said = [text.strip() for text in completions]
+    return [0.1 / said.count(text) for text in said]
