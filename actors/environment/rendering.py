@@ -43,6 +43,7 @@ from actors.environment.tokenizer import (
     stop_ids_of,
     tokenizer_fingerprint,
 )
+from actors.environment.tokenizer import stop_token_ids as stop_token_ids
 from actors.types import BranchReason, TokenIds
 
 _CACHE_ENTRIES = 4096

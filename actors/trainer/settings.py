@@ -105,9 +105,10 @@ class RankSettings:
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend
     """How published weights travel."""
-    max_context_tokens: int
-    """The engines' longest context. It selects the table of a RoPE that depends on it."""
     seed: int
+    max_context_tokens: int | None = None
+    """The engines' longest context. It selects the table of a RoPE that depends on it. None: as
+    many positions as the model has."""
     logprob_chunk: int = LOGPROB_CHUNK
     """Loss positions whose logits are alive at once."""
     shard_between_micro_batches: bool = False

@@ -23,6 +23,17 @@ _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS
 _NOT_ON_CPU = {
     "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
 }
+# By name too, as the engine shows it when it loads.
+_NOT_LOADED = {
+    "DbrxForCausalLM": "looks for its experts under another name than its own module has",
+    "MiniMaxM2ForCausalLM": "cannot load its weights a second time, as each publication does",
+}
+# vLLM reads them without a default. transformers does not know them, and leaves them out of a
+# configuration that it makes anew.
+_READ_BY_VLLM = {
+    "AfmoeForCausalLM": ("score_func", "route_norm", "n_group", "topk_group"),
+    "HYV3ForCausalLM": ("first_k_dense_replace", "expert_hidden_dim", "route_norm"),
+}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
@@ -66,6 +77,16 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
             f"{', '.join(sorted(named))} is not among the architectures of the installed vLLM, "
             "expected one that the engines serve; choose another model"
         )
+    for name in sorted(named & _NOT_LOADED.keys()):
+        yield f"{name}: the installed vLLM {_NOT_LOADED[name]}; choose another model"
+    for name in sorted(named & _READ_BY_VLLM.keys()):
+        missing = [key for key in _READ_BY_VLLM[name] if getattr(config, key, None) is None]
+        if missing:
+            yield (
+                f"config.json has no {', '.join(missing)}, which vLLM reads for {name}; expected "
+                "them as the model's publisher has set them; copy them from the published "
+                "config.json"
+            )
     if getattr(config, "hidden_act", None) == "xielu" and dtype is Dtype.FLOAT32:
         yield (
             "its activation is xIELU, whose constants vLLM rounds to bfloat16, while the trainer "

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
+    DbrxConfig,
     FalconConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     PhimoeConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -67,6 +70,24 @@ def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
             ON_GPU,
             Dtype.FLOAT32,
             "(max_window_layers is 1 of 32 layers), expected one of all layers or none",
+        ),
+        (
+            DbrxConfig(architectures=["DbrxForCausalLM"]),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "DbrxForCausalLM: the installed vLLM looks for its experts under another name",
+        ),
+        (
+            AfmoeConfig(architectures=["AfmoeForCausalLM"], score_func="sigmoid", n_group=1),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "config.json has no route_norm, topk_group, which vLLM reads for AfmoeForCausalLM",
+        ),
+        (
+            MiniMaxM2Config(architectures=["MiniMaxM2ForCausalLM"]),
+            ON_GPU,
+            Dtype.FLOAT32,
+            "MiniMaxM2ForCausalLM: the installed vLLM cannot load its weights a second time",
         ),
         (ApertusConfig(), ON_CPU, Dtype.FLOAT32, "whose constants vLLM rounds to bfloat16"),
         (ApertusConfig(), ON_CPU, Dtype.BFLOAT16, None),

@@ -19,5 +19,5 @@ def test_each_family_equals_the_trainer_over_three_publications_or_is_refused() 
     done = subprocess.run([sys.executable, ROOT / "tests" / "families.py"], check=False)
     assert done.returncode == 0
     rows = [line for line in PAGE.read_text().splitlines() if line.count("|") >= 4]
-    assert sum("| passes |" in row for row in rows) >= 40
-    assert len(rows) >= 60
+    assert sum("| passes |" in row for row in rows) >= 50
+    assert len(rows) >= 100

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import pytest_asyncio
 import torch
+from worlds.families import write_family
 from worlds.settings import rank_settings
 from worlds.trainer_world import World, random_samples
 from worlds.unequal_trainers import (
     cast_temperatures,
+    drop_in_layers,
     let_samples_see_each_other,
     take_another_rope_table,
 )
@@ -32,7 +34,15 @@ from actors.trainer.tiny.model import build_tiny_model
 from actors.weights.actor import WeightBoard
 from actors.weights.board import Publication, WeightGroup
 from actors.weights.buffers import pack_group
-from actors.weights.logprob_check import ALONE, PACKED, SHORT_TOKENS, LogprobCheck, start_text
+from actors.weights.logprob_check import (
+    ALONE,
+    BOUNDS,
+    PACKED,
+    SHORT_TOKENS,
+    LogprobCheck,
+    sampled_name,
+    start_text,
+)
 from service.inference.settings import EngineSettings, InferenceSettings
 from service.run.engines import Publisher
 
@@ -47,7 +57,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-CONTEXT = 2048
+CONTEXT, SMALL = 2048, 512
 HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
@@ -61,18 +71,22 @@ class PipedTrainer:
 
     world: World
     withheld: str = ""
-    """A tensor that is never published."""
+    """The end of the names of tensors that are never published."""
     stale: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that are published in place of the current ones."""
     groups: tuple[WeightGroup, ...] = ()
     is_restarting = False
+
+    def is_withheld(self, name: str) -> bool:
+        return name.endswith(self.withheld)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(each) for name, each in self.world.weights().items()}
 
     async def publish(self, board: Any, term: int, version: int) -> None:
         named = self.weights() | self.stale
-        named.pop(self.withheld, None)
+        if self.withheld:
+            named = {name: each for name, each in named.items() if not self.is_withheld(name)}
         self.groups = (pack_group(list(named.items())),)
         # Without its bytes, as of a broadcast: the board would put them into Ray's store.
         await board.publish.remote(term, version, [replace(self.groups[0], buffer=None)])
@@ -141,16 +155,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
+@asynccontextmanager
+async def started_engine(
+    model: Path, directory: Path, *, dtype: Dtype, context: int
 ) -> AsyncIterator[PolicyEngine]:
     settings = EngineSettings(
         inference=InferenceSettings(max_num_seqs=8, kv_cache_gib=0.2, enforce_eager=True),
         model=str(model),
-        dtype=Dtype.FLOAT32,
+        dtype=dtype,
         chat_template=None,
-        max_context_tokens=CONTEXT,
+        max_context_tokens=context,
         stop_token_ids=(),
         reads_text=False,
         resets_prefix_cache=False,
@@ -159,21 +173,34 @@ async def engine(
     os.environ.update(settings.environment)
     from service.inference.engine import PolicyEngine
 
-    engine = PolicyEngine(settings, tmp_path_factory.mktemp("engine"))
+    engine = PolicyEngine(settings, directory)
     await engine.start()
     yield engine
     engine.shutdown()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[PolicyEngine]:
+    directory = tmp_path_factory.mktemp("engine")
+    async with started_engine(model, directory, dtype=Dtype.FLOAT32, context=CONTEXT) as engine:
+        yield engine
+
+
 TERMS = iter(range(1, 100))
 
 
-@pytest.fixture
-def run(engine: PolicyEngine, one_rank: World, model: Path, tmp_path: Path) -> Run:
-    trainer = PipedTrainer(one_rank.start(rank_settings(str(model), tmp_path, learning_rate=1e-3)))
+def opened_run(
+    engine: PolicyEngine, world: World, model: Path, directory: Path, *, dtype: Dtype, context: int
+) -> Run:
+    settings = rank_settings(
+        str(model), directory, learning_rate=1e-3, dtype=dtype, max_context_tokens=context
+    )
+    trainer = PipedTrainer(world.start(settings))
     board, term = WeightBoard(), next(TERMS)
     text = start_text(
-        [], max_context_tokens=CONTEXT, limit=None, is_on_cpu=True, vocab_size=300,
+        [], max_context_tokens=context, limit=None, is_on_cpu=True, vocab_size=300,
         temperatures=[1.2],
     )  # fmt: skip
     publisher = Publisher(
@@ -183,9 +210,15 @@ def run(engine: PolicyEngine, one_rank: World, model: Path, tmp_path: Path) -> R
         quiet_limit_s=60.0,
         measure=no_measure,
         text=text,
-        most_tokens=CONTEXT - 1,
+        most_tokens=context - 1,
+        dtype=dtype,
     )
     return Run(engine=engine, trainer=trainer, board=board, publisher=publisher, term=term)
+
+
+@pytest.fixture
+def run(engine: PolicyEngine, one_rank: World, model: Path, tmp_path: Path) -> Run:
+    return opened_run(engine, one_rank, model, tmp_path, dtype=Dtype.FLOAT32, context=CONTEXT)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -205,6 +238,7 @@ async def test_what_is_right_is_within_the_bounds_at_every_length_and_temperatur
         (take_another_rope_table, "", "one of the two computes this architecture otherwise"),
         (cast_temperatures, ALONE, "different temperatures"),
         (let_samples_see_each_other, ALONE, "the samples of a packed row"),
+        (drop_in_layers, "", "one of the two computes this architecture otherwise"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
@@ -221,6 +255,10 @@ async def test_a_trainer_that_computes_otherwise_is_refused_at_the_start(
         assert by_name[right].largest < 1e-3
     if fault is let_samples_see_each_other:
         assert by_name[PACKED].mean > 1e-3
+    if fault is cast_temperatures:
+        # 1 has no rounding, and the model's weights are random: its distribution has no peak.
+        beyond = {name for name, each in by_name.items() if each.ratio(BOUNDS[check.dtype]) > 1}
+        assert sampled_name(0.7) in beyond and sampled_name(1.0) not in beyond, check
 
 
 @pytest.mark.parametrize("fault", ["stale head", "withheld norm"])
@@ -238,3 +276,21 @@ async def test_a_tensor_that_is_not_published_shows_after_the_first_publication(
         check = await run.train()
         print(check)
         assert check.is_beyond and "the engine holds other weights" in str(check), check
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_buffer_that_is_not_published_is_refused_at_the_start(
+    one_rank: World, tmp_path: Path
+) -> None:
+    """xIELU's constants, persistent buffers of Apertus: the first load leaves them unset."""
+    model, small = tmp_path / "apertus", Dtype.BFLOAT16
+    write_family("apertus, bfloat16", model)
+    async with started_engine(model, tmp_path, dtype=small, context=SMALL) as engine:
+        for withheld in ("", "act_fn.beta"):
+            run = opened_run(engine, one_rank, model, tmp_path, dtype=small, context=SMALL)
+            run.trainer.withheld = withheld
+            assert any(run.trainer.is_withheld(name) for name in run.trainer.weights())
+            check = await run.start()
+            print(check)
+            assert check.is_beyond is bool(withheld), check
+    assert "a tensor or a buffer that is not published" in str(check)

@@ -7,9 +7,11 @@ written here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from actors.trainer.settings import Dtype
@@ -64,8 +66,19 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [4.0] * (HEAD_SIZE // 2),
 }
 OWN: dict[str, dict[str, Any]] = {
-    # vLLM reads it, and transformers does not know it.
-    "afmoe": {"score_func": "sigmoid"},
+    # vLLM reads these of afmoe, hy_v3 and minimax_m2, and transformers does not know them.
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "hy_v3": {
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": 32,
+        "route_norm": True,
+        "qk_norm": True,
+    },
+    "minimax_m2": {
+        "rotary_dim": HEAD_SIZE // 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
@@ -84,13 +97,14 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": HEAD_SIZE},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gptj": {"rotary_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64},
     "mamba2": {"num_heads": 8},
     "mistral": {"sliding_window": 64},
     "opt": {"word_embed_proj_dim": HEADS * HEAD_SIZE},
-    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "phi3": {"original_max_position_embeddings": CONTEXT},
 }
 # Of a family a second configuration, which takes another way through it.
@@ -99,6 +113,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
     ),
+    "afmoe, settings missing": ("afmoe", {"route_norm": None}),
     "qwen3, tied head": ("qwen3", {"tie_word_embeddings": True}),
     "llama, llama3 RoPE": (
         "llama",
@@ -179,3 +194,13 @@ def family_config(name: str) -> PreTrainedConfig:
     }
     mla = MLA if known.get("kv_lora_rank") else {}
     return made(**{**sizes, **mla, **OWN.get(kind, {}), **own})
+
+
+def write_family(name: str, directory: Path) -> None:
+    config = family_config(name)
+    if config.get_text_config() is not config:
+        # Of a model with a tower its configuration is enough to refuse it, and its weights are GB.
+        config.save_pretrained(directory)
+        return
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from actors.policy import GenerateRequest
@@ -27,7 +25,7 @@ from service.config.file import ConfigError
 from service.config.model_files import check_architecture, check_model_files
 from service.inference.engine import PolicyEngine, _scoring_params
 from service.inference.settings import EngineSettings, InferenceSettings
-from worlds.families import CONTEXT, VOCABULARY, family_config, family_dtype
+from worlds.families import CONTEXT, VOCABULARY, family_dtype, write_family
 from worlds.settings import rank_settings
 from worlds.trainer_world import World, random_samples
 
@@ -60,14 +58,6 @@ class ForkedEngine(EngineSettings):
     @property
     def environment(self) -> dict[str, str]:
         return {**super().environment, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-
-
-def write_family(name: str, directory: Path) -> None:
-    config = family_config(name)
-    torch.manual_seed(0)
-    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    made = kinds[type(config) not in AutoModelForCausalLM._model_mapping]
-    made.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
 def judge(name: str) -> Verdict:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch.nn import functional
+
 from actors.trainer.attention.forest import build_layout
 from actors.trainer.model import RowTensors
 from actors.trainer.rank import TrainerRank
@@ -25,6 +27,12 @@ def cast_temperatures(rank: TrainerRank) -> None:
         return row if is_plain else replace(row, temperatures=temperatures.bfloat16().float())
 
     _change_rows(rank, cast)
+
+
+def drop_in_layers(rank: TrainerRank) -> None:
+    """As a layer does that is still in training mode: a hundredth of what it gives is zero."""
+    for layer in rank.causal_lm.base_model.layers:
+        layer.register_forward_hook(lambda module, given, output: functional.dropout(output, 0.01))
 
 
 def let_samples_see_each_other(rank: TrainerRank) -> None:
