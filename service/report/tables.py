@@ -137,7 +137,8 @@ def _checked(summary: RunSummary) -> str:
         f"Both scored texts of up to {units.full_count(int(check.tokens or 0))} tokens, at most "
         f"{units.significant(check.max, digits=2)} nats apart and "
         f"{units.significant(check.mean, digits=2)} in the mean; a check after a publication took "
-        f"up to {units.significant(check.seconds, digits=2)} s."
+        f"up to {units.significant(check.seconds, digits=2)} s, all of them "
+        f"{units.percent(check.share)} of the time of the steps."
     )
 
 

@@ -56,7 +56,7 @@ class MismatchTotals:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
     """The largest number of any step's log-probability check; a term's first step includes the
-    start's check. None if no engine has answered."""
+    start's check. None if no engine has answered. And what the checks have cost."""
 
     tokens: float | None
     """Length of the longest text that trainer and engines have scored."""
@@ -67,6 +67,8 @@ class LogprobChecks:
     """The difference divided by what rounding may cause."""
     seconds: float | None
     """Seconds that the check after one publication takes."""
+    share: float | None
+    """Of the time of all steps: the checks after publications. None without a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,9 @@ def summarize_run(
             **{
                 each.name: totals.greatest(f"logprob_check_{each.name}")
                 for each in fields(LogprobChecks)
-            }
+                if each.name != "share"
+            },
+            share=_checked_share(totals),
         ),
         malformed_share=FirstAndLast(
             first=_malformed_share(steps[:AVERAGED_STEPS]),
@@ -224,6 +228,11 @@ def summarize_run(
         versions=dict(versions),
         hacking=tuple(findings),
     )
+
+
+def _checked_share(totals: RunTotals) -> float | None:
+    stage_s = sum(each.sum for each in totals.stage_seconds.values())
+    return totals.checked_s / stage_s if stage_s > 0 else None
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:

@@ -76,6 +76,8 @@ class RunTotals:
     """Trained tokens of the steps that know their k3."""
     mismatch_sum: float = 0.0
     """Of k3, each step's times its trained tokens; nats."""
+    checked_s: float = 0.0
+    """Of the log-probability checks after publications."""
     statistics: Mapping[str, Extent] = field(default_factory=dict)
     """By name."""
     last_version: int | None = None
@@ -117,6 +119,7 @@ class RunTotals:
             max_policy_age=max(self.max_policy_age, age),
             mismatch_tokens=self.mismatch_tokens + (0 if k3 is None else record.num_trained_tokens),
             mismatch_sum=self.mismatch_sum + (0 if k3 is None else record.num_trained_tokens * k3),
+            checked_s=self.checked_s + (record.value("logprob_check_seconds") or 0.0),
             statistics=statistics,
             last_version=record.policy_version,
             num_version_breaks=self.num_version_breaks + is_break,

@@ -17,7 +17,7 @@ from worlds.record_builders import (
 
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
 from actors.types import BranchReason, Outcome
-from service.report.tables import summary_tables
+from service.report.tables import checks, summary_tables
 from service.telemetry.records import StageSeconds
 from service.telemetry.summary import write_summary
 
@@ -58,6 +58,23 @@ def test_mismatch_is_weighted_by_trained_tokens_and_skips_what_was_not_comparabl
     mismatch = summary_of(run).mismatch
     assert mismatch.mean_k3 == pytest.approx(4e-9)
     assert mismatch.max_abs_delta == 2e-5
+
+
+def test_the_checks_cost_is_their_share_of_the_time_of_all_steps() -> None:
+    stages = StageSeconds(collect=1.5, train=0.5)
+    run = Run(
+        steps=(
+            step_record(1, stages=stages, logprob_check_seconds=0.06),
+            step_record(2, stages=stages, logprob_check_seconds=0.02),
+            step_record(3, stages=stages, logprob_check_seconds=None),
+        )
+    )
+    check = summary_of(run).logprob_check
+    assert check.seconds == 0.06 and check.share == pytest.approx(0.08 / 6)
+    texts = {each.name: each.text for each in checks(summary_of(run), run.totals)}
+    assert texts["engines compute as the trainer"].endswith(
+        "took up to 0.06 s, all of them 1.3\u00a0% of the time of the steps."
+    )
 
 
 def test_sums_and_maxima_are_over_all_steps() -> None:
@@ -142,7 +159,7 @@ def test_summary_file_holds_every_promised_key_and_only_finite_numbers(tmp_path:
     assert {"admitted", "trained", "evicted", "in_flight"} <= set(tree["ledger"])
     assert {"vllm", "ray", "torch"} <= set(tree["versions"])
     assert tree["logprob_check_max"] is None
-    names = {"tokens", "mean", "max", "ratio", "seconds"}
+    names = {"tokens", "mean", "max", "ratio", "seconds", "share"}
     assert set(tree["logprob_check"]) == names and tree["logprob_check"]["max"] is None
     assert tree["logprob_check"]["ratio"] == 0.01
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
