@@ -108,5 +108,10 @@ class AlgorithmSettings:
         return self.max_lag + -(-(self.window - 1) // self.groups_per_step)
 
     @property
+    def updates_per_step(self) -> int:
+        """Of the policy; a critic makes one."""
+        return self.epochs * self.minibatches
+
+    @property
     def rollouts_per_step(self) -> int:
         return self.groups_per_step * self.group_size

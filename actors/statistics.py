@@ -313,6 +313,7 @@ STATISTICS: tuple[Statistic, ...] = (
         "critic_loss", _STEP, help="Loss of the values; only with `algorithm.baseline: critic`."
     ),
     *_critic("critic_grad_norm", _STEP, help="Gradient norm of the critic, before clipping."),
+    *_critic("critic_learning_rate", _STEP, help="Learning rate of the critic's update."),
     *_critic(
         "critic_explained_variance",
         _STEP,

@@ -14,7 +14,7 @@ in its own sample. Called by `step`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -23,6 +23,7 @@ from actors.batch import Float64s, Int64s
 from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
 from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.outcomes import Disposition, OutcomeRule, are_equal
+from actors.trainer.schedule import ScheduleSettings
 from actors.trajectory_queue.ledger import EvictionReason
 
 STD_EPSILON = 1e-6
@@ -84,6 +85,7 @@ class CriticSettings:
     """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
     """Updates of linear warm-up, one a step."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     value_clip: Rate | None = 0.2
     """How far a value may move in one step; null: no clip."""
 

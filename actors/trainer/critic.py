@@ -101,6 +101,7 @@ class Critic:
             trainer,
             learning_rate=settings.learning_rate,
             warmup_updates=settings.warmup_updates,
+            schedule=settings.schedule,
         )
         self.trained = TrainedModel(value_model, value_model.body, sharding, own)
 
@@ -118,7 +119,11 @@ class Critic:
             self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)
             sums += self._accumulate(row)
         gathered, grad_norm = self.trained.gather(sums)
-        stats = _stats(gathered.sum(0).tolist(), grad_norm=grad_norm)
+        stats = _stats(
+            gathered.sum(0).tolist(),
+            grad_norm=grad_norm,
+            learning_rate=self.trained.learning_rate,
+        )
         if stats.is_skipped:
             _LOG.warning("step %d: the critic's update is not finite, skipped", shard.step)
         is_applied = not stats.is_skipped and stats.num_tokens > 0
@@ -160,13 +165,14 @@ class Critic:
             )
 
 
-def _stats(sums: list[float], *, grad_norm: float) -> CriticStats:
+def _stats(sums: list[float], *, grad_norm: float, learning_rate: float) -> CriticStats:
     loss, num_tokens, values, targets, targets_squared, errors_squared, num_clipped = sums
     count = max(num_tokens, 1.0)
     target_mean = targets / count
     statistics = {
         "critic_loss": loss,
         "critic_grad_norm": grad_norm,
+        "critic_learning_rate": learning_rate,
         "critic_explained_variance": explained_variance(
             target_mean=target_mean,
             target_mean_square=targets_squared / count,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from actors.algorithm import AlgorithmSettings
 from actors.limits import STRICT, Decay, Natural, NotNegative, Positive, Rate, Seconds
+from actors.trainer.schedule import ScheduleSettings
 
 LOGPROB_CHUNK = 256
 
@@ -53,6 +54,7 @@ class TrainerSettings:
     """AdamW's learning rate after the warm-up; 0: nothing is learnt, for a control."""
     warmup_updates: Natural = 5
     """Optimiser updates of linear warm-up."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
     adam_epsilon: Rate = 1e-8

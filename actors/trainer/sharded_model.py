@@ -45,6 +45,7 @@ from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
 from actors.trainer.checkpoint_files import DigestingWriter
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
+from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
 
 # A disk that is full is waited for. Attempts and not seconds: ranks have clocks of their own.
@@ -119,7 +120,7 @@ class ShardedModel(Generic[Model]):
 class TrainedModel(ShardedModel[Model]):
     """A sharded model with AdamW over its parameters.
 
-    num_updates: applied so far; warm-up counts them.
+    num_updates: applied so far; the learning rate is a function of them.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class TrainedModel(ShardedModel[Model]):
             self.num_updates,
             learning_rate=self._settings.learning_rate,
             warmup_updates=self._settings.warmup_updates,
+            schedule=self._settings.schedule,
         )
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -216,18 +218,6 @@ class TrainedModel(ShardedModel[Model]):
             if gradient is not None
         )
         return [shard for shard in shards if shard.numel()]
-
-
-def learning_rate_at(num_updates: int, *, learning_rate: float, warmup_updates: int) -> float:
-    """Return the rate of the update that follows `num_updates` applied ones.
-
-    rate = learning_rate min(1, (num_updates + 1) / warmup_updates).
-
-    Example: rates of 1.0 warmed up over 4: .25, .5, .75, 1, 1, …
-    """
-    if warmup_updates <= 0:
-        return learning_rate
-    return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
 
 
 def build_optimizer(

@@ -19,6 +19,7 @@ from actors.trainer.loss.settings import (
     Objective,
     Ratio,
 )
+from actors.trainer.schedule import ScheduleKind, ScheduleSettings
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
 from service.config.tree import Config, EvaluationSetSettings, EvaluationSettings, TasksSettings
@@ -50,6 +51,7 @@ def disagreements(config: Config) -> Iterator[str]:
         _of_refills,
         _of_scale,
         _of_critic,
+        _of_schedules,
         _of_loss,
         _of_bands,
         _of_unread_loss,
@@ -423,6 +425,57 @@ def _of_critic(config: Config) -> Iterator[str]:
             f"algorithm.turn_discount is {algorithm.turn_discount:g} with algorithm.baseline "
             "critic, which gives credit by token; leave turn_discount out, or choose a group "
             "baseline"
+        )
+
+
+def _of_schedules(config: Config) -> Iterator[str]:
+    trainer, critic = config.trainer, config.algorithm.critic
+    yield from _of_schedule("trainer", trainer.schedule)
+    yield from _of_decay("trainer", trainer.warmup_updates, config.policy_schedule)
+    if config.algorithm.has_critic:
+        yield from _of_schedule("algorithm.critic", critic.schedule)
+        yield from _of_decay("algorithm.critic", critic.warmup_updates, config.critic_schedule)
+
+
+def _of_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
+    """As it is given."""
+    key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
+    is_wsd = kind is ScheduleKind.WSD
+    if kind is ScheduleKind.CONSTANT:
+        for name in ("updates", "min_ratio"):
+            if getattr(schedule, name) != getattr(default, name):
+                yield (
+                    f"{key}.{name} is {getattr(schedule, name)} with kind constant, which does "
+                    f"not decay; expected kind linear, cosine or wsd; set {key}.kind, or leave "
+                    f"{name} out"
+                )
+    if is_wsd and schedule.decay_updates is None:
+        yield (
+            f"{key}.decay_updates is null with kind wsd; expected the number of updates, the last "
+            "ones, over which the rate decays; set it, for example to a tenth of the updates, or "
+            "choose kind linear, which decays from the warm-up on"
+        )
+    if not is_wsd and schedule.decay_updates is not None:
+        yield (
+            f"{key}.decay_updates is {schedule.decay_updates} with kind {kind}, which does not "
+            f"read it; expected null; set {key}.kind to wsd, or leave decay_updates out"
+        )
+
+
+def _of_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
+    """Whether there is room for it. planned: with its number of updates."""
+    if planned.kind is ScheduleKind.CONSTANT:
+        return
+    assert planned.updates is not None
+    decay = planned.decay_updates if planned.kind is ScheduleKind.WSD else None
+    if warmup_updates + (decay or 1) > planned.updates:
+        asked = f"{section}.warmup_updates is {warmup_updates}"
+        if decay is not None:
+            asked += f" and {section}.schedule.decay_updates {decay}"
+        yield (
+            f"{asked} with kind {planned.kind}, but the schedule has {planned.updates} updates "
+            f"({section}.schedule.updates, or those of run.steps); expected room for warm-up and "
+            f"decay; set {section}.schedule.updates or run.steps higher, or lower the first"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from actors.expert_records import ModelShape
@@ -24,10 +25,11 @@ def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSet
 
 
 def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
-    """The settings of a run's trainer ranks."""
+    """The settings of a run's trainer ranks, with the ends of the learning-rate schedules."""
+    critic = replace(config.algorithm.critic, schedule=config.critic_schedule)
     return RankSettings(
-        trainer=config.trainer,
-        algorithm=config.algorithm,
+        trainer=replace(config.trainer, schedule=config.policy_schedule),
+        algorithm=replace(config.algorithm, critic=critic),
         model=model,
         chat_template=config.model.chat_template,
         checkpoint_dir=checkpoint_dir,

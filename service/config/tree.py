@@ -42,6 +42,7 @@ from actors.limits import (
 )
 from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
+from actors.trainer.schedule import ScheduleSettings
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
@@ -511,6 +512,19 @@ class Config:
         """At which training samples, by environment; agents outside are given the run's own."""
         members = {name: each.rollouts.temperature for name, each in self.members.items()}
         return {**members, **dict.fromkeys((SESSION, UPLOADED), self.rollouts.temperature)}
+
+    @property
+    def policy_schedule(self) -> ScheduleSettings:
+        """trainer.schedule, with the number of updates that null means."""
+        return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
+
+    @property
+    def critic_schedule(self) -> ScheduleSettings:
+        """algorithm.critic.schedule likewise; a critic makes one update a step."""
+        return self._planned(self.algorithm.critic.schedule, 1)
+
+    def _planned(self, schedule: ScheduleSettings, updates_per_step: int) -> ScheduleSettings:
+        return replace(schedule, updates=schedule.updates or self.run.steps * updates_per_step)
 
     @property
     def group_rule(self) -> GroupRule | None:

@@ -40,13 +40,20 @@ from actors.trainer.checkpoint import (
     temporary_path,
 )
 from actors.trainer.export import export_checkpoint
+from actors.trainer.schedule import ScheduleKind, ScheduleSettings, learning_rate_at
 from actors.trainer.settings import RankSettings
 from actors.weights.board import check_tokens
 
 
 @pytest.fixture
 def settings(tiny_models: dict[bool, str], tmp_path: Path) -> RankSettings:
-    return rank_settings(tiny_models[True], tmp_path / "run", warmup_updates=5, weight_decay=0.01)
+    return rank_settings(
+        tiny_models[True],
+        tmp_path / "run",
+        warmup_updates=3,
+        schedule=ScheduleSettings(kind=ScheduleKind.COSINE, updates=8, min_ratio=0.1),
+        weight_decay=0.01,
+    )
 
 
 def train(world: World, steps: range) -> list[float]:
@@ -101,6 +108,27 @@ def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
     one_rank.start(settings).call("load", path=path)
     assert train(one_rank, range(2)) == losses
     assert largest_difference(weights, one_rank.weights()) == 0.0
+
+
+def test_a_resumed_run_goes_on_at_its_number_of_updates_in_whatever_schedule_it_is_given(
+    one_rank: World, settings: RankSettings
+) -> None:
+    samples = [random_samples(0, 5)]
+    one_rank.start(settings)
+    train(one_rank, range(2))
+    path = save(one_rank, 2)
+    wsd = ScheduleSettings(kind=ScheduleKind.WSD, updates=7, decay_updates=4)
+    for schedule in (settings.trainer.schedule, wsd, ScheduleSettings()):
+        one_rank.start(changed(settings, schedule=schedule)).call("load", path=path)
+        trainer = settings.trainer
+        expected = [
+            learning_rate_at(
+                done, learning_rate=trainer.learning_rate, warmup_updates=3, schedule=schedule
+            )
+            for done in (4, 5)
+        ]
+        found = [one_rank.step(samples, step=step, version=step).learning_rate for step in (2, 3)]
+        assert found == expected
 
 
 def test_another_number_of_ranks_takes_over(

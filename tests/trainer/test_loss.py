@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from actors.trainer.logprobs import token_logprobs
-from actors.trainer.sharded_model import learning_rate_at
 from actors.trainer.statistics import (
     ADDED,
     COMPARED,
@@ -166,9 +165,3 @@ def test_a_token_that_a_bias_excludes_has_no_part_in_the_entropy_and_its_gradien
     (gradient,) = torch.autograd.grad(entropies.sum(), head.weight)
     assert entropies.item() == pytest.approx(math.log(2.0))
     assert gradient[:, 0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-7)
-
-
-def test_the_learning_rate_warms_up_linearly_and_then_stays():
-    rates = [learning_rate_at(done, learning_rate=1.0, warmup_updates=4) for done in range(6)]
-    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert learning_rate_at(0, learning_rate=1.0, warmup_updates=0) == 1.0

@@ -19,6 +19,7 @@ from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import StepResult, build_step
 from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.schedule import ScheduleKind, ScheduleSettings
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 
@@ -131,10 +132,12 @@ def test_two_ranks_score_and_train_as_one_does(
     assert largest_difference(one_rank.weights(), two_ranks.weights()) < 2e-5
 
 
-def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_warm_up(
+def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_learning_rate(
     two_ranks: World, settings: RankSettings
 ) -> None:
-    settings = changed(settings, critic=CriticSettings(learning_rate=1e-3))
+    decay = ScheduleSettings(kind=ScheduleKind.LINEAR, updates=4)
+    critic = CriticSettings(learning_rate=1e-3, warmup_updates=0, schedule=decay)
+    settings = changed(settings, critic=critic)
     two_ranks.start(settings)
     play(two_ranks, version=0)
     path = two_ranks.call("save", step=1, term=0)[0]
@@ -144,6 +147,7 @@ def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_warm_up(
     resumed = play(two_ranks, version=1)
     np.testing.assert_array_equal(values_of(resumed), values_of(going_on))
     assert of_critic(resumed.stats) == of_critic(going_on.stats) != {}
+    assert of_critic(resumed.stats)["critic_learning_rate"] == 0.75e-3
 
 
 def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(

@@ -1,0 +1,83 @@
+"""How the learning rate moves from one update to the next: a pure function of the update's number.
+
+A scheduler would have a state, and a checkpoint would have to hold it. Here a resumed run computes
+the rate of its next update as a run that was never interrupted does. Called by
+`sharded_model.TrainedModel`, for the policy and for a critic. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from actors.limits import STRICT, Fraction, Positive
+
+
+class ScheduleKind(StrEnum):
+    """How the rate decays after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """How a learning rate decays after its warm-up."""
+
+    __pydantic_config__ = STRICT
+
+    kind: ScheduleKind = ScheduleKind.CONSTANT
+    """constant: not at all; linear, cosine: from the warm-up on; wsd: constant, and linear over the
+    last decay_updates."""
+    updates: Positive | None = None
+    """Updates after which the rate is at its minimum and stays there, warm-up counted; null: those
+    of run.steps."""
+    decay_updates: Positive | None = None
+    """Updates of the decay, the last ones of `updates`; with wsd only."""
+    min_ratio: Fraction = 0.0
+    """The minimum, in parts of the learning rate."""
+
+
+def learning_rate_at(
+    num_updates: int,
+    *,
+    learning_rate: float,
+    warmup_updates: int,
+    schedule: ScheduleSettings,
+) -> float:
+    """Return the rate of the update that follows `num_updates` applied ones.
+
+    n = num_updates, W = warmup_updates, N = updates; the decay begins at B = W, with wsd at
+    B = N - decay_updates; p = (n - B) / (N - B), held to [0, 1]:
+
+    n < W: rate = learning_rate (n + 1) / W.   Else rate = learning_rate (m + (1 - m) f), with
+    m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
+
+    Source: transformers' `get_scheduler` (deviations: its warm-up begins with an update of rate 0,
+    ours with learning_rate / W; its wsd warms up from the minimum, ours from 0).
+
+    Args: schedule: with `updates`, unless it is constant.
+    Examples: rates of 1.0 warmed up over 4: .25, .5, .75, 1, 1, …; with linear and 8 updates
+    .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
+    """
+    if num_updates < warmup_updates:
+        return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
+    if schedule.kind is ScheduleKind.CONSTANT:
+        return learning_rate
+    end, begin = schedule.updates, warmup_updates
+    assert end is not None, "a schedule that decays has an end"
+    if schedule.kind is ScheduleKind.WSD:
+        assert schedule.decay_updates is not None, "wsd has the length of its decay"
+        begin = end - schedule.decay_updates
+    if num_updates >= end:
+        factor = 0.0
+    elif num_updates <= begin:
+        factor = 1.0
+    else:
+        progress = (num_updates - begin) / (end - begin)
+        is_cosine = schedule.kind is ScheduleKind.COSINE
+        factor = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
+    return learning_rate * (factor * (1.0 - schedule.min_ratio) + schedule.min_ratio)
