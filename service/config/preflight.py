@@ -107,6 +107,11 @@ def check_model_source(path: str, *, key: str) -> None:
         _check_hub_name(path, key=key)
         return
     directory = Path(path).expanduser()
+    if directory.is_file():
+        raise ConfigError(
+            f"{key}: {path} is a file; expected a directory in Hugging Face format here; of a GGUF "
+            "file `rayloom check` names the directory that it is converted to"
+        )
     if not directory.is_dir():
         raise ConfigError(
             f"{key}: {path} is not there; expected a directory in Hugging Face format or a "

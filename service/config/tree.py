@@ -111,7 +111,7 @@ class ModelSettings:
     __pydantic_config__ = STRICT
 
     path: str | None = None
-    """Directory or hub name in Hugging Face format."""
+    """Directory or hub name in Hugging Face format, or a GGUF file, which is converted once."""
     tiny: TinyModelSettings | None = None
     """Build the tiny model instead of a path."""
     chat_template: str | None = None

