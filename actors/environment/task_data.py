@@ -9,7 +9,7 @@ and by the API when tasks are submitted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -135,6 +135,7 @@ class DataCheck:
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
         """Of the entries that the data may have; None: any."""
+        self._accepts = _acceptor(schema)
         # Most tasks are a seed alone.
         self._of_none = self._problem({})
 
@@ -143,7 +144,10 @@ class DataCheck:
 
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
-        return self._problem(data) if data else self._of_none
+        if not data:
+            return self._of_none
+        # jsonschema takes a tenth of a millisecond for a chat, which 100,000 rows feel.
+        return "" if self._accepts is not None and self._accepts(data) else self._problem(data)
 
     def _problem(self, data: Mapping[str, Any]) -> str:
         found = best_match(self._validator.iter_errors(dict(data)))
@@ -153,6 +157,78 @@ class DataCheck:
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in found.absolute_path
         )
         return f"data{where}: {_told(found)}"
+
+
+_Accepts = Callable[[Any], bool]
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+    "boolean": (bool,),
+}
+# Keywords that say nothing about the data.
+_SILENT = frozenset({"title", "description", "default", "examples", "$schema", "$comment"})
+
+
+def _acceptor(schema: object) -> _Accepts | None:
+    """Return a quick check that accepts nothing which the schema refuses.
+
+    It may refuse what the schema accepts (a tuple, say), so that a refusal is looked at again.
+    None: the schema has a keyword that is left to jsonschema.
+    """
+    if not isinstance(schema, Mapping):
+        return None
+    rules = []
+    for name, value in schema.items():
+        if name in _SILENT or (name == "additionalProperties" and value is True):
+            continue
+        if (rule := _rule(name, value, schema)) is None:
+            return None
+        rules.append(rule)
+    return lambda data: all(rule(data) for rule in rules)
+
+
+def _rule(name: str, value: Any, schema: Mapping[str, Any]) -> _Accepts | None:
+    if name == "type":
+        names = [value] if isinstance(value, str) else value
+        if any(each not in _TYPES for each in names):
+            return None
+        types = tuple(kind for each in names for kind in _TYPES[each])
+        return lambda data: isinstance(data, types)
+    if name == "required":
+        return lambda data: isinstance(data, dict) and all(each in data for each in value)
+    if name in ("minLength", "minItems"):
+        kind = str if name == "minLength" else list
+        return lambda data: isinstance(data, kind) and len(data) >= value
+    if name == "enum":
+        return lambda data: isinstance(data, str) and data in value
+    if name == "additionalProperties" and value is False:
+        known = frozenset(schema.get("properties", ()))
+        return lambda data: isinstance(data, dict) and known.issuperset(data)
+    return _nested_rule(name, value)
+
+
+def _nested_rule(name: str, value: Any) -> _Accepts | None:
+    if name == "items":
+        each_item = _acceptor(value)
+        if each_item is None:
+            return None
+        return lambda data: isinstance(data, list) and all(map(each_item, data))
+    if name == "anyOf":
+        choices = [_acceptor(each) for each in value]
+        known_choices = [each for each in choices if each is not None]
+        return lambda data: any(each(data) for each in known_choices)
+    if name == "properties":
+        parts = {key: _acceptor(each) for key, each in value.items()}
+        known_parts = {key: each for key, each in parts.items() if each is not None}
+        if len(known_parts) < len(parts):
+            return None
+        return lambda data: (
+            isinstance(data, dict)
+            and all(each(data[key]) for key, each in known_parts.items() if key in data)
+        )
+    return None
 
 
 def _told(error: ValidationError) -> str:
