@@ -154,6 +154,12 @@ def _check_audits(request: InspectRequest) -> None:
             "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
             "expected one of them; leave one out"
         )
+    is_one_named = request.run is not None and not os.path.exists(request.target)
+    if (request.audit or request.hacking) and is_one_named and os.path.exists(request.run or ""):
+        raise ConfigError(
+            f"inspect: {'--audit' if request.audit else '--hacking'} checks a whole journal, got "
+            f"the id {request.target} too; expected a run alone; leave the id out"
+        )
     if request.shadow is not None and not request.hacking:
         raise ConfigError(
             f"inspect: --shadow {request.shadow} is asked for by --hacking alone; expected both; "
@@ -167,7 +173,7 @@ def _check_options_of_journal(request: InspectRequest) -> None:
     if request.html is not None:
         raise ConfigError(
             "inspect: --html shows one trajectory, got a whole journal; expected an id; name one, "
-            f"such as `rayloom inspect ID --run {target} --html {request.html}`"
+            f"such as `rayloom inspect {target} ID --html {request.html}`"
         )
     if request.run is not None:
         raise ConfigError(

@@ -57,8 +57,12 @@ Overrides = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
 Count = Annotated[int, typer.Option(min=1)]
-RunOption = Annotated[Path, typer.Option("--run", metavar="RUN_DIR", help="of the run")]
-KeyName = Annotated[str, typer.Argument(help="of the key, for people; unique in the run")]
+RunOption = Annotated[
+    Path | None, typer.Option("--run", metavar="RUN_DIR", help="in place of RUN before it")
+]
+RunAndName = Annotated[
+    list[str], typer.Argument(metavar="RUN NAME", help="a run's directory; NAME: of the key")
+]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
@@ -368,9 +372,12 @@ def submit(
 
 @app.command()
 def stop(
+    target: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="a run's directory, or its name")
+    ] = None,
     address: Annotated[str, typer.Option(help="of the Ray cluster")] = "auto",
     run: Annotated[
-        str | None, typer.Option(metavar="NAME", help="run.name of the one to stop; default: all")
+        str | None, typer.Option(metavar="NAME", help="in place of RUN; default: all runs")
     ] = None,
     grace: Annotated[
         float | None,
@@ -387,9 +394,11 @@ def stop(
     Each leaves a checkpoint, and goes on by --resume. What a step that was given up had played is
     played again.
     """
+    if target is not None and run is not None:
+        raise ConfigError(f"stop: got {target} and --run {run}, expected one run; leave one out")
     from service.cli.stop import stop_runs
 
-    raise typer.Exit(stop_runs(address=address, name=run, grace_s=grace))
+    raise typer.Exit(stop_runs(address=address, name=target or run, grace_s=grace))
 
 
 @app.command()
@@ -483,9 +492,17 @@ def evaluate(
 
 @app.command()
 def inspect(
-    target: Annotated[str, typer.Argument(help="a run directory, a journal file, or an id")],
+    target: Annotated[
+        str, typer.Argument(metavar="RUN", help="a run directory, a journal file, or an id")
+    ],
+    trajectory: Annotated[
+        str | None, typer.Argument(metavar="ID", help="of a trajectory of RUN")
+    ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="of the id; default: the newest")
+        str | None,
+        typer.Option(
+            metavar="RUN_DIR", help="where an id alone is looked for; default: the newest"
+        ),
     ] = None,
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
@@ -501,16 +518,20 @@ def inspect(
         int | None, typer.Option(min=0, help="lines at most, 50 where not said; 0: all")
     ] = None,
 ) -> None:
-    """Show TARGET: a run's trajectories, or one of them token by token.
+    """Show a run's trajectories, or with ID one of them token by token.
 
     --audit and --hacking end with 0 where nothing is wrong, or stands out; 1 with offenders, or
     findings; 2 where they cannot read.
     """
     from service.cli.inspect import InspectRequest, run_inspect
 
+    if trajectory is not None and run is not None:
+        raise ConfigError(
+            f"inspect: got the run {target} and --run {run}, expected one; leave --run out"
+        )
     request = InspectRequest(
-        target=target,
-        run=_path("--run", run),
+        target=target if trajectory is None else trajectory,
+        run=_path("--run", run if trajectory is None else target),
         html=_path("--html", html, what="a file"),
         audit=audit,
         hacking=hacking,
@@ -631,8 +652,8 @@ def tasks_generate(
 
 @keys_app.command("create")
 def keys_create(
-    name: KeyName,
-    run: RunOption,
+    run_and_name: RunAndName,
+    run: RunOption = None,
     tenant: Annotated[
         str, typer.Option(help="whose its tasks and sessions are; a client's key sees no others")
     ] = "",
@@ -655,26 +676,44 @@ def keys_create(
         turns_per_minute=turns_per_minute,
     )
     # Without a line of words around it, so that it can be piped.
-    typer.echo(create(run, name=name, scope=scope, tenant=tenant, limits=limits))
+    place, name = _run_and_name(run_and_name, run)
+    typer.echo(create(place, name=name, scope=scope, tenant=tenant, limits=limits))
 
 
 @keys_app.command("list")
-def keys_list(run: RunOption) -> None:
+def keys_list(
+    target: Annotated[Path | None, typer.Argument(metavar="RUN", help="a run's directory")] = None,
+    run: RunOption = None,
+) -> None:
     """Print the keys of a run, revoked ones too; of a key itself nothing is kept."""
     from service.cli.keys import listing
 
-    typer.echo(listing(run))
+    if (place := target or run) is None or (target and run):
+        raise ConfigError("keys list: expected one run's directory; name one")
+    typer.echo(listing(place))
 
 
 @keys_app.command("revoke")
-def keys_revoke(name: KeyName, run: RunOption) -> None:
+def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
     """Revoke a key for good, and with it the keys of the sessions that it created.
 
     A running service has noticed within three seconds.
     """
     from service.cli.keys import revoke
 
-    typer.echo(revoke(run, name=name))
+    place, name = _run_and_name(run_and_name, run)
+    typer.echo(revoke(place, name=name))
+
+
+def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
+    """Return the run's directory, which --run may name too, and the key's. Raises: ConfigError."""
+    given = [*([str(run)] if run else []), *words]
+    if len(given) != 2:
+        raise ConfigError(
+            f"keys: got {' '.join(given)}, expected a run's directory and the name of a key, such "
+            "as `rayloom keys create runs/NAME ci`"
+        )
+    return Path(given[0]), given[1]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,8 +15,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 
 from service.cli.outlet import say
+from service.config.file import ConfigError, load_config
 from service.launch.cluster import NAMESPACE, attached
-from service.launch.run_dir import run_name_of
+from service.launch.run_dir import RunDir, run_id_of, run_name_of
 
 EXIT_OK, EXIT_LATE = 0, 1
 # Beyond the grace: a checkpoint, the report, the end of the actors.
@@ -27,10 +29,12 @@ LOOK_EVERY_S = 0.5
 def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
     """Returns: the exit code; 0 also where there was nothing to stop. Raises: ConfigError.
 
-    name: the `run.name` of those to stop; None: all of the cluster. grace_s: as `Supervisor.stop`.
+    name: the `run.name` of those to stop, or the directory of one; None: all of the cluster.
+    grace_s: as `Supervisor.stop`.
     """
+    asked = _run_id(name) if name is not None and Path(name).is_dir() else name
     with attached(address):
-        running = _supervisors(name)
+        running = _supervisors(asked)
         if not running:
             say("no run is there to stop" + (f" of the name {name}" if name else ""))
         for run_id, supervisor in running.items():
@@ -55,12 +59,23 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
     return EXIT_LATE if running else EXIT_OK
 
 
+def _run_id(directory: str) -> str:
+    """Raises: ConfigError for a directory that no run is in."""
+    run_dir = RunDir(path=Path(directory))
+    if not run_dir.config_file.is_file():
+        raise ConfigError(
+            f"stop: {directory} has no {run_dir.config_file.name}, expected a run's directory, or "
+            "the name of a run; correct it"
+        )
+    return run_id_of(load_config(run_dir.config_file), run_dir)
+
+
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """By the run's id."""
+    """By the run's id. name: of runs, or the id of one."""
     found = {}
     for each in list_named_actors(all_namespaces=True):
         run_name = run_name_of(each["name"])
-        is_asked = run_name is not None and name in (None, run_name)
+        is_asked = run_name is not None and name in (None, run_name, each["name"])
         if each["namespace"] == NAMESPACE and is_asked:
             with suppress(ValueError):
                 found[each["name"]] = ray.get_actor(each["name"], namespace=NAMESPACE)

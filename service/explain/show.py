@@ -68,7 +68,7 @@ def describe(found: Explanation, *, by: Order, top: int) -> str:
         ),
         "",
         *_legend(found, by),
-        f"look at one: rayloom inspect {_id(shown[0].entry)} --run {found.source.run}",
+        f"look at one: rayloom inspect {found.source.run} {_id(shown[0].entry)}",
     ]
     return "\n".join(lines)
 

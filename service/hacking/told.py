@@ -49,7 +49,7 @@ def _of_finding(journal: OpenJournal, finding: Finding) -> Iterator[str]:
     yield visible_text(f"{finding.kind} (found at step {finding.step})")
     yield visible_text(f"  {finding.text}")
     for name in finding.examples:
-        yield visible_text(f"  rayloom inspect {name} --run {journal.place}")
+        yield visible_text(f"  rayloom inspect {journal.place} {name}")
 
 
 def _row(part: StepFeatures) -> tuple[str, ...]:

@@ -665,10 +665,10 @@ async def test_headers_have_a_number_and_a_size(run: TenantRun) -> None:
 
 def test_the_command_line_creates_lists_and_revokes(tmp_path: Path) -> None:
     RunStore(sqlite_url(tmp_path)).close()
-    runner, run = CliRunner(), ["--run", str(tmp_path)]
+    runner = CliRunner()
 
-    def say(*words: str) -> str:
-        result = runner.invoke(command_line, ["keys", *words, *run])
+    def say(word: str, *words: str) -> str:
+        result = runner.invoke(command_line, ["keys", word, str(tmp_path), *words])
         if isinstance(result.exception, ConfigError):
             return str(result.exception)
         assert result.exit_code == 0, result.output
@@ -683,5 +683,8 @@ def test_the_command_line_creates_lists_and_revokes(tmp_path: Path) -> None:
     assert "revoked" in say("revoke", "ci") and "revoked" in say("list")
     assert "no key of the name" in say("revoke", "nobody")
     assert key not in listed and key.encode() not in (tmp_path / "rayloom.db").read_bytes()
-    refused = runner.invoke(command_line, ["keys", "list", "--run", str(tmp_path / "nothing")])
-    assert isinstance(refused.exception, ConfigError)
+    older = runner.invoke(command_line, ["keys", "create", "cd", "--run", str(tmp_path)])
+    assert "needs a tenant" in str(older.exception)
+    for words in (["list", str(tmp_path / "nothing")], ["list"], ["revoke", "ci"]):
+        refused = runner.invoke(command_line, ["keys", *words])
+        assert isinstance(refused.exception, ConfigError)

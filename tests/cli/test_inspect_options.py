@@ -49,6 +49,23 @@ def test_options_that_would_change_nothing_are_refused(run_dir: Path) -> None:
     assert "--html shows one trajectory" in refused(run_dir, html=Path("page.html"))
 
 
+def test_the_run_comes_first_and_the_older_form_shows_the_same(run_dir: Path) -> None:
+    run, nowhere = str(run_dir), str(run_dir / "nowhere")
+    first, older, audit, twice, unknown, stop = rayloom(
+        ("inspect", run, ONE),
+        ("inspect", ONE, "--run", run),
+        ("inspect", run, ONE, "--audit"),
+        ("inspect", run, ONE, "--run", run),
+        ("inspect", nowhere, ONE),
+        ("stop", run),
+    )
+    assert first.code == older.code == 0 and ONE in first.out and first.out == older.out
+    assert audit.code == 2 and f"checks a whole journal, got the id {ONE}" in audit.err
+    assert twice.code == 2 and "leave --run out" in twice.err
+    assert unknown.code == 2 and f"{nowhere} is not there" in unknown.err
+    assert stop.code == 2 and "has no config.yaml, expected a run's directory" in stop.err
+
+
 def test_a_path_that_is_not_there_is_called_one(run_dir: Path) -> None:
     nowhere = run_dir / "nowhere"
     assert f"{nowhere} is not there" in refused(nowhere)

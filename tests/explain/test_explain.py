@@ -219,7 +219,7 @@ def test_the_command_prints_a_table_or_a_document(
     (first,) = (i for i, line in enumerate(shown) if line.startswith("trajectory"))
     assert [line.split()[-1] for line in shown[first + 1 : first + 5]] == ["completed"] * 4
     name = shown[first + 1].split()[0]
-    assert shown[-1] == f"look at one: rayloom inspect {name} --run {run.run_dir.path}"
+    assert shown[-1] == f"look at one: rayloom inspect {run.run_dir.path} {name}"
 
 
 def test_a_document_has_every_trajectory_in_the_order_asked_for(second: Explanation) -> None:

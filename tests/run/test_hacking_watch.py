@@ -212,7 +212,7 @@ def test_the_journal_alone_says_the_same(
     assert run_inspect(request) == 1
     text = capsys.readouterr().out
     assert all(each.text in text for each in found)
-    assert f"rayloom inspect {found[0].examples[0]} --run {run_dir.path}" in text
+    assert f"rayloom inspect {run_dir.path} {found[0].examples[0]}" in text
     assert f"3 of {NUM_STEPS} lines" in text
     place = run_dir.journal / file_name(1, term=1)
     assert run_inspect(InspectRequest(target=str(place), hacking=True)) == 0
