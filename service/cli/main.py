@@ -21,6 +21,7 @@ from actors.limits import MAX_SEED
 from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import escape_unencodable, say
+from service.cli.stages import Stages
 from service.config.file import ConfigError, describe_config, load_config, parse_config
 from service.config.quick_start import quick_tree, tasks_of
 from service.config.tree import Config, TinyModelSettings
@@ -142,6 +143,7 @@ def start(
 ) -> None:
     """Both commands that run a run; they differ in where the tasks come from."""
     is_local, api = address is None, None
+    stages = Stages(f"reading {config or dataset or resume or 'the configuration'}")
     with stop_signals() as signals:
         try:
             new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
@@ -183,6 +185,7 @@ def start(
                 from service.launch.run_dir import RunDir
 
                 returns_to = named_checkpoint(RunDir(path=resumed), checkpoint).directory
+            stages.next("loading packages")
             # Ctrl-C may come during these seconds of imports too.
             from service.cli.train import TrainRequest, run_training
 
@@ -196,7 +199,7 @@ def start(
                 store=store,
                 api=api,
             )
-            code = run_training(request, signals)
+            code = run_training(request, signals, stages)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED

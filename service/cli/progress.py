@@ -58,6 +58,7 @@ class ProgressState:
     def __init__(self) -> None:
         self.status: RunStatus | None = None
         self.now = 0.0
+        self._phase_since = 0.0
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.first_evaluation: EvaluationRecord | None = None
         self.last_evaluation: EvaluationRecord | None = None
@@ -85,9 +86,17 @@ class ProgressState:
         if news := _phase_news(previous, status):
             # An ending comes after its last steps, a beginning before its first.
             index = len(lines) if status.phase in _ENDINGS else 0
-            lines.insert(index, StoryLine(text=visible_lines(news)))
+            told = [*self._ended_stage(previous, now), news]
+            lines[index:index] = [StoryLine(text=visible_lines(text)) for text in told]
+            self._phase_since = now
         self._add_totals(status, now)
         return lines
+
+    def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
+        """Return how long the stage of the start was that has ended, if one has."""
+        if previous is None or previous.phase is not Phase.STARTING:
+            return []
+        return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]
 
     @property
     def rewards(self) -> Sequence[float | None]:

@@ -16,6 +16,7 @@ from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
 from service.cli.outlet import say
+from service.cli.stages import Stages
 from service.config.tree import Config
 from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
@@ -62,8 +63,10 @@ class TrainRequest:
     """Accept tasks over HTTP; None: play the configuration's own."""
 
 
-def run_training(request: TrainRequest, signals: StopSignals) -> int:
+def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) -> int:
     """Train until the end, or until a signal; returns the exit code.
+
+    stages: of the start, of which the packages are loaded.
 
     The directories of the request have been checked (`check_resumable`, `check_new`).
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
@@ -88,8 +91,14 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
         check_new(run_dir)
     is_local = request.address is None
     with prepared_run(
-        config, run_dir, is_local=is_local, store=request.store, check_stop=signals.check
+        config,
+        run_dir,
+        is_local=is_local,
+        store=request.store,
+        check_stop=signals.check,
+        begin=stages.next,
     ) as model:
+        stages.next("starting Ray" if is_local else "joining the cluster")
         # A cluster that is half up is started to the end and then stopped.
         signals.hold()
         with joined(config, address=request.address):
@@ -98,10 +107,14 @@ def run_training(request: TrainRequest, signals: StopSignals) -> int:
                 check_other_nodes(config, run_dir, model=model)
                 if request.api is not None:
                     check_api_place(config.service)
-            return _run(replace(request, config=config), run_dir, model, signals=signals)
+            stages.next("starting the supervisor")
+            request = replace(request, config=config)
+            return _run(request, run_dir, model, signals=signals, stages=stages)
 
 
-def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals) -> int:
+def _run(
+    request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals, stages: Stages
+) -> int:
     """Run and show it within a Ray that has been joined; returns the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
@@ -136,6 +149,7 @@ def _run(request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSig
             open_api(run_id, api, route=route)
             where = "" if is_local else " of the cluster's head node"
             say(f"the API listens on {api_address(config.service, route=route)}{where}")
+        stages.end()
         display = open_display(environ=os.environ)
         watcher = SupervisorWatcher(
             supervisor,

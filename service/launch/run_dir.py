@@ -417,19 +417,24 @@ def prepared_run(
     is_local: bool,
     store: StoreOptions,
     check_stop: Callable[[], None] = lambda: None,
+    begin: Callable[[str], None] = lambda _stage: None,
 ) -> Iterator[str]:
     """Check all that can be checked, build what is missing; yields the model's path or name.
 
     is_local: the run will play on this machine. store: where a new run's database is to lie.
-    check_stop: called after what takes seconds; what it raises ends the start. A directory in which
+    check_stop: called after what takes seconds; what it raises ends the start. begin: called with
+    the name of each stage. A directory in which
     no run starts is removed. Raises: ConfigError.
     """
+    begin("reading rows")
     observations = check_without_model(config, is_local=is_local)
     sources = sources_of(config)
     with prepared_directory(run_dir):
         place_store(run_dir, run_id_of(config, run_dir), store)
+        begin("building the model" if config.model.tiny else "looking for the model")
         model = model_path(config, run_dir)
         check_stop()
+        begin("checking the model and the prompts")
         has_run = run_dir.may_have_run()
         check_with_model(config, observations, model_path=model, was_loaded=has_run)
         if has_run:

@@ -53,6 +53,7 @@ def test_a_wrong_configuration_is_refused_before_the_heavy_imports(
 ) -> None:
     answer, place = wrong[name]
     assert refuses(answer, WRONG[name][1]), answer.err
+    assert answer.out.startswith("rayloom: reading ")
     assert answer.heavy == (["torch"] if name == "no-gpus" else [])
     assert not place.exists()
 

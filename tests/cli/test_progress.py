@@ -93,6 +93,7 @@ def test_plain_display_prints_one_line_a_step_phase_evaluation_and_notice() -> N
     )
     assert [line.split("  ")[0] for line in lines] == [
         "starting: 2 engines",
+        "2 engines: 0.0 s",
         "training",
         "step",
         "step",

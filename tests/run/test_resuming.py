@@ -22,6 +22,7 @@ from worlds.store_builders import commit, write_under_way
 from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
+from service.cli.stages import Stages
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import (
@@ -100,7 +101,9 @@ def names(place: RunDir) -> list[str]:
 
 def resume(place: RunDir, config_in: Path | None = None, **sections: dict[str, object]) -> int:
     config = load_config(small_config(config_in or place.path.parent, **sections))
-    return run_training(TrainRequest(config=config, resume=place.path), StopSignals())
+    return run_training(
+        TrainRequest(config=config, resume=place.path), StopSignals(), Stages("testing")
+    )
 
 
 def prune(checkpoints: Path, store: RunStore, term: int) -> None:

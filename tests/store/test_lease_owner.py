@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 from worlds.run_driver import SMALL
 from worlds.store_builders import write_under_way
 
+from service.cli.stages import Stages
 from service.cli.train import TrainRequest, run_training
 from service.config.file import ConfigError, load_config
 from service.launch.resume import check_lease_free
@@ -121,7 +122,13 @@ def test_a_run_with_a_live_owner_is_resumed_only_by_taking_it_over(
     config = load_config(place.config_file)
     take_lease(store, own_name())
     with pytest.raises(ConfigError, match=f"held by {own_name()}"):
-        run_training(TrainRequest(config=config, resume=place.path), StopSignals())
+        run_training(
+            TrainRequest(config=config, resume=place.path), StopSignals(), Stages("testing")
+        )
     # The next thing that is wrong.
     with pytest.raises(ConfigError, match="nowhere"):
-        run_training(TrainRequest(config=config, resume=place.path, takes_over=True), StopSignals())
+        run_training(
+            TrainRequest(config=config, resume=place.path, takes_over=True),
+            StopSignals(),
+            Stages("testing"),
+        )

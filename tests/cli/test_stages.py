@@ -1,0 +1,17 @@
+"""The stages of a start: a line at once, and each one's seconds."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from service.cli.stages import Stages
+
+
+def test_each_stage_is_told_with_its_seconds_and_the_next_one() -> None:
+    lines: list[str] = []
+    moments = accumulate([10.0, 1.5, 0.5, 0.2])
+    stages = Stages("reading CONFIG", tell=lines.append, clock=lambda: next(moments))
+    assert lines == ["rayloom: reading CONFIG"]
+    stages.next("starting Ray")
+    stages.end()
+    assert lines[1:] == ["reading CONFIG: 1.5 s; next: starting Ray", "starting Ray: 0.2 s"]
