@@ -22,7 +22,7 @@ SMALL = {
     "algorithm.groups_per_step": 4,
     "algorithm.group_size": 4,
     "model.max_context_tokens": 256,
-    "model.dtype": "bfloat16",
+    "rollouts.outcomes.truncated_tokens.disposition": "train_clamped",
     "inference.enforce_eager": "true",
     "metrics.port": 0,
 }
@@ -72,7 +72,7 @@ def test_smollm2_has_its_own_template_and_end_and_trains(tmp_path: Path) -> None
     task = ["--dataset", "sums.jsonl", "--reward", "score.py:last_number"]
     rayloom("train", *task, "--model", str(file), *settings, "--run-dir", "run", cwd=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["steps"] == 2 if "steps" in summary else summary
+    assert summary["ledger"]["is_balanced"] and summary["ledger"]["trained"] > 0
     (converted,) = (tmp_path / "cache" / "rayloom" / "models").iterdir()
     marker = json.loads((converted / MARKER).read_text())
     assert marker == json.loads((directory / MARKER).read_text())
