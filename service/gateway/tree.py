@@ -662,11 +662,15 @@ class SessionTree:
 
     @staticmethod
     def _begins_anew(node: _Node, root: _Node) -> bool:
-        """Whether a conversation is a turn's own once more: it begins with the same messages, or
-        has the turn's reply as the assistant's, rewritten."""
+        """Whether a conversation is a turn's own once more: its prompt is the same, or has
+        the assistant's reply after it; or it has the turn's reply as the assistant's, rewritten."""
         own, others = node.turn.new_messages, root.turn.new_messages
+        if node.tools_key == root.tools_key and others[: len(own)] == own:
+            rest = others[len(own) :]
+            if not rest or rest[0].role is Role.ASSISTANT:
+                return True
         replies = [message for message in others if message.role is Role.ASSISTANT]
-        return others[: len(own)] == own or PromptText(replies).quotes(node.reply)
+        return PromptText(replies).quotes(node.reply)
 
     def _is_like_a_title(self, node: _Node) -> bool:
         """Whether it looks like a title of an earlier conversation: it has its question."""

@@ -381,6 +381,17 @@ async def test_with_titles_left_out_a_rewritten_first_reply_is_none(
         assert (await player.view())["left_out_turns"] == []
 
 
+async def test_a_title_may_be_asked_for_with_the_beginning_of_the_agents_own_prompt(
+    tmp_path: Path,
+) -> None:
+    async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
+        await player.ask(ask(TASK, said="A title"))
+        await player.ask(ask(TASK, said=called("lookup", "seven"), tools=("lookup",)))
+        more = (TASK, back(1), result(1, "sent"))
+        await player.ask(ask(*more, said="It is sent.", tools=("lookup",)))
+        assert (await player.view())["left_out_turns"] == [{"turn": 0, "reason": "title"}]
+
+
 async def test_with_titles_left_out_another_sample_of_a_prompt_is_none(tmp_path: Path) -> None:
     async with agent(tmp_path, titles=Titles.LEAVE_OUT) as player:
         for said in ("Sent.", "Lost."):
