@@ -98,7 +98,7 @@ def test_a_base_model_is_trained_on_raw_prompts_until_a_stop_string(
     chat = [{"role": "user", "content": PROMPT}]
     assert exported.apply_chat_template(chat, return_dict=False) == prompt
 
-    line = [str(run.place.path), "--temperature", "1", "--samples", "2"]
+    line = [str(run.place.path), "--samples", "2", "--set", "evaluation.temperature=1"]
     line += ["--set", "evaluation.top_p=0.9", "--set", "evaluation.top_k=20"]
     line += ["--set", "evaluation.structured_outputs={regex: '[0-9]{2}'}"]
     line += ["--out", str(tmp_path / "o")]
