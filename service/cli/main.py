@@ -470,7 +470,8 @@ def evaluate(
             run = source if source.is_dir() else None
             file = source if run is None else _own_config(run, option="")
             given = _with_model(overrides or [], model)
-            section = _evaluation_section(load_config(file, given), on)
+            # Before the options below are laid over it, the rest may not be sound.
+            section = _evaluation_section(load_config(file, given), on) if on else "evaluation"
             for key, value in (("samples", samples), ("temperature", temperature)):
                 if value is not None:
                     given.append(f"{section}.{key}={value}")
