@@ -62,8 +62,7 @@ async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
 
 async def test_several_functions_add_up_by_their_weights_beside_those_of_one_answer() -> None:
     weights = {"worlds.group_rewards:places": 2.0, "worlds.group_rewards:longest": 1.0}
-    options = {"reward": named("of_one")[0], "group_reward": weights}
-    found = await scored(["a", "bb"], **options)
+    found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=weights)
     assert [each.episode_return for each in found] == [0.25 + 0.5, 0.25 + 2.0 + 1.5]
     parts = dict(found[1].turns[-1].reward_components)
     assert {"places": 1.0, "longest": 1.5, "longest.long": 1.0}.items() <= parts.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from worlds.queue_builders import (
     GAME,
@@ -23,7 +24,7 @@ from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome
 
 
-def scoring_queue(**fields: object) -> QueueState:
+def scoring_queue(**fields: Any) -> QueueState:
     return QueueState(make_settings(step=1, lag=0, window=1, scores_groups={*GAME}, **fields))
 
 
