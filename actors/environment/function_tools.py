@@ -124,6 +124,8 @@ class ToolClass:
     """Not bound to an instance."""
     has_reward: bool
     """Whether its method `get_reward` scores the episode."""
+    required_columns: frozenset[str] = frozenset()
+    """Those that its `reset` cannot do without."""
 
     def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
         """Its tools, of one instance."""
@@ -270,6 +272,20 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
         make=make,
         tools=tools,
         has_reward=callable(getattr(found, "get_reward", None)),
+        required_columns=_required_columns(found),
+    )
+
+
+def _required_columns(found: type) -> frozenset[str]:
+    method = getattr(found, "reset", None)
+    if not inspect.isfunction(method):
+        return frozenset()
+    is_static = isinstance(inspect.getattr_static(found, "reset", None), staticmethod)
+    parameters = list(inspect.signature(method).parameters.values())[0 if is_static else 1 :]
+    return frozenset(
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in _NOT_TAKEN
     )
 
 

@@ -56,6 +56,10 @@ class BadRewardFunction(ValueError):
     """There is no such function, or nothing that one can be called as."""
 
 
+class NoScore(RewardError):
+    """A function gave something that is no score."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What one function says of one answer."""
@@ -151,7 +155,7 @@ class RewardFunction:
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
             what = "one answer" if count == 1 else f"{count} answers"
             one = "one number" if count == 1 else "one number each"
-            raise RewardError(
+            raise NoScore(
                 f"reward function {self.name} gave {_told(found)} for a list of {what}, "
                 f"expected a list of {one}"
             )
@@ -222,7 +226,7 @@ class RewardFunction:
             if not is_verl or name == "score" or _is_number(value)
         }
         if not 0 < len(parts) <= MAX_PARTS:
-            raise RewardError(
+            raise NoScore(
                 f"reward function {self.name} gave {len(parts)} named numbers, expected 1 to "
                 f"{MAX_PARTS}"
             )
@@ -231,7 +235,7 @@ class RewardFunction:
     def _number(self, value: Any, found: object) -> float:
         """Return one value of what was given as a number. Raises: RewardError."""
         if not _is_number(value):
-            raise RewardError(
+            raise NoScore(
                 f"reward function {self.name} gave {_told(found)}, expected a number, or numbers "
                 f"by their names, none beyond {MAX_REWARD:g}"
             )

@@ -128,9 +128,18 @@ def _references(tree: Any) -> Iterator[str]:
 
 
 class DataCheck:
-    """Checks data against one schema, which `data_schema_of` has returned."""
+    """Checks data against one schema, which `data_schema_of` has returned.
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
+    check: what else an environment has to say of data (its method `check_data`, which raises
+    ValueError); None: nothing.
+    """
+
+    def __init__(
+        self,
+        schema: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._check = check
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
@@ -152,11 +161,20 @@ class DataCheck:
     def _problem(self, data: Mapping[str, Any]) -> str:
         found = best_match(self._validator.iter_errors(dict(data)))
         if found is None:
-            return ""
+            return self._problem_of_check(data)
         where = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in found.absolute_path
         )
         return f"data{where}: {_told(found)}"
+
+    def _problem_of_check(self, data: Mapping[str, Any]) -> str:
+        if self._check is None:
+            return ""
+        try:
+            self._check(data)
+        except ValueError as error:
+            return str(error)
+        return ""
 
 
 _Accepts = Callable[[Any], bool]

@@ -1,6 +1,8 @@
-"""`rayloom check`: what the chat template of the configured model does with a chat."""
+"""`rayloom check`: the checks before a start, and what a chat template does with a chat."""
 
 from __future__ import annotations
+
+import tempfile
 
 from actors.environment.rendering import ChatRenderer
 from actors.environment.template_traits import describe_traits, template_traits
@@ -11,8 +13,32 @@ from actors.environment.tokenizer import (
     load_tokenizer,
     with_template,
 )
-from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.trainer.tiny.tokenizer import MAX_POSITIONS, build_tokenizer
+from service.cli.outlet import warn
+from service.config.file import ConfigError
+from service.config.preflight import check_with_model, check_without_model
 from service.config.tree import Config
+from service.config.trial import Trial
+
+
+def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
+    """Run the checks that `rayloom train` begins with; warnings go to standard error.
+
+    Raises: ConfigError.
+    """
+    observations = check_without_model(config, is_local=is_local, trial=trial, tell=warn)
+    if config.model.path is not None:
+        check_with_model(config, observations, model_path=config.model.path)
+        return
+    if config.model.max_context_tokens > MAX_POSITIONS:
+        raise ConfigError(
+            f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
+            f"tiny model's {MAX_POSITIONS} positions; lower it or choose another model"
+        )
+    # Its tokenizer is all that these checks read, and is built at once.
+    with tempfile.TemporaryDirectory(prefix="rayloom-check-") as directory:
+        build_tokenizer().save_pretrained(directory, save_jinja_files=False)
+        check_with_model(config, observations, model_path=directory)
 
 
 def describe_template(config: Config) -> str:

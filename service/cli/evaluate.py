@@ -32,7 +32,7 @@ from actors.trainer.settings import TrainerSettings, WeightBackend
 from actors.weights.board import WeightError, WeightGroup
 from service import units
 from service.cli.artifacts import checkpoint_of, export_to
-from service.cli.outlet import say
+from service.cli.outlet import say, warn
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.file import ConfigError
 from service.config.preflight import check_with_model, check_without_model
@@ -103,7 +103,7 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
             # So that the checks see the model that will play.
             config = _with_model(config, str(Path(scratch) / "model"))
         policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
-        observations = check_without_model(config)
+        observations = check_without_model(config, tell=warn)
         check_with_model(config, observations, model_path=policy.model)
         played_set = _chosen_set(config, request, model_path=policy.model)
         # A local Ray that is half up is started to the end and then stopped.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,9 @@ from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.errors import StoreError
 from service.store.place import StoreOptions
 from service.store.tables import RunKind
+
+if TYPE_CHECKING:
+    from service.config.trial import Trial
 
 # A month.
 MAX_GRACE_S = 2_678_400
@@ -64,6 +67,55 @@ RunOption = Annotated[
 RunAndName = Annotated[
     list[str], typer.Argument(metavar="RUN NAME", help="a run's directory; NAME: of the key")
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="directory, GGUF file or hub name, in place of the configuration's"
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        "--dataset",
+        metavar="DATA",
+        help="play its prompts: JSONL, JSON, CSV, Parquet, a directory, or a hub name",
+    ),
+]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward", metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"
+    ),
+]
+GroupRewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--group-reward",
+        metavar="FILE.py:FUNCTION",
+        help="score the answers of a group together, once all have ended; several are added",
+    ),
+]
+Tools = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tools",
+        metavar="FILE.py:FUNCTION",
+        help="a tool that the policy may call, or a class of tools; for each one more",
+    ),
+]
+CallOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--call/--no-call",
+        help="before the start, call judges too, or nothing of yours; default: functions",
+    ),
+]
+AnswerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--answer", metavar="COLUMN", help="the reference answers, by which functions are tried"
+    ),
+]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
@@ -76,35 +128,11 @@ TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 def start(
     context: typer.Context,
     config: MaybeConfigPath = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="directory, GGUF file or hub name, in place of the configuration's"),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA",
-            help="play its prompts: JSONL, JSON, CSV, Parquet, a directory, or a hub name",
-        ),
-    ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"),
-    ] = None,
-    group_reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="score the answers of a group together, once all have ended; several are added",
-        ),
-    ] = None,
-    tools: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="a tool that the policy may call, or a class of tools; for each one more",
-        ),
-    ] = None,
+    model: ModelOption = None,
+    dataset: Dataset = None,
+    reward: Rewards = None,
+    group_reward: GroupRewards = None,
+    tools: Tools = None,
     address: Annotated[
         str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
     ] = None,
@@ -139,6 +167,8 @@ def start(
             help="keep the run's database in PostgreSQL; with a password: RAYLOOM_DATABASE_URL",
         ),
     ] = None,
+    call: CallOption = None,
+    answer: AnswerOption = None,
     overrides: Overrides = None,
 ) -> None:
     """Both commands that run a run; they differ in where the tasks come from."""
@@ -197,6 +227,7 @@ def start(
                 checkpoint=returns_to,
                 takes_over=take_over,
                 store=store,
+                trial=_trial(call, answer),
                 api=api,
             )
             code = run_training(request, signals, stages)
@@ -204,6 +235,13 @@ def start(
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+def _trial(call: bool | None, answer: str | None) -> Trial:
+    """What is called before the start."""
+    from service.config.trial import Trial
+
+    return Trial(functions=call is not False, judges=call is True, answer=answer)
 
 
 def _store_options(
@@ -405,16 +443,122 @@ def stop(
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Read CONFIG, check it, and print every setting, defaults filled in, with its meaning.
+def check(
+    config: MaybeConfigPath = None,
+    model: ModelOption = None,
+    dataset: Dataset = None,
+    reward: Rewards = None,
+    group_reward: GroupRewards = None,
+    tools: Tools = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="of the Ray cluster to join: this machine does not count"),
+    ] = None,
+    call: CallOption = None,
+    answer: AnswerOption = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check CONFIG as `rayloom train` does before its start, and print every setting, defaults
+    filled in, with its meaning.
 
-    Comments below say what the model's chat template does with a chat.
+    Data are read, functions imported and called. Comments below say what the model's chat template
+    does with a chat.
     """
-    from service.cli.check import describe_template
+    settings = _configuration(
+        config,
+        dataset=dataset,
+        rewards=reward or [],
+        tools=tools or [],
+        group_rewards=group_reward or [],
+        model=model,
+        overrides=overrides or [],
+    )
+    settings = _converted(settings)
+    from service.cli.check import check_before_start, describe_template
 
-    checked = _converted(load_config(config, overrides or ()))
-    typer.echo(describe_config(checked))
-    typer.echo(describe_template(checked))
+    check_before_start(settings, is_local=address is None, trial=_trial(call, answer))
+    typer.echo(describe_config(settings))
+    typer.echo(describe_template(settings))
+
+
+@app.command("try")
+def try_out(
+    config: MaybeConfigPath = None,
+    dataset: Dataset = None,
+    reward: Rewards = None,
+    tools: Tools = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="reply with this column of the data"),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="let this model reply, at --base-url")
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="of an API like OpenAI's; its key is OPENAI_API_KEY"),
+    ] = None,
+    tasks: Annotated[int, typer.Option(min=1, help="the first so many")] = 3,
+    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    top_k: Annotated[int | None, typer.Option(help="of vLLM's API")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="of vLLM's API")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="replies have to fit this JSON schema")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Play a few tasks without a run, and show prompt, reply, reward and seconds of each.
+
+    Replies are typed in, unless --answer or --model says where they come from. Ends with 0 when all
+    were scored, 1 when one was not, 2 refused.
+    """
+    settings = _configuration(
+        config,
+        dataset=dataset,
+        rewards=reward or [],
+        tools=tools or [],
+        model=None,
+        overrides=overrides or [],
+    )
+    from service.cli.try_out import TryRequest, leave, read_schema, run_try
+
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "response_format": None if json_schema is None else read_schema(json_schema),
+    }
+    request = TryRequest(
+        config=settings,
+        num_tasks=tasks,
+        answer=answer,
+        model=model,
+        base_url=base_url,
+        parameters={name: value for name, value in given.items() if value is not None},
+    )
+    leave(run_try(request))
+
+
+@app.command()
+def rescore(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
+    reward: Annotated[
+        list[str],
+        typer.Option(metavar="FILE.py:FUNCTION", help="score by it; several are added"),
+    ],
+    limit: Annotated[
+        int, typer.Option(min=0, help="trajectories shown, those that differ most; 0: all")
+    ] = 10,
+) -> None:
+    """Score the trajectories of a run's journal again, and show old and new rewards.
+
+    Nothing of the run is changed. Ends with 0, 1 when none could be scored, 2 refused.
+    """
+    from service.cli.rescore import run_rescore
+
+    raise typer.Exit(run_rescore(run, rewards=reward, limit=limit))
 
 
 @app.command()

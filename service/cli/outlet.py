@@ -38,6 +38,11 @@ def say(text: str, *, err: bool = False) -> None:
         typer.echo(visible_lines(text), err=err)
 
 
+def warn(text: str) -> None:
+    """Say on standard error what may be wrong and ends nothing."""
+    say(f"rayloom: warning: {text}", err=True)
+
+
 def escape_unencodable(stream: IO[str] | None) -> None:
     """From here on, show as an escape what the stream's encoding lacks.
 

@@ -15,9 +15,10 @@ from actors.deadline import poll
 from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
-from service.cli.outlet import say
+from service.cli.outlet import say, warn
 from service.cli.stages import Stages
 from service.config.tree import Config
+from service.config.trial import Trial
 from service.inference.deployment import session_directory, start_serve_for_engines
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
@@ -59,6 +60,8 @@ class TrainRequest:
     """Resume a run although another process has its lease."""
     store: StoreOptions = field(default_factory=StoreOptions)
     """Where a new run's database is to lie."""
+    trial: Trial = field(default_factory=Trial)
+    """What of the user's own code is called before the start."""
     api: HttpSettings | None = None
     """Accept tasks over HTTP; None: play the configuration's own."""
 
@@ -97,6 +100,8 @@ def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) ->
         store=request.store,
         check_stop=signals.check,
         begin=stages.next,
+        trial=request.trial,
+        tell=warn,
     ) as model:
         stages.next("starting Ray" if is_local else "joining the cluster")
         # A cluster that is half up is started to the end and then stopped.

@@ -1,7 +1,7 @@
 """Check a configuration against the machine, before anything starts.
 
 Every check raises ConfigError with what was wrong, got, expected and the remedy. Reads files and
-the tokenizer, begins one task, starts no process.
+the tokenizer, begins one task; a user's own functions are called in a process of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import difflib
 import errno
+import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -26,19 +27,28 @@ from service.config.file import ConfigError
 from service.config.model_files import check_architecture, check_model_files, read_object
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
+from service.config.trial import Trial, has_own_code, tried
 from service.hacking.shadow import load_shadow
 from service.inference.settings import AUTO, NONE
 
+_logger = logging.getLogger(__name__)
 # Each takes about half a GiB before it has a model.
 MAX_PROCESSES_PER_CPU = 16
 # gpt-oss's replies are read by another interface of vLLM's, which the engines do not call.
 UNSUPPORTED_PARSERS = frozenset({"openai", "openai_gptoss"})
 
 
-def check_without_model(config: Config, *, is_local: bool = True) -> dict[str, Observation]:
+def check_without_model(
+    config: Config,
+    *,
+    is_local: bool = True,
+    trial: Trial = Trial(),  # noqa: B008  # frozen
+    tell: Callable[[str], None] = _logger.warning,
+) -> dict[str, Observation]:
     """Run every check that needs no model, before one is built.
 
-    Args: is_local: the run starts a Ray of its own here; else a cluster's size counts.
+    Args: is_local: the run starts a Ray of its own here; else a cluster's size counts. trial: what
+    of the user's own code is called. tell: gets each warning.
     Returns: how the first task of each environment begins. Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
@@ -46,6 +56,8 @@ def check_without_model(config: Config, *, is_local: bool = True) -> dict[str, O
     check_model_sources(config)
     if config.audit.shadow is not None:
         load_shadow(config.audit.shadow)
+    if any(has_own_code(each.tasks) for each in config.members.values()):
+        return tried(config, trial, tell=tell)
     return first_observations(config)
 
 
@@ -210,8 +222,22 @@ def check_stop_tokens(model_path: str) -> None:
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
     """A local model's files are sound, and it can hold the context that the run asks for."""
     file = Path(model_path) / "config.json"
-    if not file.is_file():
-        return
+    if file.is_file():
+        _check_policy(config, file, was_loaded=was_loaded)
+    for key, path in companions(config).items():
+        _check_companion(key, path, policy=file.parent)
+        directory = Path(path).expanduser()
+        if not was_loaded and (directory / "config.json").is_file():
+            check_architecture(
+                directory,
+                key=key,
+                max_context_tokens=config.model.max_context_tokens,
+                dtype=config.model.dtype,
+                inference=None,
+            )
+
+
+def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
     check_model_files(file.parent)
     if not was_loaded:
         check_architecture(
@@ -227,17 +253,6 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
             f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
             f"model's own {longest} positions; lower it or choose another model"
         )
-    for key, path in companions(config).items():
-        _check_companion(key, path, policy=file.parent)
-        directory = Path(path).expanduser()
-        if not was_loaded and (directory / "config.json").is_file():
-            check_architecture(
-                directory,
-                key=key,
-                max_context_tokens=config.model.max_context_tokens,
-                dtype=config.model.dtype,
-                inference=None,
-            )
 
 
 def _check_companion(key: str, path: str, *, policy: Path) -> None:

@@ -72,7 +72,7 @@ def open_tasks(
     settings = config.tasks
     if settings.file is None and settings.dataset is None:
         return GeneratedTasks(settings.environment, run_seed=config.run.seed)
-    checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
+    checks = _data_checks(config)
     key = "file" if settings.dataset is None else "dataset"
     try:
         tasks, held_out = _read(settings, checks)
@@ -173,7 +173,7 @@ def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings
 
 
 def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> list[Task]:
-    checks = {name: DataCheck(schema) for name, schema in data_schemas(config).items()}
+    checks = _data_checks(config)
     try:
         tasks, _ = _read(settings, checks)
     except BadTaskFile as error:
@@ -217,7 +217,7 @@ def _fitting(
     """Those whose prompt leaves room for an answer. Raises: ConfigError."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
-    tools = getattr(_maker(config)(), "tools", ())
+    tools = getattr(maker(config)(), "tools", ())
     renderer = _renderer(config, model_path)
     _check_tools(config, renderer, (), tools)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
@@ -248,7 +248,18 @@ def _first_messages(
     """Tells a task's prompt by its data; None: the environment has to begin it."""
     if not config.has_environment:
         return None
-    return getattr(_maker(config)(), "first_messages", None)
+    return getattr(maker(config)(), "first_messages", None)
+
+
+def _data_checks(config: Config) -> dict[str, DataCheck]:
+    """By environment, what its tasks' data have to satisfy. Raises: ConfigError."""
+    if not config.has_environment:
+        return {}
+    checks = {}
+    for name, each in config.members.items():
+        made = maker(each)()
+        checks[name] = DataCheck(data_schema_of(made), getattr(made, "check_data", None))
+    return checks
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
@@ -258,7 +269,7 @@ def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
     """
     if not config.has_environment:
         return {}
-    return {name: data_schema_of(_maker(each)()) for name, each in config.members.items()}
+    return {name: data_schema_of(maker(each)()) for name, each in config.members.items()}
 
 
 class _Exited(Exception):
@@ -313,7 +324,7 @@ def first_observation(config: Config) -> Observation:
     name = config.tasks.environment
     if not config.has_environment:
         return Observation(messages=(Message(role=Role.USER, content="Hello."),))
-    make_environment = _maker(config)
+    make_environment = maker(config)
     tasks = open_tasks(config)
     # What cannot be evaluated is refused now, not after hours.
     open_sets(config, tasks)
@@ -340,7 +351,8 @@ def first_observation(config: Config) -> Observation:
     return found
 
 
-def _maker(config: Config) -> Callable[[], Environment]:
+def maker(config: Config) -> Callable[[], Environment]:
+    """Return what makes a configuration's environment. Raises: ConfigError."""
     name = config.tasks.environment
     try:
         return resolve(name, config.tasks.options)

@@ -38,23 +38,34 @@ class Verdicts:
     problem: str = ""
 
 
-def load_shadow(name: str) -> RewardFunction:
-    """Raises: ConfigError."""
+def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
+    """key: what names it, for errors. Raises: ConfigError."""
     try:
         return load_functions(name)[0]
     except BadRewardFunction as error:
-        raise ConfigError(f"audit.shadow: {str(error).removeprefix('reward: ')}") from error
+        raise ConfigError(f"{key}: {str(error).removeprefix('reward: ')}") from error
     except Exception as error:
         # The user's own module is imported: any type can come.
-        raise ConfigError(f"audit.shadow: {name} cannot be imported: {describe(error)}") from error
+        raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error
 
 
 class ShadowVerifier:
     """Called from one thread at a time."""
 
-    def __init__(self, config: Config, *, model: str, name: str, num_samples: int) -> None:
-        """model: the tokenizer's path or name. name: of the function. Raises: ConfigError."""
-        self._function = load_shadow(name)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: str,
+        name: str,
+        num_samples: int,
+        key: str = "audit.shadow",
+    ) -> None:
+        """model: the tokenizer's path or name. name: of the function. key: as `load_shadow`.
+
+        Raises: ConfigError.
+        """
+        self._function = load_shadow(name, key=key)
         self._num_samples = num_samples
         self._limit_s = config.rollouts.turn_deadline_s
         self._stop = config.rollouts.stop
@@ -62,7 +73,7 @@ class ShadowVerifier:
         try:
             tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"audit.shadow: the tokenizer of {model}: {error}") from error
+            raise ConfigError(f"{key}: the tokenizer of {model}: {error}") from error
         self._renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
 
     def verdicts(self, step: JournalStep) -> Verdicts:
@@ -87,7 +98,15 @@ class ShadowVerifier:
         )
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """A text says why there is none; None: it has nothing to say."""
+        """As `score`, with a limit for what is verified."""
+        score = await self.score(trajectory)
+        return score >= VERIFIED if isinstance(score, float) else score
+
+    async def score(self, trajectory: Trajectory) -> float | str | None:
+        """Score a trajectory's last reply by the function.
+
+        Returns: a text that says why there is no score; None: it has nothing to say.
+        """
         columns = self._columns(trajectory)
         try:
             self._function.check(columns)
@@ -97,7 +116,7 @@ class ShadowVerifier:
             score = await bounded(ask, limit_s=self._limit_s)
         except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
             return f"{self._function.name}: {error}"
-        return None if score is None else bool(score.value >= VERIFIED)
+        return None if score is None else float(score.value)
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
         """The task's data; where the run's tasks have none, the prompt as it was rendered."""

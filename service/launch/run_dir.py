@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config, TinyModelSettings
+from service.config.trial import Trial
 from service.launch.sources import check_sources, sources_of, write_sources
 from service.store.place import (
     DATABASE,
@@ -34,6 +36,7 @@ from service.store.place import (
 from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_run
 from service.store.tables import RunKind
 
+_logger = logging.getLogger(__name__)
 # More than a full disk's last block has left.
 PROBE_BYTES = 4096
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
@@ -418,16 +421,18 @@ def prepared_run(
     store: StoreOptions,
     check_stop: Callable[[], None] = lambda: None,
     begin: Callable[[str], None] = lambda _stage: None,
+    trial: Trial = Trial(),  # noqa: B008  # frozen
+    tell: Callable[[str], None] = _logger.warning,
 ) -> Iterator[str]:
     """Check all that can be checked, build what is missing; yields the model's path or name.
 
     is_local: the run will play on this machine. store: where a new run's database is to lie.
     check_stop: called after what takes seconds; what it raises ends the start. begin: called with
-    the name of each stage. A directory in which
-    no run starts is removed. Raises: ConfigError.
+    the name of each stage. trial, tell: as `check_without_model`. A directory in which no run starts
+    is removed. Raises: ConfigError.
     """
     begin("reading rows")
-    observations = check_without_model(config, is_local=is_local)
+    observations = check_without_model(config, is_local=is_local, trial=trial, tell=tell)
     sources = sources_of(config)
     with prepared_directory(run_dir):
         place_store(run_dir, run_id_of(config, run_dir), store)

@@ -362,7 +362,7 @@ def test_whatever_an_environment_does_at_the_start_is_told_in_a_sentence(
     monkeypatch.setattr(tasks, "BLOCKED_S", 1.0)
     config = config_with(model, tasks={"environment": f"hostile:{name}"})
     with pytest.raises(ConfigError, match=words):
-        preflight.check_without_model(config)
+        tasks.first_observation(config)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,7 @@ class SingleTurnEnvironment:
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
-        for function in self._functions:
-            function.check(task.data)
-        self._check_group(task.data)
+        self.check_data(task.data)
         self._columns = task.data
         return Observation(messages=tuple(self.first_messages(task.data)))
 
@@ -109,6 +107,34 @@ class SingleTurnEnvironment:
             return await self._scored(action.text)
         except RewardError as error:
             raise RewardError(str(error), rescore=lambda: self._scored(action.text)) from error
+
+    @property
+    def functions(self) -> tuple[RewardFunction | JudgeReward, ...]:
+        """What scores the answer to the task that has begun."""
+        return (*self._functions, *self._group_functions)
+
+    async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
+        """Score an answer to the task that has begun by one of its functions.
+
+        A group function gets a group of two such answers.
+        Raises: RewardError, and whatever the function raises.
+        """
+        if isinstance(function, RewardFunction) and function in self._group_functions:
+            return (await function.score_group([completion, completion], self._columns))[0]
+        messages = [{"role": Role.ASSISTANT.value, "content": completion}]
+        extras = {
+            name: messages if name == "messages" else value
+            for name, value in self._extras().items()
+        }
+        return await function.score(completion, self._columns, extras=extras)
+
+    def check_data(self, data: Mapping[str, Any]) -> None:
+        """Raises: ValueError if the functions, or the prompt, cannot do with a task's data."""
+        for function in self._functions:
+            function.check(data)
+        self._check_group(data)
+        if not isinstance(data["prompt"], str):
+            self.first_messages(data)
 
     def _extras(self) -> Mapping[str, Any]:
         """What reward functions get beside the columns."""

@@ -107,10 +107,23 @@ class ToolsEnvironment(SingleTurnEnvironment):
     def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
         return bool(judges) or any(each.has_reward for each in self._toolset.classes)
 
-    async def reset(self, task: Task) -> Observation:
+    def check_data(self, data: Mapping[str, Any]) -> None:
+        """As `single_turn`; the methods `reset` of the classes have to find their columns too."""
         for function in self._configured:
-            function.check(task.data, extras=EXTRAS)
-        self._check_group(task.data)
+            function.check(data, extras=EXTRAS)
+        for each in self._toolset.classes:
+            if missing := sorted(each.required_columns - data.keys()):
+                raise ValueError(
+                    f"tool {each.name}: its reset needs {', '.join(missing)}, got the columns "
+                    f"{', '.join(sorted(data)) or 'none'}; map them in tasks.columns, or give the "
+                    "argument a default"
+                )
+        self._check_group(data)
+        if not isinstance(data["prompt"], str):
+            self.first_messages(data)
+
+    async def reset(self, task: Task) -> Observation:
+        self.check_data(task.data)
         self._columns = task.data
         self._malformed.begin_anew()
         self._messages, self._instances = [], []

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer, corpus
+from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, MAX_POSITIONS, build_tokenizer, corpus
 from actors.trainer.tiny.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
 
 WARMUP_STEPS = 60
@@ -38,7 +38,7 @@ class TinyShape:
     num_kv_heads: int = 2
     head_dim: int = 32
     intermediate_size: int = 384
-    max_positions: int = 2048
+    max_positions: int = MAX_POSITIONS
     embedding_std: float = 0.3
     """Ten times and more the usual: with small embeddings the policy took twice as many steps to
     begin to read the hints."""

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
+MAX_POSITIONS = 2048
+"""Of the tiny model; here, where no torch is needed to know it."""
 END_OF_TEXT = "<|endoftext|>"
 TURN_END = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}

@@ -1,0 +1,116 @@
+"""`rayloom rescore`: score the trajectories of a run's journal again, by other functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.types import Trajectory
+from service.cli.outlet import say
+from service.config.file import ConfigError
+from service.hacking.shadow import ShadowVerifier
+from service.inspect.reader import config_beside, open_journal
+
+EXIT_OK, EXIT_UNSCORED = 0, 1
+AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """One trajectory's reward, then and now."""
+
+    step: int
+    trajectory: Trajectory
+    new: float | str
+    """A text says why there is none."""
+
+    @property
+    def old(self) -> float:
+        return self.trajectory.episode_return
+
+    @property
+    def change(self) -> float:
+        return 0.0 if isinstance(self.new, str) else self.new - self.old
+
+
+def run_rescore(run: Path, *, rewards: Sequence[str], limit: int) -> int:
+    """Score again and show; returns the exit code. Raises: ConfigError."""
+    journal = open_journal(run)
+    run_dir = journal.run_dir
+    if run_dir is None:
+        raise ConfigError(
+            f"rescore: {run} is a journal file, expected the run's directory, whose tasks and "
+            "tokenizer are needed; name that"
+        )
+    config = config_beside(run_dir)
+    verifiers = [
+        ShadowVerifier(
+            config,
+            model=config.model.path or str(run_dir.tiny_model),
+            name=name,
+            num_samples=0,
+            key="--reward",
+        )
+        for name in rewards
+    ]
+    found: list[Rescored] = []
+    for step in journal.steps():
+        trajectories = [each.trajectory for each in step.entries if each.trajectory.is_graded]
+        found += asyncio.run(
+            _rescored(step.step, [each for each in trajectories if each.samples], verifiers)
+        )
+    say(describe(found, limit=limit))
+    return EXIT_OK if any(not isinstance(each.new, str) for each in found) else EXIT_UNSCORED
+
+
+async def _rescored(
+    step: int, trajectories: Sequence[Trajectory], verifiers: Sequence[ShadowVerifier]
+) -> list[Rescored]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(trajectory: Trajectory) -> Rescored:
+        async with places:
+            scores = [await each.score(trajectory) for each in verifiers]
+        problem = next((each for each in scores if isinstance(each, str)), None)
+        numbers = [each for each in scores if isinstance(each, float)]
+        new: float | str = sum(numbers)
+        if problem is not None or not numbers:
+            new = problem or "none of the functions scores it"
+        return Rescored(step=step, trajectory=trajectory, new=new)
+
+    return list(await asyncio.gather(*(one(each) for each in trajectories)))
+
+
+def describe(found: Sequence[Rescored], *, limit: int) -> str:
+    """Return means, counts and the trajectories whose reward differs most, as lines."""
+    scored = [each for each in found if not isinstance(each.new, str)]
+    missing = [each.new for each in found if isinstance(each.new, str)]
+    lines = [f"{len(found)} trajectories that were scored"]
+    if scored:
+        old, new = (
+            sum(values) / len(scored)
+            for values in (
+                [each.old for each in scored],
+                [each.old + each.change for each in scored],
+            )
+        )
+        higher, lower = (sum(sign * each.change > 1e-9 for each in scored) for sign in (1, -1))
+        lines += [
+            f"old reward  {old:.4g}",
+            f"new reward  {new:.4g}",
+            f"changed     {higher + lower} of {len(scored)}: {higher} higher, {lower} lower",
+        ]
+    if missing:
+        lines.append(f"not scored  {len(missing)}; the first: {missing[0]}")
+    most = sorted(scored, key=lambda each: -abs(each.change))
+    rows = [each for each in most if abs(each.change) > 1e-9][: limit or None]
+    if rows:
+        lines += ["", "step  trajectory                   old      new  task"]
+        lines += [
+            f"{each.step:>4}  {each.trajectory.trajectory_id:<22} {each.old:>9.4g} "
+            f"{each.old + each.change:>8.4g}  {each.trajectory.task_id}"
+            for each in rows
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,325 @@
+"""`rayloom try`: play a few tasks without a run, and show prompt, reply and reward of each.
+
+Replies are the data's reference answers, typed in, or those of a model behind an API like OpenAI's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+
+from actors.environment.chat_template import RenderError
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Message,
+    Observation,
+    Role,
+    StepResult,
+    ToolCall,
+    ToolSchema,
+    reward_problem,
+)
+from actors.environment.rendering import ChatRenderer, load_renderer
+from actors.environment.tool_calls import check_calls, parse_tool_calls
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe, root_cause
+from actors.policy import ParsedCall
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.types import Task
+from service import units
+from service.cli.outlet import outlet, say
+from service.config.file import ConfigError
+from service.config.tasks import maker, open_tasks
+from service.config.tree import Config
+from service.config.trial import reference_of
+
+EXIT_OK, EXIT_UNSCORED = 0, 1
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryRequest:
+    """What the user asked for."""
+
+    config: Config
+    num_tasks: int
+    answer: str | None = None
+    """The column whose reference answers are the replies."""
+    model: str | None = None
+    """Asked for the replies, at `base_url`. Neither: they are typed in."""
+    base_url: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Of the model's sampling, as its API names them."""
+
+    def check(self) -> None:
+        """Raises: ConfigError."""
+        if self.answer is not None and self.model is not None:
+            raise ConfigError(
+                f"--model {self.model}: got --answer {self.answer} too, expected one of them to "
+                "reply; leave one out"
+            )
+        if (self.model is None) != (self.base_url is None):
+            raise ConfigError(
+                "try: --model NAME and --base-url URL name who replies, got one of them; expected "
+                "both, such as --base-url http://127.0.0.1:8000/v1"
+            )
+        if self.parameters and self.model is None:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in self.parameters)
+            raise ConfigError(
+                f"try: {names}: got no --model, expected the one that samples; name it, or leave "
+                "them out"
+            )
+
+
+class _Unplayed(Exception):
+    """A task cannot be played on; the message says why."""
+
+
+# Gives the next reply to a chat.
+_Replies = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[tuple[Action, str]]]
+
+
+def run_try(request: TryRequest) -> int:
+    """Play and show the tasks; returns the exit code. Raises: ConfigError."""
+    request.check()
+    config = request.config
+    source = open_tasks(config)
+    make, renderer = maker(config), _renderer(config)
+    rewards: list[float] = []
+    is_whole = True
+    for number in range(request.num_tasks):
+        task = source.task(number)
+        say(f"── task {task.task_id}, {number + 1} of {request.num_tasks}")
+        try:
+            rewards.append(asyncio.run(_play(request, make, task, renderer)))
+        except _Unplayed as error:
+            is_whole = False
+            say(f"no reward: {error}\n")
+        except EOFError:
+            say("")
+            break
+    mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
+    say(f"{units.plural(len(rewards), 'task')} played{mean}")
+    return EXIT_OK if rewards and is_whole else EXIT_UNSCORED
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: the interpreter would wait for the thread of a call that hangs."""
+    for stream in (sys.stdout, sys.stderr):
+        with outlet(stream):
+            stream.flush()
+    os._exit(code)
+
+
+def _renderer(config: Config) -> ChatRenderer:
+    """Raises: ConfigError."""
+    options, history = config.rollouts.template_options, config.rollouts.history
+    try:
+        if config.model.path is not None:
+            return load_renderer(config.model.path, template_options=options, history=history)
+        with tempfile.TemporaryDirectory(prefix="rayloom-try-") as directory:
+            build_tokenizer().save_pretrained(directory, save_jinja_files=False)
+            return load_renderer(directory, template_options=options, history=history)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: its tokenizer cannot be used: {error}") from error
+
+
+async def _play(
+    request: TryRequest, make: Callable[[], Environment], task: Task, renderer: ChatRenderer
+) -> float:
+    """Play one task; returns its reward. Raises: _Unplayed; EOFError if nothing more is typed."""
+    limit_s = request.config.rollouts.turn_deadline_s
+    environment = make()
+    try:
+        start = await _ended("reset", lambda: environment.reset(task), limit_s=limit_s)
+        if not isinstance(start, Observation):
+            raise _Unplayed(f"reset returned a {type(start).__name__}, expected an Observation")
+        _show_prompt(renderer, start)
+        return await _play_turns(request, environment, task, start)
+    finally:
+        await _ended("close", environment.close, limit_s=limit_s)
+
+
+async def _play_turns(
+    request: TryRequest, environment: Environment, task: Task, start: Observation
+) -> float:
+    rollouts, reward = request.config.rollouts, 0.0
+    chat = list(start.messages)
+    reply = _replies(request, task)
+    for _ in range(rollouts.max_turns):
+        begun = time.monotonic()
+        action, who = await reply(chat, start.tools)
+        replied = time.monotonic()
+        say(f"\nreply ({who}, {replied - begun:.2f} s)\n{_indented(_as_text(action))}")
+        step = _step(environment, action)
+        result = await _ended("step", step, limit_s=rollouts.turn_deadline_s)
+        if not isinstance(result, StepResult):
+            raise _Unplayed(f"step returned a {type(result).__name__}, expected a StepResult")
+        if (problem := reward_problem(result)) is not None:
+            raise _Unplayed(problem)
+        reward += result.reward
+        parts = ", ".join(f"{name} {value:g}" for name, value in result.reward_components.items())
+        spent_s = time.monotonic() - replied
+        say(f"\nreward {result.reward:g}{f' ({parts})' if parts else ''}, {spent_s:.3f} s")
+        calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
+        content = "" if calls else action.text
+        chat += [
+            Message(role=Role.ASSISTANT, content=content, tool_calls=calls),
+            *result.messages,
+        ]
+        for message in result.messages:
+            say(f"\n{message.role}\n{_indented(message.content)}")
+        if result.terminated or result.truncated:
+            say("")
+            return reward
+        if request.answer is not None:
+            raise _Unplayed("the task goes on after the reference answer, which is one reply")
+    raise _Unplayed(f"no end after {rollouts.max_turns} turns (rollouts.max_turns)")
+
+
+def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[StepResult]]:
+    return lambda: environment.step(action)
+
+
+async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
+    """Raises: _Unplayed for a call that raises, or does not end."""
+    try:
+        return await bounded(call, limit_s=limit_s)
+    except CallTimedOut as error:
+        raise _Unplayed(
+            f"{method} gave {error} (rollouts.turn_deadline_s); look for what hangs"
+        ) from error
+    except CallFailed as error:
+        raise _Unplayed(f"{method}: {describe(root_cause(error.error))}") from error
+
+
+def _show_prompt(renderer: ChatRenderer, start: Observation) -> None:
+    try:
+        ids = renderer.first_prompt(start.messages, start.tools)
+    except RenderError as error:
+        raise _Unplayed(f"the chat template cannot render the prompt: {error}") from error
+    say(f"\nprompt, {units.plural(len(ids), 'token')}\n{_indented(renderer.decode(ids))}")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _as_text(action: Action) -> str:
+    calls = [
+        f"{call.name}({json.dumps(dict(call.arguments), ensure_ascii=False)})"
+        if isinstance(call, ToolCall)
+        else f"malformed call: {call.message}"
+        for call in action.calls
+    ]
+    return "\n".join([*([action.text] if action.text else []), *calls])
+
+
+def _replies(request: TryRequest, task: Task) -> _Replies:
+    if request.model is not None:
+        return lambda chat, tools: _sampled(request, chat, tools)
+    if request.answer is None:
+        return _typed
+    answer = reference_of(task, request.answer)
+    if answer is None:
+        raise ConfigError(
+            f"--answer {request.answer}: task {task.task_id} has the columns "
+            f"{', '.join(sorted(task.data)) or 'none'}, expected one of texts or "
+            "numbers; correct it"
+        )
+
+    async def given(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
+        return Action(text=answer), f"column {request.answer}"
+
+    return given
+
+
+async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
+    """Read a reply up to an empty line. Raises: EOFError at the end of the input."""
+    how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
+    say(f"\nyour reply, ended by an empty line.{how}")
+    lines: list[str] = []
+    while (line := sys.stdin.readline()).strip():
+        lines.append(line.rstrip("\n"))
+    if not line and not lines:
+        raise EOFError
+    text = "\n".join(lines)
+    return Action(text=text, calls=parse_tool_calls(text, tools) if tools else ()), "typed"
+
+
+async def _sampled(
+    request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
+) -> tuple[Action, str]:
+    """Ask the model. Raises: _Unplayed."""
+    assert request.base_url is not None
+    body = {
+        "model": request.model,
+        "messages": [_for_api(message) for message in chat],
+        "max_tokens": request.config.rollouts.max_tokens_per_turn,
+        **request.parameters,
+    }
+    if tools:
+        body["tools"] = [tool.for_template() for tool in tools]
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limit_s = request.config.rollouts.turn_deadline_s
+    url = f"{request.base_url.rstrip('/')}/chat/completions"
+    try:
+        async with httpx.AsyncClient(timeout=limit_s) as client:
+            answer = await client.post(url, json=body, headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _Unplayed(f"{url}: {describe(error)}; look at --base-url") from None
+    if answer.status_code != 200:
+        raise _Unplayed(f"{url}: status {answer.status_code}: {answer.text[:300]}")
+    try:
+        message = answer.json()["choices"][0]["message"]
+        calls = [
+            ParsedCall(
+                name=call["function"]["name"],
+                arguments=call["function"]["arguments"],
+                id=call.get("id") or "",
+            )
+            for call in message.get("tool_calls") or ()
+        ]
+        text = message.get("content") or ""
+        return Action(text=text, calls=check_calls(calls, tools)), str(request.model)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _Unplayed(f"{url}: the answer is no chat completion ({describe(error)})") from error
+
+
+def _for_api(message: Message) -> dict[str, Any]:
+    """Return a message as OpenAI's chat completions have it."""
+    found: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def read_schema(file: Path) -> dict[str, Any]:
+    """Return what asks for replies that fit a JSON schema. Raises: ConfigError."""
+    try:
+        schema = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--json-schema {file}: cannot be read ({error}); expected a file with a JSON schema"
+        ) from error
+    return {"type": "json_schema", "json_schema": {"name": "reply", "schema": schema}}

@@ -1,0 +1,494 @@
+"""Try a user's own functions before a run starts, in a process of their own.
+
+The child imports them, begins the first task of each environment and calls every function twice:
+with the reference answers of two tasks, or with made-up answers if the data have none. A call that
+ends its process or does not end costs that call; the rest is tried in another child. What can never
+work is refused, all else is a warning (`docs/reward-functions.md`, "Tried before the start").
+Called by `service.config.preflight`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from typing import Any
+
+from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
+from actors.environment.builtin.tools import TOOLS
+from actors.environment.judge import JudgeReward
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Observation,
+    StepResult,
+    reward_problem,
+)
+from actors.environment.reward_functions import NoScore, RewardFunction
+from actors.environment.tasks import TaskSource
+from actors.environment.user_code import describe, location, root_cause
+from actors.types import Task
+from service.config import tasks
+from service.config.file import ConfigError
+from service.config.tree import Config, TasksSettings
+
+CALLS_LIMIT_S = 10.0
+"""For all calls of a preflight together."""
+SHARE_OF_ONE = 0.8
+"""The share of the time left that a call may take, unless it is the last."""
+IMPORT_LIMIT_S = 60.0
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
+"""Columns that hold reference answers unless one is named."""
+MADE_UP = ("I do not know.", "1")
+_MAX_LOOKED_AT = 64
+_STDERR_BYTES = 500
+_TOO_SHORT_S = 0.05
+_LOOK_S = 0.1
+# linux/prctl.h
+_PDEATHSIG = 1
+# Errors that no other answer would change.
+_BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is called before the start."""
+
+    functions: bool = True
+    judges: bool = False
+    """Whether judges are asked too, over the network."""
+    answer: str | None = None
+    """The column that holds the reference answer; None: one of ANSWERS, if the data have it."""
+
+
+class Fate(StrEnum):
+    """What became of a call."""
+
+    SCORED = "gave a number"
+    SILENT = "gave None"
+    RAISED = "raised"
+    BROKEN = "cannot run:"
+    NO_NUMBER = "gave no number"
+    ENDED = "ended its process"
+    HUNG = "did not end"
+
+
+_FATAL = frozenset({Fate.BROKEN, Fate.NO_NUMBER, Fate.ENDED, Fate.HUNG})
+_REMEDIES = {
+    Fate.BROKEN: "mend it",
+    Fate.NO_NUMBER: "return a number, or numbers by their names",
+    Fate.ENDED: "have it raise an exception instead, or return",
+    Fate.HUNG: "give it a limit of its own; if it needs longer, start with --no-call",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call that is to be made, or was made."""
+
+    environment: str
+    function: str
+    number: int
+    """0 or 1."""
+    answer: str
+    """What the answer is, in words."""
+    is_reference: bool = False
+    fate: Fate | None = None
+    """None: not called."""
+    text: str = ""
+    """What it raised or gave, in words."""
+    value: float = 0.0
+    """Its weighted score."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.environment, self.function, self.number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What a child is asked for."""
+
+    config: Config
+    trial: Trial
+    reset_limit_s: float
+    blocked_s: float
+    begun: frozenset[str]
+    made: frozenset[tuple[str, str, int]]
+    """The calls that earlier children made."""
+
+
+def has_own_code(settings: TasksSettings) -> bool:
+    """Whether an environment is, or calls, functions of the user's own."""
+    return settings.environment in (SINGLE_TURN, TOOLS) or ":" in settings.environment
+
+
+def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:
+    """Try the functions of a configuration, and begin each environment's first task.
+
+    tell: gets each warning. Returns: how each environment begins. Raises: ConfigError.
+    """
+    trials = _Trials(config, trial)
+    while not trials.is_done:
+        trials.follow_child()
+    _check_calls(trials.calls, tell=tell)
+    return trials.begun
+
+
+class _Trials:
+    """What is known so far, and the child that finds out more."""
+
+    def __init__(self, config: Config, trial: Trial) -> None:
+        self._config, self._trial = config, trial
+        self.begun: dict[str, Observation] = {}
+        self.calls: list[Call] = []
+        self.is_done = False
+        self._left_s = CALLS_LIMIT_S
+        self._doing, self._limit_s = "start", IMPORT_LIMIT_S
+        self._call: Call | None = None
+        self._stderr = b""
+
+    def follow_child(self) -> None:
+        """Start a child and take what it says until it is done, or has to be ended.
+
+        Raises: ConfigError.
+        """
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        program = "from service.config.trial import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
+            # So that what the functions start is ended with it.
+            start_new_session=True,
+        )
+        theirs.close()
+        reading = threading.Thread(target=self._read_stderr, args=(process,), daemon=True)
+        reading.start()
+        try:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as stdin:
+                pickle.dump(self._request(), stdin)
+            while self._take(ours, process):
+                pass
+        except EOFError:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            reading.join(timeout=1)
+            self._ended(process.returncode)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            ours.close()
+
+    def _request(self) -> _Request:
+        self._doing, self._limit_s, self._call = "start", IMPORT_LIMIT_S, None
+        return _Request(
+            config=self._config,
+            trial=self._trial,
+            reset_limit_s=tasks.RESET_LIMIT_S,
+            blocked_s=tasks.BLOCKED_S,
+            begun=frozenset(self.begun),
+            made=frozenset(each.key for each in self.calls),
+        )
+
+    def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        with process.stderr as stream:
+            while part := stream.read1(1 << 16):  # type: ignore[attr-defined]
+                self._stderr = (self._stderr + part)[-_STDERR_BYTES:]
+
+    def _take(self, ours: Connection, process: subprocess.Popen[bytes]) -> bool:
+        """Take what the child says next. Returns: whether it goes on.
+
+        Raises: ConfigError; EOFError if the child has ended.
+        """
+        started = time.monotonic()
+        end = started + self._limit_s
+        while not ours.poll(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+            # What it has forked may hold its end open.
+            if process.poll() is not None and not ours.poll():
+                raise EOFError
+            if time.monotonic() >= end:
+                self._late()
+                return False
+        if self._call is not None:
+            self._left_s -= time.monotonic() - started
+        self._hear(*ours.recv())
+        if self._call is not None and self._limit_s < _TOO_SHORT_S:
+            # What is left is not called.
+            self.calls.append(self._call)
+            self.is_done = True
+        return not self.is_done
+
+    def _hear(self, kind: str, value: Any) -> None:
+        """Raises: ConfigError."""
+        match kind:
+            case "refused":
+                raise ConfigError(value)
+            case "doing":
+                (self._doing, self._limit_s), self._call = value, None
+            case "begun":
+                self.begun |= value
+            case "calling":
+                self._call, is_last = value
+                self._limit_s = self._left_s * (1.0 if is_last else SHARE_OF_ONE)
+            case "called":
+                self.calls.append(value)
+                self._call = None
+            case "done":
+                self.is_done = True
+
+    def _late(self) -> None:
+        """Raises: ConfigError for what is no call."""
+        if self._call is None:
+            raise ConfigError(
+                f"tasks.environment: it took more than {self._limit_s:.0f} s to {self._doing}; "
+                "expected an import and a first task that take seconds; mend the module"
+            )
+        self._left_s -= self._limit_s
+        self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
+
+    def _ended(self, code: int | None) -> None:
+        """Raises: ConfigError for what is no call."""
+        how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+        last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
+        why = "; ".join([how, *last])[:_STDERR_BYTES]
+        if self._call is None:
+            raise ConfigError(
+                f"tasks.environment: the process ended while it was to {self._doing} ({why}); "
+                "expected a module that raises an exception instead; mend it"
+            )
+        self._lost(self._call, Fate.ENDED, f"({why})")
+
+    def _lost(self, call: Call, fate: Fate, text: str) -> None:
+        self.calls.append(replace(call, fate=fate, text=text))
+
+
+def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
+    """Refuse functions that can never work, and tell what else is odd. Raises: ConfigError."""
+    by_function: dict[tuple[str, str], list[Call]] = {}
+    for call in calls:
+        by_function.setdefault((call.environment, call.function), []).append(call)
+    for own in by_function.values():
+        odd = [each for each in own if each.fate not in (Fate.SCORED, None)]
+        if odd and all(each.fate in _FATAL for each in own):
+            raise ConfigError(f"{_told(odd[0])}; {_REMEDIES[odd[0].fate or Fate.BROKEN]}")
+        if odd and odd == own:
+            tell(f"{_told(odd[0])}, and so for {len(own)} answers: look there")
+        elif odd:
+            tell(f"{_told(odd[0])}; that may be right for this answer")
+        if any(each.fate is None for each in own):
+            tell(f"{own[0].function} was not called: {CALLS_LIMIT_S:.0f} s had passed")
+    for name in dict.fromkeys(each.environment for each in calls):
+        _compare([each for each in calls if each.environment == name], tell=tell)
+
+
+def _told(call: Call) -> str:
+    return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
+
+
+def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
+    """Tell of a reference answer that is worth no more than that of another task."""
+    if not all(each.fate is Fate.SCORED and each.is_reference for each in calls):
+        return
+    right, other = (sum(each.value for each in calls if each.number == n) for n in (0, 1))
+    if right <= other:
+        tell(
+            f"{calls[0].answer} scores {right:.6g}, and {calls[-1].answer} scores {other:.6g} for "
+            "the same task; expected the right one to score higher: look at what the functions "
+            "make of answers as the data have them, or name another column by --answer"
+        )
+
+
+# What follows runs in the child.
+
+
+def main() -> None:
+    """Do what the request on standard input asks for, and say it on the given descriptor."""
+    with suppress(AttributeError, OSError):
+        # Linux has it: a command that is killed leaves no child that hangs.
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    said = Connection(int(sys.argv[1]), readable=False)
+    request: _Request = pickle.load(sys.stdin.buffer)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    tasks.RESET_LIMIT_S, tasks.BLOCKED_S = request.reset_limit_s, request.blocked_s
+    try:
+        _try_all(request, said)
+        said.send(("done", None))
+    except ConfigError as error:
+        said.send(("refused", str(error)))
+    except BaseException:  # noqa: BLE001  # ended below, and not by the interpreter
+        traceback.print_exc()
+        os._exit(1)
+    # Threads of the user's would be waited for.
+    os._exit(0)
+
+
+def _try_all(request: _Request, said: Connection) -> None:
+    """Raises: ConfigError."""
+    names = request.config.members
+    for name, member in names.items():
+        what = f"mixture.{name}: " if request.config.mixture else ""
+        try:
+            said.send(("doing", (f"import {member.tasks.environment}", IMPORT_LIMIT_S)))
+            tasks.maker(member)
+            if name not in request.begun:
+                # The child's own limits come first, and say where it is.
+                limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
+                said.send(("doing", (f"begin the first task of {name}", limit_s)))
+                said.send(("begun", {name: tasks.first_observation(member)}))
+            if request.trial.functions and has_own_code(member.tasks):
+                said.send(("doing", (f"begin the first task of {name}", IMPORT_LIMIT_S)))
+                asyncio.run(_call_all(name, member, request, said))
+        except ConfigError as error:
+            raise ConfigError(f"{what}{error}") from error
+
+
+async def _call_all(name: str, config: Config, request: _Request, said: Connection) -> None:
+    """Raises: ConfigError."""
+    source = tasks.open_tasks(config)
+    task = source.task(0)
+    answers = _answers(source, task, request.trial.answer)
+    environment = tasks.maker(config)()
+    await environment.reset(task)
+    if isinstance(environment, SingleTurnEnvironment):
+        functions = [
+            each
+            for each in environment.functions
+            if request.trial.judges or not isinstance(each, JudgeReward)
+        ]
+        wanted: list[tuple[RewardFunction | JudgeReward | None, str]]
+        wanted = [(each, f"reward function {each.name}") for each in functions]
+    else:
+        wanted = [(None, f"step of {config.tasks.environment}")]
+    planned = [
+        (
+            function,
+            Call(
+                environment=name,
+                function=label,
+                number=number,
+                answer=told,
+                is_reference=is_reference,
+            ),
+            text,
+        )
+        for function, label in wanted
+        for number, (text, told, is_reference) in enumerate(answers)
+    ]
+    planned = [each for each in planned if each[1].key not in request.made]
+    for position, (function, call, text) in enumerate(planned, start=1):
+        said.send(("calling", (call, position == len(planned))))
+        if function is not None:
+            assert isinstance(environment, SingleTurnEnvironment)
+            fate, words, value = await _scored(environment, function, text)
+        else:
+            fate, words, value = await _stepped(tasks.maker(config)(), task, text)
+        said.send(("called", replace(call, fate=fate, text=words, value=value)))
+    said.send(("doing", (f"close the first task of {name}", tasks.RESET_LIMIT_S)))
+    with suppress(Exception):
+        await environment.close()
+
+
+def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
+    """Return two answers: the text, what it is in words, and whether it is a reference answer.
+
+    Raises: ConfigError for a column that the first task does not have.
+    """
+    found = reference_of(task, column)
+    if found is None and column is not None:
+        raise ConfigError(
+            f"--answer {column}: got the columns {', '.join(sorted(task.data))}, expected one of "
+            "them, of texts or numbers; correct it"
+        )
+    if found is None:
+        return [(text, f"the made-up answer {text!r}", False) for text in MADE_UP]
+    others = (
+        reference_of(source.task(index), column)
+        for index in range(1, _MAX_LOOKED_AT if source.comes_again(task) else 1)
+    )
+    other = next((each for each in others if each not in (None, found)), None)
+    own = (found, f"the reference answer of {task.task_id}", True)
+    if other is None:
+        return [own, (MADE_UP[0], f"the made-up answer {MADE_UP[0]!r}", False)]
+    return [own, (other, "the reference answer of another task", True)]
+
+
+def reference_of(task: Task, column: str | None) -> str | None:
+    """Return a task's reference answer; None if it has none.
+
+    column: which it is, such as answer, or reward_model.ground_truth; None: one of ANSWERS.
+    """
+    for name in ANSWERS if column is None else (column,):
+        value: Any = task.data
+        for part in (name,) if name in task.data else name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and value:
+            # Answers that are right all alike.
+            value = value[0]
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+async def _scored(
+    environment: SingleTurnEnvironment, function: RewardFunction | JudgeReward, text: str
+) -> tuple[Fate, str, float]:
+    try:
+        score = await environment.score_by(function, text)
+    except NoScore as error:
+        return Fate.NO_NUMBER, f"({error})", 0.0
+    except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
+        return _fate_of(error)
+    if score.value is None:
+        return Fate.SILENT, "", 0.0
+    return Fate.SCORED, "", function.weight * score.value
+
+
+async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fate, str, float]:
+    try:
+        await environment.reset(task)
+        found = await environment.step(Action(text=text))
+        await environment.close()
+    except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
+        return _fate_of(error)
+    if not isinstance(found, StepResult):
+        words = f"(a {type(found).__name__}, expected a StepResult of actors.environment.protocol)"
+        return Fate.NO_NUMBER, words, 0.0
+    if (problem := reward_problem(found)) is not None:
+        return Fate.NO_NUMBER, f"({problem})", 0.0
+    return Fate.SCORED, "", 0.0
+
+
+def _fate_of(error: BaseException) -> tuple[Fate, str, float]:
+    root = root_cause(error)
+    at = location(root)
+    told = describe(root)
+    words = f"{told}{f' ({at})' if at else ''}"
+    # By name, because an error of another process has only that.
+    match told.partition(":")[0]:
+        case "SystemExit" | "WorkerLost":
+            return Fate.ENDED, f"({words})", 0.0
+        case "CallTimedOut":
+            return Fate.HUNG, f"({words})", 0.0
+        case name:
+            return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0

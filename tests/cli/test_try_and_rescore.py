@@ -1,0 +1,147 @@
+"""Tasks that are played without a run, and trajectories that are scored again."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worlds.episode_builders import tokenizer
+from worlds.trajectory_builders import make_trajectory, make_turn
+
+from service.cli.rescore import Rescored, describe
+from service.cli.try_out import TryRequest, run_try
+from service.config.file import ConfigError, parse_config
+from service.config.tree import Config
+
+CODE = '''
+def score(completion, answer):
+    right = completion.strip() == answer
+    return {"right": float(right), "short": 0.5}
+
+def add(first: int, second: int) -> int:
+    """Add two numbers."""
+    return first + second
+'''
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "of_try.py").write_text(CODE)
+    row = {"task_id": "one", "prompt": "1 + 2?", "answer": "3"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "of_try", raising=False)
+    return tmp_path
+
+
+def config_of(**options: Any) -> Config:
+    environment = "tools" if options else "single_turn"
+    tasks = {
+        "environment": environment, "dataset": "rows.jsonl", "evaluation_tasks": 0,
+        "options": {"reward": "of_try.py:score", **options},
+    }  # fmt: skip
+    tree = {"model": {"tiny": {}}, "tasks": tasks, "rollouts": {"max_turns": 4}}
+    return parse_config(tree, source="for a test")
+
+
+def test_a_reference_answer_is_played_and_its_parts_are_shown(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_try(TryRequest(config=config_of(), num_tasks=1, answer="answer")) == 0
+    shown = capsys.readouterr().out
+    assert "<|user|>1 + 2?<|end|><|assistant|>" in shown
+    assert "reward 1.5 (right 1, short 0.5)" in shown and "mean reward 1.5" in shown
+
+
+def test_calls_and_answers_are_typed_in(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"first": 1, "second": 2}}</tool_call>'
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{call}\n\n4\n\n"))
+    assert run_try(TryRequest(config=config_of(tools=["of_try.py:add"]), num_tasks=2)) == 0
+    shown = capsys.readouterr().out
+    assert "tool\n  3" in shown and "reward 0.5" in shown
+    # The input ended before the second task.
+    assert "1 task played, mean reward 0.5" in shown
+
+
+@pytest.fixture
+def api() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that calls `add` and then repeats its answer; what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            last = body["messages"][-1]
+            message: dict[str, Any] = {"role": "assistant", "content": last["content"]}
+            if last["role"] == "user":
+                function = {"name": "add", "arguments": '{"first": 1, "second": 2}'}
+                message = {"content": None, "tool_calls": [{"id": "c1", "function": function}]}
+            answer = json.dumps({"choices": [{"message": message}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_a_model_plays_with_its_calls_and_the_given_sampling(
+    place: Path, api: tuple[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, asked = api
+    request = TryRequest(
+        config=config_of(tools=["of_try.py:add"]), num_tasks=1, model="m", base_url=url,
+        parameters={"min_p": 0.1},
+    )  # fmt: skip
+    assert run_try(request) == 0
+    assert "reward 1.5" in capsys.readouterr().out
+    first, second = asked
+    assert first["min_p"] == 0.1 and first["tools"][0]["function"]["name"] == "add"
+    called, told = second["messages"][-2:]
+    assert called["tool_calls"][0]["id"] == told["tool_call_id"] == "c1" and told["content"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "m", "base_url": "http://h/v1", "answer": "answer"}, "got --answer answer too"),
+        ({"model": "m"}, "--model NAME and --base-url URL"),
+        ({"parameters": {"top_p": 0.5}}, "--top-p: got no --model"),
+        ({"answer": "author"}, "--answer author: task one has the columns answer, prompt"),
+    ],
+)
+def test_what_cannot_reply_is_refused(place: Path, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_try(TryRequest(config=config_of(), num_tasks=1, **fields))
+
+
+def test_the_table_begins_with_what_differs_most() -> None:
+    def rescored(number: int, new: float | str) -> Rescored:
+        prompt, sampled = (tokenizer().encode(text) for text in ("Say it", "4<|im_end|>"))
+        made = make_trajectory([make_turn(prompt, sampled)], rollout_id=f"g{number:06d}.0-0")
+        old = made.episode_return
+        return Rescored(step=1, trajectory=made, new=new if isinstance(new, str) else old + new)
+
+    found = [rescored(1, 0.5), rescored(2, -1.0), rescored(3, 0.0), rescored(4, "f: KeyError")]
+    shown = describe(found, limit=1).splitlines()
+    assert "changed     2 of 3: 1 higher, 1 lower" in shown
+    assert "not scored  1; the first: f: KeyError" in shown
+    assert shown[-1].split()[1] == "g000002.0-0.a0" and shown[-2].startswith("step")

@@ -1,0 +1,204 @@
+"""A user's functions before the start: what is refused, what is a warning, and what is left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.types import Task
+from service.config import trial
+from service.config.file import ConfigError, parse_config
+from service.config.preflight import check_without_model
+from service.config.tasks import open_tasks
+from service.config.tree import Config
+from service.config.trial import Trial, reference_of, tried
+
+FUNCTIONS = """
+import os, sys, time
+from actors.environment.protocol import Message, Observation, Role
+
+def right(completion, answer):
+    return float(completion.strip() == answer)
+
+def prints(completion, answer):
+    print("x" * 1_000_000)
+    return right(completion, answer)
+
+def reads(completion):
+    return float(input())
+
+def dies_once(completion, answer):
+    if completion == answer:
+        os._exit(11)
+    return 0.0
+
+def forks(completion, answer):
+    if (child := os.fork()) == 0:
+        time.sleep(1000)
+    with open("children", "a") as file:
+        file.write(f"{child}\\n")
+    return right(completion, answer)
+
+def silent(completion):
+    return None
+
+def leaves(completion):
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(4)
+
+def exits(completion):
+    sys.exit(3)
+
+def hangs(completion):
+    time.sleep(1000)
+
+def text(completion):
+    return "good"
+
+def imports(completion):
+    import no_such_package
+
+def constant(completion):
+    return 1.0
+
+def raises(completion):
+    raise KeyError("no such thing")
+
+class Game:
+    async def reset(self, task):
+        return Observation(messages=(Message(role=Role.USER, content="Go."),))
+    async def step(self, action):
+        return 1.0
+    async def close(self): ...
+
+class Ends(Game):
+    def __init__(self):
+        os._exit(7)
+"""
+
+
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "of_trial.py").write_text(FUNCTIONS)
+    rows = [{"task_id": str(n), "prompt": f"{n}?", "answer": str(n)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def config_of(*names: str, **tasks: Any) -> Config:
+    options = {"reward": [f"of_trial.py:{name}" for name in names]}
+    tree = {
+        "model": {"tiny": {}},
+        "tasks": {
+            "environment": "single_turn", "dataset": "rows.jsonl", "evaluation_tasks": 0,
+            "options": options, **tasks,
+        },
+    }  # fmt: skip
+    return parse_config(tree, source="for a test")
+
+
+def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path) -> None:
+    told: list[str] = []
+    names = ("right", "prints", "forks", "reads", "dies_once", "silent")
+    begun = tried(config_of(*names), Trial(), tell=told.append)
+    assert begun["single_turn"].messages[0].content.endswith("?")
+    reads, dies, silent = told
+    assert "reads raised EOFError: EOF when reading a line" in reads and "2 answers" in reads
+    assert "dies_once ended its process (exit code 11) for the reference answer of" in dies
+    assert "silent gave None" in silent
+    for child in (place / "children").read_text().split():
+        # A zombie has been ended too.
+        file = Path(f"/proc/{child}/stat")
+        assert not file.exists() or file.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("leaves", r"leaves ended its process \(exit code 4\) for .*; have it raise"),
+        ("hangs", "hangs did not end within .*--no-call"),
+        ("exits", r"exits ended its process \(SystemExit: 3 .*of_trial.py:\d+ in exits"),
+        ("text", "text gave no number .*gave 'good'.*return a number"),
+        ("imports", "imports cannot run: ModuleNotFoundError: .*no_such_package.*mend it"),
+    ],
+)
+def test_a_function_that_can_never_work_is_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.setattr(trial, "CALLS_LIMIT_S", 0.5 if name == "hangs" else 60.0)
+    with pytest.raises(ConfigError, match=words):
+        tried(config_of(name), Trial(), tell=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Game", "step of of_trial:Game gave no number .*a StepResult"), ("Ends", "exit code 7")],
+)
+def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: str) -> None:
+    config = config_of(environment=f"of_trial:{name}", options={}, dataset=None)
+    with pytest.raises(ConfigError, match=words):
+        check_without_model(config)
+
+
+def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Path) -> None:
+    told: list[str] = []
+    tried(config_of("constant"), Trial(), tell=told.append)
+    assert (
+        len(told) == 1 and "scores 1, and the reference answer of another task scores 1" in told[0]
+    )
+    # Nothing is called, so nothing is found.
+    assert "single_turn" in tried(config_of("raises"), Trial(functions=False), tell=told.append)
+    assert len(told) == 1
+
+
+def test_a_column_of_reference_answers_that_is_not_there_is_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match="--answer rihgt: got the columns answer, prompt"):
+        tried(config_of("right"), Trial(answer="rihgt"), tell=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("data", "column", "found"),
+    [
+        ({"solution": "4"}, None, "4"),
+        ({"answer": ["a", "b"], "solution": "c"}, None, "a"),
+        ({"reward_model": {"ground_truth": 7}}, "reward_model.ground_truth", "7"),
+        ({"answer": True}, None, None),
+        ({"author": "x"}, None, None),
+        ({"author": "x"}, "author", "x"),
+    ],
+)
+def test_the_reference_answer_is_found_by_its_column(
+    data: dict[str, Any], column: str | None, found: str | None
+) -> None:
+    task = Task(task_id="t", environment="single_turn", seed=0, data=data)
+    assert reference_of(task, column) == found
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"prompt": "4?"}, "row 5: reward function right needs answer"),
+        ({"answer": "4"}, "row 5: data: prompt missing"),
+        (
+            {"prompt": [CALL], "answer": "4"},
+            "row 5: prompt: the arguments of a call of f are no JSON object",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_row_at_the_end_is_named(place: Path, last: dict[str, Any], words: str) -> None:
+    with (place / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"task_id": "last", **last}) + "\n")
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(config_of("right"))
