@@ -32,6 +32,7 @@ from actors.environment.variables import expanded
 OPEN_LIMIT_S = 30.0
 CHECK_LIMIT_S = 5.0
 CLOSE_LIMIT_S = 10.0
+_PYTHONS = ("python", "python3")
 _KEYS = ("command", "env", "cwd", "url", "headers", "tools", "per")
 ACTOR, EPISODE = "actor", "episode"
 
@@ -105,7 +106,7 @@ def server_options(name: str, given: Any) -> ServerOptions:
         raise BadServer(f"mcp.{name}.per: got {per!r}, expected {ACTOR} or {EPISODE}")
     if url and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
         raise BadServer(f"mcp.{name}.url: got {url!r}, expected http:// or https://")
-    if command and shutil.which(command[0]) is None:
+    if command and shutil.which(_found(command)[0]) is None:
         raise BadServer(f"mcp.{name}.command: {command[0]} is not there; install it, or correct it")
     return ServerOptions(
         name=name,
@@ -327,7 +328,7 @@ async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterato
     from mcp.client.streamable_http import streamable_http_client
 
     if not settings.url:
-        command, *arguments = _kept(settings.command)
+        command, *arguments = _kept(_found(settings.command))
         parameters = StdioServerParameters(
             command=command, args=arguments, env=dict(settings.env), cwd=settings.cwd
         )
@@ -340,6 +341,13 @@ async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterato
     timeout = httpx2.Timeout(OPEN_LIMIT_S, read=None)
     async with httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout) as client:
         yield streamable_http_client(settings.url, http_client=client)
+
+
+def _found(command: Sequence[str]) -> list[str]:
+    """Return a command with this process's own interpreter for `python` and `python3`: the packages
+    of the environment are there, whether it is on PATH or not."""
+    own = sys.executable if command[0] in _PYTHONS else command[0]
+    return [own, *command[1:]]
 
 
 def _kept(command: Sequence[str]) -> list[str]:

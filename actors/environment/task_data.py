@@ -156,7 +156,9 @@ class DataCheck:
         if not data:
             return self._of_none
         # jsonschema takes a tenth of a millisecond for a chat, which 100,000 rows feel.
-        return "" if self._accepts is not None and self._accepts(data) else self._problem(data)
+        if self._accepts is not None and self._accepts(data):
+            return self._problem_of_check(data)
+        return self._problem(data)
 
     def _problem(self, data: Mapping[str, Any]) -> str:
         found = best_match(self._validator.iter_errors(dict(data)))

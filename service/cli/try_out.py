@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -123,13 +124,18 @@ def leave(code: int) -> NoReturn:
 
 def _renderer(config: Config) -> ChatRenderer:
     """Raises: ConfigError."""
-    options, history = config.rollouts.template_options, config.rollouts.history
+    load = partial(
+        load_renderer,
+        template_options=config.rollouts.template_options,
+        history=config.rollouts.history,
+        chat_template=config.model.chat_template,
+    )
     try:
         if config.model.path is not None:
-            return load_renderer(config.model.path, template_options=options, history=history)
+            return load(config.model.path)
         with tempfile.TemporaryDirectory(prefix="rayloom-try-") as directory:
             build_tokenizer().save_pretrained(directory, save_jinja_files=False)
-            return load_renderer(directory, template_options=options, history=history)
+            return load(directory)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: its tokenizer cannot be used: {error}") from error
 

@@ -116,7 +116,7 @@ class ShadowVerifier:
             score = await bounded(ask, limit_s=self._limit_s)
         except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
             return f"{self._function.name}: {error}"
-        return None if score is None else float(score.value)
+        return None if score.value is None else float(score.value)
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
         """The task's data; where the run's tasks have none, the prompt as it was rendered."""

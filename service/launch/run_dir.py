@@ -428,8 +428,8 @@ def prepared_run(
 
     is_local: the run will play on this machine. store: where a new run's database is to lie.
     check_stop: called after what takes seconds; what it raises ends the start. begin: called with
-    the name of each stage. trial, tell: as `check_without_model`. A directory in which no run starts
-    is removed. Raises: ConfigError.
+    the name of each stage. trial, tell: as `check_without_model`. A directory in which no run
+    starts is removed. Raises: ConfigError.
     """
     begin("reading rows")
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=tell)

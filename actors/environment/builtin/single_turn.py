@@ -133,7 +133,7 @@ class SingleTurnEnvironment:
         for function in self._functions:
             function.check(data)
         self._check_group(data)
-        if not isinstance(data["prompt"], str):
+        if has_calls(data["prompt"]):
             self.first_messages(data)
 
     def _extras(self) -> Mapping[str, Any]:
@@ -221,6 +221,13 @@ def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"{function.name} raised {describe(root_cause(error))}") from error
+
+
+def has_calls(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a prompt has a history with calls, which may not be readable."""
+    return not isinstance(prompt, str) and any(
+        "tool_calls" in each or "function_call" in each for each in prompt
+    )
 
 
 def chat_message(row: Mapping[str, Any]) -> Message:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.builtin.single_turn import SingleTurnEnvironment, has_calls
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
 from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
 from actors.environment.mcp_servers import (
@@ -119,7 +119,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
                     "argument a default"
                 )
         self._check_group(data)
-        if not isinstance(data["prompt"], str):
+        if has_calls(data["prompt"]):
             self.first_messages(data)
 
     async def reset(self, task: Task) -> Observation:
