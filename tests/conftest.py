@@ -35,6 +35,7 @@ PROOF_PARTS = {
     "chaos",
     "fuzz",
     "families",
+    "settings",
 }
 
 # No deadline: machines that run tests are busy.

@@ -277,6 +277,7 @@ def check_tracker_packages(config: Config) -> None:
     for setting, package, is_used in (
         ("tensorboard", "tensorboardX", trackers.tensorboard is not None),
         ("wandb", "wandb", trackers.wandb is not None),
+        ("trackio", "trackio", trackers.trackio is not None),
     ):
         if not is_used:
             continue

@@ -1,1 +1,1 @@
-"""A run's curves where a team already looks: JSONL, TensorBoard, Weights & Biases, MLflow."""
+"""A run's curves where a team already looks: JSONL, TensorBoard, W&B, Trackio, MLflow."""

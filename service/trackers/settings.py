@@ -55,6 +55,20 @@ class MlflowSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackioSettings:
+    """A local database of Trackio, which `trackio show` draws and `trackio sync` uploads."""
+
+    __pydantic_config__ = STRICT
+
+    project: Name
+    """Project that the run is in."""
+    group: str | None = None
+    """Runs that are shown together; null: none."""
+    directory: str | None = None
+    """Directory of the database; null: TRACKIO_DIR of the environment, else Trackio's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSettings:
     """Where a run's curves are written beside its own database; off unless named."""
 
@@ -67,5 +81,7 @@ class TrackerSettings:
     null: no event files."""
     wandb: WandbSettings | None = None
     """A run at Weights & Biases; null: none."""
+    trackio: TrackioSettings | None = None
+    """A run in a database of Trackio; null: none."""
     mlflow: MlflowSettings | None = None
     """A run at an MLflow server; null: none."""

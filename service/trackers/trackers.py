@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,6 +20,7 @@ from service.trackers.jsonl import JsonLines
 from service.trackers.mlflow import Mlflow
 from service.trackers.tensorboard import TensorBoard
 from service.trackers.tracker import Tracker
+from service.trackers.trackio import Trackio
 from service.trackers.wandb import Wandb
 
 log = logging.getLogger("rayloom.trackers")
@@ -109,12 +111,21 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
             wandb,
             run_id=run_id,
             name=name,
-            config=yaml.safe_load(dump_config(config)),
+            config=_shown(config),
             directory=Path(wandb.directory or run_dir).expanduser(),
         )
         address = f"{wandb.mode} {wandb.entity or ''}/{wandb.project}/{run_id}"
         yield Target(name="wandb", address=address, make=make)
+    if (trackio := settings.trackio) is not None:
+        make = partial(Trackio, trackio, run_id=run_id, name=name, config=_shown(config))
+        address = f"{trackio.directory or ''} {trackio.project}/{run_id}"
+        yield Target(name="trackio", address=address, make=make)
     if (mlflow := settings.mlflow) is not None:
         make = partial(Mlflow, mlflow, run_id=run_id, name=name)
         address = f"{mlflow.url} {mlflow.experiment}/{run_id}"
         yield Target(name="mlflow", address=address, make=make)
+
+
+def _shown(config: Config) -> dict[str, Any]:
+    shown: dict[str, Any] = yaml.safe_load(dump_config(config))
+    return shown

@@ -456,7 +456,12 @@ from service.config.preflight import check_tracker_packages
 from worlds.tracker_world import config_with
 check_tracker_packages(config_with({"wandb": {"project": "games"}, "tensorboard": ""}))
 sys.path.clear()
-for trackers in ({"wandb": {"project": "games"}}, {"tensorboard": ""}, {"jsonl": True}):
+for trackers in (
+    {"wandb": {"project": "games"}},
+    {"tensorboard": ""},
+    {"trackio": {"project": "games"}},
+    {"jsonl": True},
+):
     try:
         check_tracker_packages(config_with(trackers))
     except ConfigError as error:
@@ -477,6 +482,7 @@ def test_a_tracker_without_its_package_is_refused_with_the_remedy() -> None:
     assert [line.rpartition(": ")[2] for line in told] == [
         "pip install wandb",
         "pip install tensorboardX",
+        "pip install trackio",
     ]
 
 
@@ -488,6 +494,9 @@ def test_a_tracker_without_its_package_is_refused_with_the_remedy() -> None:
         ({"mlflow": {"url": "http://mlflow:5000"}}, "trackers.mlflow.experiment"),
         ({"wandb": {"project": "games", "mode": "off"}}, "trackers.wandb.mode"),
         ({"wandb": {"project": "games", "api_key": "k"}}, "trackers.wandb.api_key"),
+        ({"trackio": {"group": "small"}}, "trackers.trackio.project"),
+        ({"trackio": {"project": ""}}, "trackers.trackio.project"),
+        ({"trackio": {"project": "games", "space_id": "me/games"}}, "trackers.trackio.space_id"),
     ],
 )
 def test_a_setting_that_no_tracker_has_is_refused(trackers: dict[str, Any], key: str) -> None:
