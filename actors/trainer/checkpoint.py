@@ -132,7 +132,8 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
             "by another version"
         )
     written = fields.pop("sha256", None)
-    if written is not None and written != _digest_of_fields(fields):
+    has_digest = written is not None or "digests" in fields
+    if has_digest and written != _digest_of_fields(fields):
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} is not what was written; the disk or a copy has "
             "changed it: use an older one"
