@@ -154,6 +154,7 @@ def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, A
                     ),
                     environments={"guessing": PlayedEnvironment(environment="guessing")},
                     chat_template=None,
+                    groups_per_step=1,
                     max_context_tokens=256,
                 ),
                 actor_id=f"e{number}",

@@ -212,6 +212,7 @@ def _start_environment_actor(config: Config, model: str) -> Callable[[], None]:
                 rollouts=config.rollouts,
                 environments=config.environments,
                 chat_template=config.model.chat_template,
+                groups_per_step=config.algorithm.groups_per_step,
                 max_context_tokens=config.model.max_context_tokens,
             ),
             actor_id="bare",

@@ -167,9 +167,9 @@ class EnvironmentActorSettings:
     """Prompt and reply together, as the engine allows."""
     chat_template: str | None
     """Jinja's text, or none for raw prompts; None: the tokenizer's own."""
+    groups_per_step: int
     keeps_last_observation: bool = False
     """As `play_episode`: on where a critic bootstraps what was cut off."""
     num_steps: int = 0
     """Of the run; 0: it trains nothing."""
-    groups_per_step: int = 1
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

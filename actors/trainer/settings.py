@@ -108,7 +108,7 @@ class RankSettings:
     weight_backend: WeightBackend
     """How published weights travel."""
     seed: int
-    max_context_tokens: int | None = None
+    max_context_tokens: int | None
     """The engines' longest context. It selects the table of a RoPE that depends on it. None: as
     many positions as the model has."""
     logprob_chunk: int = LOGPROB_CHUNK

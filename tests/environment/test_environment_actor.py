@@ -72,6 +72,7 @@ def _start(
         "rollouts": LIMITS,
         "max_context_tokens": 256,
         "chat_template": None,
+        "groups_per_step": 1,
         "exchange": ExchangeSettings(poll_s=0.2),
         "environments": {
             name: PlayedEnvironment(environment=name, options=options)

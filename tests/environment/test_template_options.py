@@ -69,6 +69,7 @@ async def prompts_under(model: str, options: dict[str, Any]) -> list[list[int]]:
             rollouts=config_with(model, options).rollouts,
             environments={"guessing": PlayedEnvironment(environment="guessing")},
             chat_template=None,
+            groups_per_step=1,
             max_context_tokens=256,
         ),
         actor_id="e0",
