@@ -40,6 +40,17 @@ class CallFailed(Exception):
         self.error = error
 
 
+class RaisedInWorker(Exception):
+    """What a call raised in another process (`workers`): only texts of it."""
+
+    def __init__(self, kind: str, text: str, where: str, trace: str) -> None:
+        """kind: the name of its type. where: as `location`. trace: its traceback's frames."""
+        super().__init__(text)
+        self.kind = kind
+        self.where = where
+        self.add_note(f"{trace}{kind}")
+
+
 class _CallExited(Exception):
     """The call tried to end the process."""
 
@@ -50,7 +61,8 @@ def describe(error: BaseException) -> str:
     # Third-party exceptions: `__str__` itself may raise, or give text that UTF-8 cannot hold.
     with suppress(Exception, SystemExit):
         text = " ".join(str(error).split())[:300].encode(errors="replace").decode()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    kind = error.kind if isinstance(error, RaisedInWorker) else type(error).__name__
+    return f"{kind}: {text}" if text else kind
 
 
 async def in_thread(
@@ -137,6 +149,8 @@ def root_cause(error: BaseException) -> BaseException:
 
 def location(error: BaseException) -> str:
     """Where an error was raised: `/path/game.py:12 in reset`; empty where that is not known."""
+    if isinstance(error, RaisedInWorker):
+        return error.where
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 

@@ -1,0 +1,405 @@
+"""The processes that a user's functions run in: one that is forked from, and its children.
+
+    python -P worker_process.py FD
+
+The nursery imports the modules of the functions once, and forks a worker when it is asked to. It
+has one thread and no event loop, and does nothing but start, kill and reap workers. A worker calls
+what it is asked to in its main thread, so that signals work there, and is the leader of a process
+group of its own. All of them end with the process that started the nursery: each ends with its
+parent (PR_SET_PDEATHSIG), and the nursery also when its socket FD closes. What a worker has
+started becomes the nursery's child and is killed when the worker has ended. Nothing is left in
+the file system: all sockets are unnamed. Started by `workers`; needs Linux.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import io
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# linux/prctl.h
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36
+LENGTH = struct.Struct("<Q")
+"""Before each message between a worker and who asks it: its size in bytes."""
+HEAD = struct.Struct("<QQ")
+"""At a message's beginning: the number of the call, and the worker's memory in bytes."""
+MAX_ANSWER_BYTES = 64 * 1024**2
+MAX_CONTROL_BYTES = 128 * 1024
+MAX_TRACE_CHARS = 4000
+END_LIMIT_S = 2.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def main(control_fd: int) -> None:
+    """Fork workers until the socket closes."""
+    control = socket.socket(fileno=control_fd)
+    parent = os.getppid()
+    _die_with(parent, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    woken, waking = os.pipe()
+    for end in (woken, waking):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = json.loads(control.recv(MAX_CONTROL_BYTES) or b"{}")
+    sys.path[:] = told.get("path", sys.path)
+    for name in told.get("preload", ()):
+        # Whoever calls it learns why it cannot be imported.
+        with suppress(Exception, SystemExit):
+            _find(name)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGTERM, _end)
+    nursery = _Nursery(control, woken, max_bytes=told.get("max_bytes", 0))
+    with suppress(_Ended):
+        nursery.run()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    nursery.end()
+    os._exit(0)
+
+
+class _Ended(Exception):
+    """Whoever started the nursery has ended, or wants it to end."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
+
+
+class _Nursery:
+    """Starts, kills and reaps workers."""
+
+    def __init__(self, control: socket.socket, woken: int, *, max_bytes: int) -> None:
+        self._control = control
+        self._woken = woken
+        self._max_bytes = max_bytes
+        self._workers: set[int] = set()
+        # What the modules themselves have started when they were imported.
+        self._own = _children()
+
+    def run(self) -> None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
+        while True:
+            ready = {end for end, _ in poller.poll()}
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._control.fileno() in ready:
+                text, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
+                if not text:
+                    return
+                told = json.loads(text)
+                if fds:
+                    self._start(told, fds[0])
+                elif told["kill"] in self._workers:
+                    _kill_group(told["kill"])
+
+    def end(self) -> None:
+        """Kill all that is below this process."""
+        for worker in self._workers:
+            _kill_group(worker)
+        end = time.monotonic() + END_LIMIT_S
+        while (below := _children()) and time.monotonic() < end:
+            for process in below:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.002)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+    def _start(self, told: dict[str, Any], end: int) -> None:
+        process = os.fork()
+        if process == 0:
+            nursery = os.getppid()
+            os.close(self._woken)
+            os.close(signal.set_wakeup_fd(-1))
+            self._control.close()
+            _become_worker(end, nursery, max_bytes=self._max_bytes, is_loop=told["is_loop"])
+        os.close(end)
+        self._workers.add(process)
+        self._tell({"started": told["start"], "process": process})
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # Its group can be killed as long as its number is taken.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            process = ended.si_pid
+            if process in self._workers:
+                _kill_group(process)
+            _, status = os.waitpid(process, 0)
+            is_worker = process in self._workers
+            self._workers.discard(process)
+            self._end_orphans()
+            if is_worker:
+                self._tell({"ended": process, "status": os.waitstatus_to_exitcode(status)})
+
+    def _end_orphans(self) -> None:
+        """Kill what ended workers have started, and leave what is in a living one's group."""
+        for process, group in _children().items():
+            if process in self._own or group in self._workers or process in self._workers:
+                continue
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(told).encode())
+        except OSError:
+            os._exit(0)
+
+
+def _become_worker(end: int, nursery: int, *, max_bytes: int, is_loop: bool) -> None:
+    """Answer calls until the socket closes; never return."""
+    _die_with(nursery, signal.SIGKILL)
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if max_bytes:
+        limit = _status_bytes("VmData") + max_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    worker = _Worker(socket.socket(fileno=end))
+    try:
+        worker.run_loop() if is_loop else worker.run()
+    finally:
+        os._exit(0)
+
+
+class _Worker:
+    """Calls functions, one after the other or as tasks of one event loop."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._found: dict[str, Callable[..., Any]] = {}
+        # What stays here for later calls, such as an episode's instances.
+        self._held: dict[int, Any] = {}
+
+    def run(self) -> None:
+        with asyncio.Runner() as runner:
+            while (message := self._receive()) is not None:
+                if (call := self._begun(message)) is not None:
+                    self._answer(call, runner.run)
+
+    def run_loop(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        reader, _ = await asyncio.open_unix_connection(sock=self._end.dup())
+        tasks: dict[int, asyncio.Task[None]] = {}
+        while True:
+            try:
+                size = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+                message = await reader.readexactly(size)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            if (call := self._begun(message)) is None:
+                if (task := tasks.get(HEAD.unpack_from(message)[0])) is not None:
+                    task.cancel()
+                continue
+            number = call[0]
+            tasks[number] = asyncio.create_task(self._answer_in_loop(call))
+            tasks[number].add_done_callback(partial(_forget, tasks, number))
+
+    def _begun(self, message: bytes) -> tuple[Any, ...] | None:
+        """Return a call: its number, the name, the arguments, and whether the answer stays here.
+
+        None: there is nothing to call. Of what was held, something may have been let go of.
+        """
+        number, _ = HEAD.unpack_from(message)
+        try:
+            target, arguments, keeps = _Unpickler(
+                io.BytesIO(message[HEAD.size :]), self._held
+            ).load()
+        except Exception as error:  # noqa: BLE001  # the caller is told
+            self._send(number, False, _told_of(error))
+            return None
+        if target is not None:
+            return number, target, arguments, keeps
+        for key in arguments:
+            self._held.pop(key, None)
+        return None
+
+    def _answer(
+        self, call: tuple[Any, ...], run: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        number, target, arguments, keeps = call
+        try:
+            found = self._function(target)(**arguments)
+            if asyncio.iscoroutine(found):
+                found = run(found)
+            elif hasattr(found, "__await__"):
+                found = run(_awaited(found))
+            self._give(number, found, keeps=keeps)
+        except BaseException as error:  # noqa: BLE001  # the caller is told
+            self._send(number, False, _told_of(error))
+        finally:
+            # An alarm that a call leaves behind would ring in the next one.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    async def _answer_in_loop(self, call: tuple[Any, ...]) -> None:
+        number, target, arguments, keeps = call
+        try:
+            found = self._function(target)(**arguments)
+            if hasattr(found, "__await__"):
+                found = await found
+            self._give(number, found, keeps=keeps)
+        except BaseException as error:  # noqa: BLE001  # the caller is told
+            self._send(number, False, _told_of(error))
+
+    def _function(self, target: str) -> Callable[..., Any]:
+        if target not in self._found:
+            self._found[target] = _find(target)
+        return self._found[target]
+
+    def _give(self, number: int, found: Any, *, keeps: bool) -> None:
+        if keeps:
+            self._held[number] = found
+            found = None
+        self._send(number, True, found)
+
+    def _send(self, number: int, is_answer: bool, found: Any) -> None:
+        message = HEAD.pack(number, resident_bytes()) + pickle.dumps((is_answer, found))
+        if len(message) > MAX_ANSWER_BYTES:
+            raise ValueError(
+                f"its answer has {len(message)} bytes, expected {MAX_ANSWER_BYTES} or fewer"
+            )
+        self._end.setblocking(True)
+        self._end.sendall(LENGTH.pack(len(message)) + message)
+
+    def _receive(self) -> bytes | None:
+        head = self._received(LENGTH.size)
+        return None if head is None else self._received(LENGTH.unpack(head)[0])
+
+    def _received(self, size: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._end.recv(min(size - len(parts), 1 << 20))
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del tasks[number]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a call, with what is held here in place of the references to it."""
+
+    def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
+        super().__init__(file)
+        self._held = held
+
+    def persistent_load(self, key: int) -> Any:
+        return self._held[key]
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def import_name(name: str) -> None:
+    """Import a function's module before the function is called."""
+    _find(name)
+
+
+def call_method(instance: Any, method: str, arguments: dict[str, Any]) -> Any:
+    """Call a method of what is held in the worker."""
+    return getattr(instance, method)(**arguments)
+
+
+def _find(name: str) -> Any:
+    if (own := _OWN.get(name)) is not None:
+        return own
+    from actors.environment.user_names import find
+
+    return find(name, what="function")
+
+
+_OWN = {f"worker:{each.__name__}": each for each in (import_name, call_method)}
+
+
+def _told_of(error: BaseException) -> tuple[str, str, str, str]:
+    """Return an error's type, text, location and traceback as texts: its class may be anything."""
+    text = "its text cannot be had"
+    with suppress(Exception, SystemExit):
+        text = str(error).encode(errors="replace").decode()
+    # The frames of this file are none of the user's.
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    trace = "".join(traceback.format_list(frames))[-MAX_TRACE_CHARS:]
+    return type(error).__name__, text, where, trace.encode(errors="replace").decode()
+
+
+def resident_bytes(process: int | str = "self") -> int:
+    """Return what a process has in memory; 0 if it is gone."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return 0
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _die_with(parent: int, number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _kill_group(leader: int) -> None:
+    for kill in (os.killpg, os.kill):
+        # A worker that was just forked has no group yet.
+        with suppress(ProcessLookupError, PermissionError):
+            kill(leader, signal.SIGKILL)
+
+
+def _children() -> dict[int, int]:
+    """Return the process group of each child of this process, zombies too."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                text = (entry / "stat").read_text(errors="replace")
+                # PID (NAME) STATE PARENT …, and a name may hold spaces and parentheses.
+                _, parent, group = text.rpartition(")")[2].split()[:3]
+                if int(parent) == os.getpid():
+                    found[int(entry.name)] = int(group)
+    return found
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
