@@ -19,16 +19,23 @@ from typing import Any, cast
 import numpy as np
 import ray
 
+from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.group_scoring import GroupScorer, score_together
 from actors.environment.protocol import Environment, Observation
-from actors.environment.registry import UnknownEnvironment, resolve
+from actors.environment.registry import UnknownEnvironment, is_built_in, resolve
 from actors.environment.rendering import load_renderer
-from actors.environment.settings import EnvironmentActorSettings, KeptTokens
+from actors.environment.settings import (
+    EnvironmentActorSettings,
+    KeptTokens,
+    PlayedEnvironment,
+    playing,
+)
 from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded
+from actors.environment.worker_environment import WorkerEnvironment
 from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import GroupExchange, RolloutExchange, play_once
 from actors.trajectory_queue.messages import GroupToScore
@@ -74,10 +81,10 @@ class EnvironmentActor:
             history=settings.rollouts.history,
             chat_template=settings.chat_template,
         )
-        self._makers = {
-            name: resolve(each.environment, each.options)
-            for name, each in settings.environments.items()
-        }
+        workers.configure(
+            size=settings.rollouts.workers, memory_mib=settings.rollouts.worker_memory_mib
+        )
+        self._makers = {name: self._maker_of(each) for name, each in settings.environments.items()}
         self._exchange = RolloutExchange(
             self._episode,
             actor_id=actor_id,
@@ -264,6 +271,7 @@ class EnvironmentActor:
         played = self._settings.environments.get(name)
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         trainer_state.set(self._state_of(group.group_number))
+        playing.set(rollouts)
         return await score_together(
             trajectories,
             group.task,
@@ -280,6 +288,19 @@ class EnvironmentActor:
             global_step=self._newest_step if group_number < 0 else step,
             max_steps=self._settings.num_steps,
         )
+
+    def _maker_of(self, played: PlayedEnvironment) -> Callable[[], Environment]:
+        """Raises: UnknownEnvironment, BadEnvironmentOptions."""
+        name, rollouts = played.environment, played.rollouts or self._settings.rollouts
+        make = resolve(name, played.options)
+        is_contained = not (is_built_in(name) or rollouts.inline)
+        if ":" in name and is_contained:
+            workers.preload(name)
+            is_contained = workers.is_importable(name)
+        if not is_contained:
+            return make
+        workers.preload(f"{WorkerEnvironment.__module__}:made")
+        return partial(WorkerEnvironment, name, played.options)
 
     def _maker(self, name: str) -> Callable[[], Environment]:
         def refuse() -> Environment:

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -31,7 +31,9 @@ from docstring_parser import parse as parse_docstring
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, create_model
 from pydantic import ValidationError as BadValue
 
+from actors.environment import workers
 from actors.environment.protocol import ToolSchema
+from actors.environment.reward_functions import RewardFunction, method_as_reward
 from actors.environment.user_code import bounded, in_thread
 from actors.environment.user_names import BadName, find
 
@@ -59,6 +61,10 @@ class FunctionTool:
     schema: ToolSchema
     function: Callable[..., Any]
     arguments: type[BaseModel]
+    target: str = ""
+    """By which another process finds it, such as my_tools.py:search, or my_tools.py:Desk.look."""
+    instance: Any = None
+    """Whose method it is: `workers.Held` if that is in another process."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments, converted to the types that the function names.
@@ -79,11 +85,14 @@ class FunctionTool:
         return {str(field.alias): getattr(read, own) for own, field in fields}
 
     async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
-        """Call it, in a thread where it is no coroutine.
+        """Call it in a worker, or else in a thread if it is no coroutine.
 
-        The limit counts from when it has begun: a wait for a thread is none of the tool's.
-        Raises: BadArguments; CallTimedOut; CallFailed for whatever it raises.
+        The limit counts from when it has begun: a wait for a worker or a thread is none of the
+        tool's. Raises: BadArguments; CallTimedOut; CallFailed for whatever it raises; WorkerLost
+        if its instance has ended with its worker.
         """
+        if self.instance is not None or workers.is_contained(self.target):
+            return await self._call_in_worker(arguments, limit_s=limit_s)
         read = self.read(arguments)
         if inspect.iscoroutinefunction(self.function):
             return as_text(await bounded(lambda: self.function(**read), limit_s=limit_s))
@@ -99,6 +108,67 @@ class FunctionTool:
         if inspect.isawaitable(found):
             found = await bounded(lambda: found, limit_s=limit_s)
         return as_text(found)
+
+    async def _call_in_worker(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
+        if self.instance is None:
+            # Their types may run code of the user's, too.
+            told = {"target": self.target, "arguments": dict(arguments)}
+            place: workers.Pool | workers.Home = workers.pool()
+        else:
+            told = {"target": self.target, "arguments": dict(arguments), "instance": self.instance}
+            place = self.instance.home
+        text, is_refusal = await place.call(
+            f"{__name__}:answer_of", told, limit_s=limit_s, about=self.target
+        )
+        if is_refusal:
+            raise BadArguments(text)
+        return str(text)
+
+
+def answer_of(
+    target: str, arguments: Mapping[str, Any], instance: Any = None
+) -> tuple[str, bool] | Coroutine[Any, Any, tuple[str, bool]]:
+    """Call a tool by its name; runs in a worker.
+
+    Returns: its answer as text, or why the arguments were refused, and whether they were.
+    """
+    tool = _tool_of(target)
+    try:
+        read = tool.read(arguments)
+    except BadArguments as error:
+        return str(error), True
+    called = tool.function if instance is None else getattr(instance, target.rpartition(".")[2])
+    found = called(**read)
+    return _awaited(found) if inspect.isawaitable(found) else (as_text(found), False)
+
+
+def call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
+    """Call a method of a user's class with the columns that it takes; None if there is none."""
+    method = getattr(instance, name, None)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters
+    arguments = dict(columns)
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    return method(**arguments)
+
+
+async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:
+    return as_text(await found), False
+
+
+@functools.lru_cache(maxsize=256)
+def _tool_of(target: str) -> FunctionTool:
+    """Return a function, or a method of a class: my_tools.py:Desk.look."""
+    name, _, method = target.rpartition(".")
+    if ":" in name:
+        found = _load(name)
+        if isinstance(found, ToolClass):
+            return next(each for each in found.tools if each.schema.name == method)
+    found = _load(target)
+    assert isinstance(found, FunctionTool)
+    return found
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
@@ -124,11 +194,53 @@ class ToolClass:
     """Not bound to an instance."""
     has_reward: bool
     """Whether its method `get_reward` scores the episode."""
+    made: type
+    """The class itself."""
+    target: str
+    """By which another process finds `make`, such as my_tools.py:Desk."""
     required_columns: frozenset[str] = frozenset()
     """Those that its `reset` cannot do without."""
 
+    async def made_in(self, home: workers.Home | None, *, limit_s: float) -> Any:
+        """Return an instance for an episode; home: in a worker; None: in this process."""
+        if home is None:
+            return await in_thread(self.make)
+        return await home.call(self.target, {}, limit_s=limit_s, keeps=True)
+
+    async def call(
+        self, instance: Any, name: str, columns: Mapping[str, Any], *, limit_s: float
+    ) -> Any:
+        """Call `reset` or `close` of an instance, if there is one."""
+        if isinstance(instance, workers.Held):
+            return await instance.home.call(
+                f"{__name__}:call_if_there",
+                {"instance": instance, "name": name, "columns": columns},
+                limit_s=limit_s,
+                about=f"{self.target}.{name}",
+            )
+        if inspect.iscoroutinefunction(getattr(instance, name, None)):
+            return await call_if_there(instance, name, columns)
+        return await in_thread(functools.partial(call_if_there, instance, name, columns))
+
+    def reward_of(self, instance: Any, *, name: str) -> RewardFunction:
+        """Return the method `get_reward` of an instance as a reward function."""
+        if not isinstance(instance, workers.Held):
+            return method_as_reward(name, instance.get_reward)
+        method = self.made.get_reward  # type: ignore[attr-defined]
+        if inspect.isfunction(inspect.getattr_static(self.made, "get_reward")):
+            # Without self.
+            method = functools.partial(method, None)
+        return method_as_reward(name, method, target=f"{self.target}.get_reward", instance=instance)
+
     def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
-        """Its tools, of one instance."""
+        """Its tools, of one instance: one in this process, or a `workers.Held`."""
+        if isinstance(instance, workers.Held):
+            return tuple(
+                dataclasses.replace(
+                    tool, target=f"{self.target}.{tool.schema.name}", instance=instance
+                )
+                for tool in self.tools
+            )
         return tuple(
             FunctionTool(
                 schema=tool.schema,
@@ -191,6 +303,8 @@ def _load(name: str) -> FunctionTool | ToolClass:
         found = find(name, what="tools")
     except BadName as error:
         raise BadTool(str(error)) from error
+    workers.preload(name)
+    workers.preload(f"{__name__}:answer_of")
     if inspect.isclass(found):
         return _read_class(name, found, make=found)
     if isinstance(found, functools.partial) and inspect.isclass(found.func):
@@ -202,7 +316,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
             f"tool {name} is a {type(found).__name__}, expected a function, or a class whose "
             "methods are tools; name one"
         )
-    return read_function(found, where=f"tool {name}")
+    return dataclasses.replace(read_function(found, where=f"tool {name}"), target=name)
 
 
 def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
@@ -272,6 +386,8 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
         make=make,
         tools=tools,
         has_reward=callable(getattr(found, "get_reward", None)),
+        made=found,
+        target=name,
         required_columns=_required_columns(found),
     )
 

@@ -9,8 +9,6 @@ from actors.environment.protocol import Message, StepResult
 
 ERROR = "error: {message}"
 """A tool's answer to a call that failed."""
-MAX_CALLS_PER_TURN = 8
-"""Calls that are answered; a turn with more is malformed."""
 
 
 class MalformedTurns:

@@ -70,6 +70,11 @@ def register(name: str, factory: EnvironmentFactory) -> None:
     _factories[name] = factory
 
 
+def is_built_in(name: str) -> bool:
+    """Whether a name is of this process: a built-in environment, or one that was registered."""
+    return name in _factories
+
+
 def known_names() -> list[str]:
     """Every name that `resolve` knows, sorted; "module:Class" works beside them."""
     return sorted({*_factories, *(point.name for point in _entry_points())})

@@ -23,14 +23,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import lru_cache
 from numbers import Real
 from typing import Any
 
+from actors.environment import workers
 from actors.environment.protocol import RewardError
+from actors.environment.settings import playing
 from actors.environment.trainer_arguments import (
     LOGS,
     TRAINER_ARGUMENTS,
@@ -40,8 +51,9 @@ from actors.environment.trainer_arguments import (
     call_with_logs,
     trainer_state,
 )
-from actors.environment.user_code import in_thread
+from actors.environment.user_code import CallFailed, CallTimedOut, in_thread
 from actors.environment.user_names import BadName, find
+from actors.environment.workers import WorkerLost
 from actors.limits import MAX_REWARD
 
 # What TRL's trainers give a function besides, and nobody has here.
@@ -89,6 +101,10 @@ class RewardFunction:
     """Those without a default, which have to be columns."""
     takes_row: bool
     """Whether the function has an argument `columns`, which gets the whole row."""
+    target: str = ""
+    """By which another process finds it, such as my.py:score."""
+    instance: Any = None
+    """Whose method it is: `workers.Held` if that is in another process."""
     of_trainer: frozenset[str] = frozenset()
     """Those of TRAINER_ARGUMENTS that it names."""
 
@@ -178,28 +194,50 @@ class RewardFunction:
             if name not in ours & LOGS and (self.named is None or name in self.named)
         }
 
+        if self.instance is not None or workers.is_contained(self.target):
+            return await self._call_in_worker(wanted, ours & LOGS)
+
         def call() -> tuple[Any, Logs]:
             found, logs = call_with_logs(self.function, wanted, logs=ours & LOGS)
-            return found if inspect.isawaitable(found) else self._values(found), logs
+            return found if inspect.isawaitable(found) else _values(found, self.takes_lists), logs
 
         if inspect.iscoroutinefunction(self.function):
             found, logs = call()
         else:
             # It may take long, and other episodes share the event loop.
             found, logs = await in_thread(call)
-        return (self._values(await found) if inspect.isawaitable(found) else found), logs
+        if inspect.isawaitable(found):
+            found = _values(await found, self.takes_lists)
+        return found, logs
 
-    def _values(self, found: Any) -> Any:
-        """Return what was given for a list of answers as a list: TRL iterates over it.
-
-        An array, a tensor and a series have `tolist`; a generator runs here.
-        """
-        if not self.takes_lists:
-            return found
-        if hasattr(found, "tolist"):
-            found = found.tolist()
-        is_iterable = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
-        return list(found) if is_iterable else found
+    async def _call_in_worker(
+        self, arguments: Mapping[str, Any], logs: Collection[str]
+    ) -> tuple[Any, Logs]:
+        """Raises: RewardError, whose cause is a CallTimedOut or CallFailed; WorkerLost."""
+        held = next((each for each in _flat(self.instance, *arguments.values())), None)
+        place = workers.pool() if held is None else held.home
+        limit_s = playing.get().reward_limit_s
+        try:
+            return await place.call(
+                f"{__name__}:answer_of",
+                {
+                    "target": self.target,
+                    "instance": self.instance,
+                    "arguments": arguments,
+                    "logs": logs,
+                    "takes_lists": self.takes_lists,
+                },
+                limit_s=limit_s,
+                about=self.target,
+            )
+        except CallTimedOut as error:
+            raise RewardError(
+                f"{self.name} did not answer within {limit_s:g} s and was ended"
+            ) from error
+        except CallFailed as error:
+            if isinstance(error.error, WorkerLost):
+                raise RewardError(f"{self.name}: {error.error}") from error
+            raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
         """Return what a call gave for one of its answers as a score. Raises: RewardError."""
@@ -240,6 +278,64 @@ class RewardFunction:
                 f"by their names, none beyond {MAX_REWARD:g}"
             )
         return float(_plain(value))
+
+
+def _values(found: Any, takes_lists: bool) -> Any:
+    """Return what was given for a list of answers as a list: TRL iterates over it.
+
+    An array, a tensor and a series have `tolist`; a generator runs here.
+    """
+    if not takes_lists:
+        return found
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    is_iterable = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
+    return list(found) if is_iterable else found
+
+
+def answer_of(
+    target: str,
+    instance: Any,
+    arguments: Mapping[str, Any],
+    logs: Collection[str],
+    takes_lists: bool,
+) -> tuple[Any, Logs] | Coroutine[Any, Any, tuple[Any, Logs]]:
+    """Call a reward function by its name, or an instance's method; runs in a worker.
+
+    Returns: what it gave as plain numbers, so that whoever reads it needs no package of the user's.
+    """
+    function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
+    found, logged = call_with_logs(function, arguments, logs=logs)
+    if inspect.isawaitable(found):
+        return _awaited(found, logged, takes_lists)
+    return _sendable(_values(found, takes_lists)), logged
+
+
+async def _awaited(found: Awaitable[Any], logged: Logs, takes_lists: bool) -> tuple[Any, Logs]:
+    return _sendable(_values(await found, takes_lists)), logged
+
+
+@lru_cache(maxsize=64)
+def _found(target: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = find(target, what="reward")
+    return function
+
+
+def _sendable(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {name: _sendable(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_sendable(value) for value in found]
+    plain = _plain(found)
+    return found if plain is None else plain
+
+
+def _flat(*values: Any) -> Iterator[workers.Held]:
+    for value in values:
+        if isinstance(value, workers.Held):
+            yield value
+        elif isinstance(value, list):
+            yield from (each for each in value if isinstance(each, workers.Held))
 
 
 def _plain(value: Any) -> Any:
@@ -293,7 +389,10 @@ def _load(text: str, weight: object) -> RewardFunction:
         found = find(text, what="reward")
     except BadName as error:
         raise BadRewardFunction(str(error)) from error
-    return _read_signature(text, text.partition(":")[2], found, float(weight))
+    function = _read_signature(text, text.partition(":")[2], found, float(weight))
+    workers.preload(text)
+    workers.preload(f"{__name__}:answer_of")
+    return function
 
 
 def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFunction:
@@ -301,7 +400,7 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
         raise BadRewardFunction(
             f"reward: {text} is a {type(found).__name__}, expected a function; name one"
         )
-    function = _as_called(name, found, weight=weight)
+    function = replace(_as_called(name, found, weight=weight), target=text)
     named = _arguments(found)
     answers = named.keys() & {"completion", "completions"}
     reads_other = function.named is None or named.keys() & {*EXTRAS, "environments", "columns"}
@@ -333,12 +432,15 @@ def load_group_functions(
     return functions
 
 
-def method_as_reward(name: str, method: Callable[..., Any]) -> RewardFunction:
+def method_as_reward(
+    name: str, method: Callable[..., Any], *, target: str = "", instance: Any = None
+) -> RewardFunction:
     """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
 
-    It needs no argument, and gets those of a reward function that it names.
+    It needs no argument, and gets those of a reward function that it names. target, instance: as
+    the fields, for an instance in a worker.
     """
-    return _as_called(name, method, weight=1.0)
+    return replace(_as_called(name, method, weight=1.0), target=target, instance=instance)
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
 
-from actors.limits import STRICT, Fraction, NotNegative, Positive, Seconds, Temperature
+from actors.limits import STRICT, Fraction, Natural, NotNegative, Positive, Seconds, Temperature
 from actors.outcomes import OutcomeRule
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
@@ -62,11 +63,29 @@ class RolloutSettings:
     """Groups in a row without enough usable rollouts that end the run."""
     failed_groups_grace_s: NotNegative = 30
     """Such a row is borne for as long, whatever its length."""
+    workers: Positive = 64
+    """Processes of an actor for reward functions and tools at most, and as many for episodes of
+    classes; they are started as calls wait."""
+    worker_memory_mib: Natural = 4096
+    """What a worker may take beyond what its modules have; 0: no limit."""
+    inline: bool = False
+    """Call functions, tools and own environments in the actor's own process: for fast ones that
+    cannot hang."""
+    reward_limit_s: Seconds = 20
+    """One call of a reward function, without the wait for a worker."""
+    max_calls_per_turn: Positive = 8
+    """Tool calls that are answered; a turn with more is malformed."""
+    parallel_calls: bool = False
+    """Make the tool calls of a turn together; those of one instance wait for each other."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """For the chat template, such as enable_thinking: false."""
     history: History = History.APPENDED
     """appended: earlier replies stay as they were sampled; as_rendered: as the template shows them,
     with a new sample for each turn whose history that changes."""
+
+
+playing: ContextVar[RolloutSettings] = ContextVar("playing", default=RolloutSettings())  # noqa: B039
+"""Of the rollout that is played where an environment's methods run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,10 +32,11 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
-from actors.environment.settings import KeptTokens, RolloutSettings
+from actors.environment.settings import KeptTokens, RolloutSettings, playing
 from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import check_calls
 from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
+from actors.environment.workers import task_id
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.policy import (
     GenerateRequest,
@@ -96,6 +97,8 @@ async def play_episode(
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
+    task_id.set(assignment.task.task_id)
+    playing.set(settings)
     episode = _Episode(
         assignment,
         policy=policy,

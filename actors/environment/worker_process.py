@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -64,7 +65,7 @@ def main(control_fd: int) -> None:
     for name in told.get("preload", ()):
         # Whoever calls it learns why it cannot be imported.
         with suppress(Exception, SystemExit):
-            _find(name)
+            import_name(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, _end)
@@ -327,7 +328,9 @@ async def _awaited(found: Any) -> Any:
 
 def import_name(name: str) -> None:
     """Import a function's module before the function is called."""
-    _find(name)
+    from actors.environment.user_names import module_of
+
+    importlib.import_module(module_of(name, what="function"))
 
 
 def call_method(instance: Any, method: str, arguments: dict[str, Any]) -> Any:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.environment import worker_process
+from actors.environment.settings import playing
 from actors.environment.user_code import (
     UNWIND_S,
     CallFailed,
@@ -68,6 +69,7 @@ class Held:
     """What a call gave and is kept in its worker: an argument of later calls there."""
 
     key: int
+    home: Home
 
 
 class _Pickler(pickle.Pickler):
@@ -88,6 +90,11 @@ def is_importable(name: str) -> bool:
         module = sys.modules.get(module_of(name, what="function"))
         return module is None or getattr(module, "__spec__", None) is not None
     return False
+
+
+def is_contained(name: str) -> bool:
+    """Whether a function is called in a worker; an empty name is of no function of a user's."""
+    return bool(name) and not playing.get().inline and is_importable(name)
 
 
 _preloaded: dict[str, None] = {}
@@ -171,7 +178,9 @@ class _Worker:
         if is_answer:
             answer.set_result(found)
         else:
-            answer.set_exception(CallFailed(RaisedInWorker(*found)))
+            failed = CallFailed(RaisedInWorker(*found))
+            failed.__cause__ = failed.error
+            answer.set_exception(failed)
 
     def lost(self, why: str) -> None:
         self.why = self.why or why
@@ -202,6 +211,7 @@ class Pool:
         self._growing: asyncio.TimerHandle | None = None
         self._num_starts_in_vain = 0
         self._nursery_preloads: dict[str, None] = {}
+        self._path: list[str] = []
         # The event loop keeps only weak references to its tasks.
         self._dropping: set[asyncio.Future[None]] = set()
         self.faults: Counter[tuple[str, str, str]] = Counter()
@@ -274,6 +284,13 @@ class Pool:
         return [each.resident_bytes for each in self._workers.values() if each.resident_bytes]
 
     @property
+    def is_outdated(self) -> bool:
+        """Whether it does nothing, and other modules would be imported now than when it started."""
+        is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
+        is_idle = is_idle and not self._waiting
+        return is_idle and self._control is not None and self._path != _import_path()
+
+    @property
     def num_workers(self) -> int:
         return len(self._workers)
 
@@ -306,12 +323,13 @@ class Pool:
         """Raises: CallTimedOut, CallFailed, WorkerLost."""
         is_done = False
         try:
-            # A name of ours, or one that its nursery has imported.
-            if not (named.startswith("worker:") or named in worker.loaded):
-                await self._within(
-                    worker, "worker:import_name", {"name": named}, limit_s=LOAD_LIMIT_S
-                )
-                worker.loaded.add(named)
+            for name in (named, target):
+                # One of the worker's own, or one that its nursery has imported.
+                if not (name.startswith("worker:") or name in worker.loaded):
+                    await self._within(
+                        worker, "worker:import_name", {"name": name}, limit_s=LOAD_LIMIT_S
+                    )
+                    worker.loaded.add(name)
             found = await self._within(
                 worker, target, arguments, limit_s=limit_s, keeps=keeps, number=number
             )
@@ -369,7 +387,7 @@ class Pool:
                     keeps=keeps,
                     number=number,
                 )
-            return Held(number) if keeps else found
+            return number if keeps else found
         asking = asyncio.ensure_future(
             self._ask(
                 worker,
@@ -391,7 +409,7 @@ class Pool:
             await self._cancel(worker, number, asking)
             raise
         found = asking.result()
-        return Held(number) if keeps else found
+        return number if keeps else found
 
     async def _cancel(self, worker: _Worker, number: int, asking: asyncio.Future[Any]) -> None:
         """Have a coroutine cancelled; end its process only if it does not let itself be."""
@@ -532,8 +550,9 @@ class Pool:
             )
         # After a start in vain, the modules may be why: each worker imports them itself.
         self._nursery_preloads = {} if self._num_starts_in_vain else dict(_preloaded)
+        self._path = _import_path()
         told = {
-            "path": [str(Path(each or ".").absolute()) for each in sys.path],
+            "path": self._path,
             "preload": list(self._nursery_preloads),
             "max_bytes": self._max_bytes,
         }
@@ -641,15 +660,20 @@ class Home:
             named=about or target,
             keeps=keeps,
         )
-        if keeps:
-            self._held.append(found.key)
-        return found
+        if not keeps:
+            return found
+        self._held.append(found)
+        return Held(found, self)
 
     def close(self) -> None:
         """Let go of what is held."""
         if not self._is_closed:
             self._is_closed = True
             self._pool.leave(self._worker, self._held)
+
+
+def _import_path() -> list[str]:
+    return [str(Path(each).absolute()) for each in sys.path]
 
 
 def _state_of(process: int) -> str:
@@ -677,17 +701,20 @@ def _end_nursery(control: socket.socket, process: subprocess.Popen[bytes]) -> No
 
 
 _pools = threading.local()
+_options: dict[str, int] = {}
+
+
+def configure(*, size: int, memory_mib: int) -> None:
+    """Set the options of the pools that this process makes from now on."""
+    _options.update(size=size, memory_mib=memory_mib)
 
 
 def pool() -> Pool:
     """Return this thread's pool, made when it is first asked for."""
-    if not hasattr(_pools, "own"):
-        _pools.own = Pool()
-    return _pools.own
-
-
-def set_pool(made: Pool) -> None:
-    """Have this thread's calls go to another pool; the one before it is closed."""
-    if hasattr(_pools, "own"):
+    if hasattr(_pools, "own") and _pools.own.is_outdated:
         _pools.own.close()
-    _pools.own = made
+        del _pools.own
+    if not hasattr(_pools, "own"):
+        _pools.own = Pool(**_options)
+    made: Pool = _pools.own
+    return made

@@ -18,7 +18,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 
-from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -29,6 +29,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
+from actors.environment.settings import playing
 from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
 from actors.types import Task
@@ -126,8 +127,8 @@ class CalculatorEnvironment:
 
     def _answer_calls(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:
         answers = []
-        num_malformed = max(0, len(calls) - MAX_CALLS_PER_TURN)
-        for call in calls[:MAX_CALLS_PER_TURN]:
+        num_malformed = max(0, len(calls) - playing.get().max_calls_per_turn)
+        for call in calls[: playing.get().max_calls_per_turn]:
             try:
                 content = self._compute(call)
             except BadExpression as error:

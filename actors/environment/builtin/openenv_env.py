@@ -25,7 +25,7 @@ from actors.environment.builtin.openenv_session import (
     place_of,
 )
 from actors.environment.function_tools import tidy
-from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -37,6 +37,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
+from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
 from actors.environment.variables import expanded
 from actors.types import Task
@@ -217,8 +218,8 @@ class OpenEnvEnvironment:
             return StepResult(terminated=True) if self._was_rewarded else self._told(NO_CALL)
         answers: list[Mapping[str, Any]] = []
         messages: list[Message] = []
-        num_malformed = max(0, len(calls) - MAX_CALLS_PER_TURN)
-        for call in calls[:MAX_CALLS_PER_TURN]:
+        num_malformed = max(0, len(calls) - playing.get().max_calls_per_turn)
+        for call in calls[: playing.get().max_calls_per_turn]:
             if isinstance(call, MalformedCall):
                 num_malformed += 1
                 content = ERROR.format(message=call.message)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -34,7 +35,8 @@ from actors.environment.task_data import PROMPT_DATA
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.trainer_arguments import mean_metrics
-from actors.environment.user_code import describe, root_cause
+from actors.environment.user_code import CallTimedOut, describe, root_cause
+from actors.environment.workers import WorkerLost
 from actors.types import Task
 
 SINGLE_TURN = "single_turn"
@@ -106,7 +108,10 @@ class SingleTurnEnvironment:
         try:
             return await self._scored(action.text)
         except RewardError as error:
-            raise RewardError(str(error), rescore=lambda: self._scored(action.text)) from error
+            # A call that was ended at its limit would take as long again.
+            is_final = isinstance(error.__cause__, CallTimedOut)
+            rescore = None if is_final else partial(self._scored, action.text)
+            raise RewardError(str(error), rescore=rescore) from error
 
     @property
     def functions(self) -> tuple[RewardFunction | JudgeReward, ...]:
@@ -217,7 +222,7 @@ def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
     """
     try:
         yield
-    except RewardError:
+    except (RewardError, WorkerLost):
         raise
     except (Exception, SystemExit) as error:
         raise RewardError(f"{function.name} raised {describe(root_cause(error))}") from error

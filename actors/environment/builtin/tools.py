@@ -9,16 +9,15 @@ row.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+from actors.environment import workers
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, has_calls
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
-from actors.environment.malformed import ERROR, MAX_CALLS_PER_TURN, MalformedTurns
+from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.mcp_servers import (
     EPISODE,
     McpServer,
@@ -36,15 +35,20 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
 )
-from actors.environment.reward_functions import EXTRAS, RewardFunction, method_as_reward
+from actors.environment.reward_functions import EXTRAS, RewardFunction
+from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import CallFailed, CallTimedOut, in_thread
+from actors.environment.user_code import CallFailed, CallTimedOut
+from actors.environment.workers import WorkerLost
 from actors.types import Task
 
 TOOLS = "tools"
 """Its registered name."""
 
 MAX_ERROR_CHARS = 500
+CLOSE_LIMIT_S = 5.0
+CUT_OFF = "\n[cut off: the first {shown} of {all} characters]"
+_Answer = tuple[Message, bool]
 
 
 class ToolsEnvironment(SingleTurnEnvironment):
@@ -64,9 +68,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         group_reward: str | Sequence[str] | Mapping[str, float] = (),
     ) -> None:
         """reward, system, judges, answer_pattern, group_reward: as `single_turn`. tools: as
-        `load_tools`. mcp: by name, as `server_options`. call_limit_s: of each call; a function that
-        is no coroutine goes on in its thread all the same. max_answer_chars: of a tool's answer;
-        the rest is cut off.
+        `load_tools`. mcp: by name, as `server_options`. call_limit_s: of each call.
+        max_answer_chars: of a tool's answer, without the note that the rest was cut off.
 
         Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
         """
@@ -94,7 +97,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
         self._malformed = MalformedTurns(at_most=max_malformed, penalty=None)
+        # Each in this process, or `workers.Held` at home.
         self._instances: list[Any] = []
+        self._home: workers.Home | None = None
         self._own_servers: list[McpServer] = []
         self._tools: dict[str, FunctionTool | McpTool] = {}
         self._messages: list[dict[str, Any]] = []
@@ -127,12 +132,15 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._columns = task.data
         self._malformed.begin_anew()
         self._messages, self._instances = [], []
-        for each in self._toolset.classes:
-            self._instances.append(await in_thread(each.make))
+        classes, limit_s = self._toolset.classes, playing.get().turn_deadline_s
+        if classes and all(workers.is_contained(each.target) for each in classes):
+            self._home = workers.pool().home()
+        for each in classes:
+            self._instances.append(await each.made_in(self._home, limit_s=limit_s))
         self._functions = (*self._configured, *self._own_rewards(task.data))
         bound = [
             tool
-            for each, instance in zip(self._toolset.classes, self._instances, strict=True)
+            for each, instance in zip(classes, self._instances, strict=True)
             for tool in each.bound(instance)
         ]
         tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound]
@@ -150,14 +158,15 @@ class ToolsEnvironment(SingleTurnEnvironment):
                 "name, expected names of their own; choose a server's by mcp.NAME.tools"
             )
         messages = list(self.first_messages(task.data))
-        for instance in self._instances:
-            seen = await _call_if_there(instance, "reset", task.data)
+        for each, instance in zip(classes, self._instances, strict=True):
+            seen = await each.call(instance, "reset", task.data, limit_s=limit_s)
             if isinstance(seen, str) and seen:
                 messages[-1] = replace(messages[-1], content=messages[-1].content + seen)
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError; ServerLost, which ends the episode and has it played again."""
+        """Raises: RewardError; ServerLost and WorkerLost, which end the episode and have it played
+        again."""
         self._messages.append(_told(action))
         if action.calls:
             return await self._answer_calls(action.calls)
@@ -168,9 +177,9 @@ class ToolsEnvironment(SingleTurnEnvironment):
         classes = self._toolset.classes
         num_rewarded = sum(each.has_reward for each in classes)
         rewards = [
-            method_as_reward(
-                "get_reward" if num_rewarded == 1 else f"{each.name}.get_reward",
-                instance.get_reward,
+            each.reward_of(
+                instance,
+                name="get_reward" if num_rewarded == 1 else f"{each.name}.get_reward",
             )
             for each, instance in zip(classes, self._instances, strict=True)
             if each.has_reward
@@ -184,9 +193,13 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return {"environment": instance, "messages": self._messages}
 
     async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        taken = calls[:MAX_CALLS_PER_TURN]
-        # One after the other: the policy has written them in an order.
-        answers = [await self._answer(call) for call in taken]
+        settings = playing.get()
+        taken = calls[: settings.max_calls_per_turn]
+        if settings.parallel_calls:
+            answers = await _together([self._answer(call) for call in taken])
+        else:
+            # The policy has written them in an order.
+            answers = [await self._answer(call) for call in taken]
         num_malformed = len(calls) - len(taken) + sum(is_malformed for _, is_malformed in answers)
         messages = tuple(message for message, _ in answers)
         self._messages += [
@@ -198,7 +211,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._malformed.begin_anew()
         return StepResult(messages=messages)
 
-    async def _answer(self, call: ToolCall | MalformedCall) -> tuple[Message, bool]:
+    async def _answer(self, call: ToolCall | MalformedCall) -> _Answer:
         """A tool's message, and whether the call was malformed."""
         if isinstance(call, MalformedCall):
             return Message(role=Role.TOOL, content=ERROR.format(message=call.message)), True
@@ -206,7 +219,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         try:
             found = await tool.call(call.arguments, limit_s=self._call_limit_s)
             content = found[: self._max_answer_chars]
-        except CallTimedOut:
+            if len(content) < len(found):
+                content += CUT_OFF.format(shown=len(content), all=len(found))
+        except CallTimedOut as error:
+            if isinstance(tool, FunctionTool) and tool.instance is not None:
+                raise WorkerLost(f"{call.name}: {error}; its instance ended with it") from error
             content = ERROR.format(message=f"no answer within {self._call_limit_s:g} s.")
         except BadArguments as error:
             is_malformed, content = True, ERROR.format(message=error)
@@ -221,10 +238,13 @@ class ToolsEnvironment(SingleTurnEnvironment):
     async def close(self) -> None:
         instances, self._instances = self._instances, []
         servers, self._own_servers = self._own_servers, []
+        home, self._home = self._home, None
         try:
-            for instance in instances:
-                await _call_if_there(instance, "close")
+            for each, instance in zip(self._toolset.classes, instances, strict=False):
+                await each.call(instance, "close", {}, limit_s=CLOSE_LIMIT_S)
         finally:
+            if home is not None:
+                home.close()
             await asyncio.gather(*(server.close() for server in servers))
 
 
@@ -236,18 +256,14 @@ def _text_of(error: BaseException | None) -> str:
     return type(error).__name__
 
 
-async def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any] | None = None) -> Any:
-    """Call a method of a user's class with the columns that it takes; in a thread if it blocks."""
-    arguments = dict(columns or {})
-    method = getattr(instance, name, None)
-    if method is None:
-        return None
-    parameters = inspect.signature(method).parameters
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        arguments = {key: value for key, value in arguments.items() if key in parameters}
-    if inspect.iscoroutinefunction(method):
-        return await method(**arguments)
-    return await in_thread(partial(method, **arguments))
+async def _together(answers: Sequence[Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
+    """Await all; the first that raises ends the others."""
+    tasks = [asyncio.ensure_future(answer) for answer in answers]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _told(action: Action) -> dict[str, Any]:

@@ -1,0 +1,145 @@
+"""A user's environment in a worker process, which it shares with those of a few other episodes.
+
+Invariant: to the turn loop it is the environment itself: it gives what that gives, and raises
+errors of the same one line. An environment that blocks its process beyond the deadline is ended
+with it: the episodes in that worker end as `environment_error` and are played again. Called by the
+environment actor, for environments that are none of the built-in ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from actors.environment import workers
+from actors.environment.protocol import (
+    Action,
+    Environment,
+    Observation,
+    RewardError,
+    StepResult,
+    rollout_id,
+)
+from actors.environment.registry import resolve
+from actors.environment.settings import playing
+from actors.environment.user_code import CallFailed
+from actors.types import Task
+
+
+class WorkerEnvironment:
+    """One episode of an environment in a worker."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        """name, options: as `registry.resolve`, which has checked them."""
+        self._name = name
+        self._options = options
+        self._home: workers.Home | None = None
+        self._held: workers.Held | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        return await self._call("reset", task=task)
+
+    async def step(self, action: Action) -> StepResult:
+        """Raises: RewardError; workers.WorkerLost."""
+        return await self._scored("step", action=action)
+
+    async def score_group(self, task: Task, completions: Sequence[str]) -> Sequence[StepResult]:
+        return await self._call("score_group", task=task, completions=list(completions))
+
+    async def _scored(self, method: str, **arguments: Any) -> StepResult:
+        found = await self._call(method, **arguments)
+        if not isinstance(found, _Unscored):
+            return found
+        rescore = partial(self._scored, "rescore") if found.can_rescore else None
+        raise RewardError(found.message, rescore=rescore)
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        limit_s = playing.get().episode_deadline_s
+        try:
+            if self._home is None:
+                self._home = workers.pool().home(is_loop=True)
+            if self._held is None:
+                self._held = await self._home.call(
+                    f"{__name__}:made",
+                    {"name": self._name, "options": dict(self._options)},
+                    limit_s=limit_s,
+                    about=self._name if ":" in self._name else "",
+                    keeps=True,
+                )
+            return await self._home.call(
+                f"{__name__}:call_played",
+                {
+                    "played": self._held,
+                    "method": method,
+                    "rollout": rollout_id.get(),
+                    "arguments": arguments,
+                },
+                limit_s=limit_s,
+                about=self._name if ":" in self._name else "",
+            )
+        except CallFailed as failed:
+            raise failed.error from None
+
+    async def close(self) -> None:
+        home, self._home = self._home, None
+        try:
+            if home is not None and self._held is not None:
+                self._home = home
+                await self._call("close")
+        finally:
+            self._home = None
+            if home is not None:
+                home.close()
+
+
+class _Unscored:
+    """A RewardError, whose `rescore` stays in the worker."""
+
+    def __init__(self, message: str, *, can_rescore: bool) -> None:
+        self.message = message
+        self.can_rescore = can_rescore
+
+
+class _Played:
+    """An episode's environment, in the worker."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.rescore: Callable[[], Awaitable[StepResult]] | None = None
+
+    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        call = partial(getattr(self.environment, method, None) or _no_method(method), **arguments)
+        if method == "rescore" and self.rescore is not None:
+            call = partial(self.rescore)
+        try:
+            return await call()
+        except RewardError as error:
+            self.rescore = error.rescore
+            return _Unscored(str(error), can_rescore=error.rescore is not None)
+
+
+def _no_method(method: str) -> Callable[..., Any]:
+    def refuse(**_: Any) -> Any:
+        raise AttributeError(f"the environment has no method {method}")
+
+    return refuse
+
+
+_makers: dict[tuple[str, str], Callable[[], Environment]] = {}
+
+
+def made(name: str, options: Mapping[str, Any]) -> _Played:
+    """Return a new environment; runs in a worker."""
+    key = name, repr(options)
+    if key not in _makers:
+        _makers[key] = resolve(name, options)
+    return _Played(_makers[key]())
+
+
+async def call_played(
+    played: _Played, method: str, rollout: str, arguments: Mapping[str, Any]
+) -> Any:
+    """Call a method of an environment; runs in a worker."""
+    rollout_id.set(rollout)
+    return await played.call(method, arguments)

@@ -1,0 +1,209 @@
+"""Reward functions, tools and environments in workers: what a call costs its episode and others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.protocol import Action, RewardError, ToolCall
+from actors.environment.settings import RolloutSettings, playing
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
+from actors.environment.worker_environment import WorkerEnvironment
+from actors.environment.workers import WorkerLost
+from actors.types import Task
+
+MODULE = '''
+import asyncio, os, signal, threading, time
+from actors.environment.protocol import Message, Observation, RewardError, Role, StepResult
+
+def score(completion, log_metric):
+    if completion == "hang": time.sleep(10**6)
+    if completion == "die": os._exit(11)
+    if completion == "raise": raise ValueError("no number in it")
+    log_metric("length", len(completion))
+    return float(threading.current_thread() is threading.main_thread())
+
+def alarmed(completion):
+    def ring(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(5)
+    signal.alarm(0)
+    return 1.0
+
+def long() -> str:
+    """Say much."""
+    return "x" * 50
+
+def slow(word: str) -> str:
+    """Take a while."""
+    time.sleep(0.3)
+    return word
+
+def dies() -> str:
+    """End."""
+    os._exit(11)
+
+class Desk:
+    def reset(self, answer, **columns):
+        self.answer, self.items = answer, []
+        return " Desk:"
+    def put(self, item: str) -> int:
+        """Put it there."""
+        self.items.append(item)
+        return len(self.items)
+    def hang(self) -> str:
+        """Hang."""
+        time.sleep(10**6)
+    def get_reward(self):
+        return float(self.answer in self.items)
+
+def read(environment, completion): return len(environment.items)
+
+class Game:
+    def __init__(self, start=1): self.number = start
+    async def reset(self, task):
+        if task.data.get("breaks"): raise KeyError("no such game")
+        return Observation(messages=(Message(role=Role.USER, content=f"from {self.number}"),))
+    async def step(self, action):
+        if action.text == "hang": time.sleep(10**6)
+        if action.text == "wait": await asyncio.sleep(10**6)
+        async def rescore(): return StepResult(reward=2.0, terminated=True)
+        if action.text == "unscored": raise RewardError("no judge", rescore=rescore)
+        self.number += 1
+        return StepResult(reward=float(self.number), terminated=True)
+    async def close(self): self.number = 0
+'''
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("functions")
+    (path / "contained_of_test.py").write_text(MODULE)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def importable(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def task(**data: Any) -> Task:
+    return Task(task_id="t7", environment="e", seed=1, data={"prompt": "Go.", **data})
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
+async def made(**options: Any) -> ToolsEnvironment:
+    options["tools"] = [f"contained_of_test.py:{name}" for name in options.pop("tools").split()]
+    environment = ToolsEnvironment(**options)
+    await environment.reset(task(answer="pen"))
+    return environment
+
+
+async def said(environment: ToolsEnvironment, *calls: ToolCall) -> list[str]:
+    result = await environment.step(Action(text="", calls=calls))
+    return [message.content for message in result.messages]
+
+
+async def test_a_score_is_made_in_a_main_thread_and_its_metrics_come_back() -> None:
+    environment = SingleTurnEnvironment(reward=["contained_of_test.py:score"])
+    await environment.reset(task())
+    result = await environment.step(Action(text="four"))
+    assert result.reward == 1.0 and result.metrics == {"length": 4.0}
+    alarmed = SingleTurnEnvironment(reward="contained_of_test.py:alarmed")
+    await alarmed.reset(task())
+    assert (await alarmed.step(Action(text="four"))).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "is_tried_again"),
+    [
+        ("hang", "score did not answer within 0.5 s and was ended", False),
+        ("die", "score: its process ended itself with status 11", True),
+        ("raise", "score raised ValueError: no number in it", True),
+    ],
+)
+async def test_a_score_that_cannot_be_had_is_a_reward_error(
+    text: str, told: str, is_tried_again: bool
+) -> None:
+    environment = SingleTurnEnvironment(reward="contained_of_test.py:score")
+    await environment.reset(task())
+    assert (await environment.step(Action(text="warm"))).reward == 1.0
+    playing.set(RolloutSettings(reward_limit_s=0.5))
+    with pytest.raises(RewardError) as raised:
+        await environment.step(Action(text=text))
+    assert str(raised.value) == told
+    assert (raised.value.rescore is not None) == is_tried_again
+    playing.set(RolloutSettings())
+    assert (await environment.step(Action(text="four"))).reward == 1.0
+
+
+async def test_a_cut_answer_says_so_and_a_tool_that_dies_answers_with_an_error() -> None:
+    environment = await made(tools="long dies", reward="contained_of_test.py:score")
+    environment._max_answer_chars = 20
+    assert await said(environment, call("long"), call("dies")) == [
+        "x" * 20 + "\n[cut off: the first 20 of 50 characters]",
+        "error: its process ended itself with status 11",
+    ]
+
+
+async def test_calls_of_a_turn_run_together_where_the_settings_say_so() -> None:
+    environment = await made(tools="slow", reward="contained_of_test.py:score")
+    calls = [call("slow", word=each) for each in "abcd"]
+    playing.set(RolloutSettings(max_calls_per_turn=3))
+    assert await said(environment, *calls) == ["a", "b", "c"]
+    playing.set(RolloutSettings(parallel_calls=True))
+    assert await said(environment, *calls) == ["a", "b", "c", "d"]
+    started = asyncio.get_running_loop().time()
+    assert len(await said(environment, *calls, *calls)) == 8
+    assert asyncio.get_running_loop().time() - started < 8 * 0.3
+
+
+async def test_an_instance_keeps_its_state_in_a_worker_until_that_ends() -> None:
+    first, second = [
+        await made(tools="Desk", reward="contained_of_test.py:read", call_limit_s=2.0)
+        for _ in range(2)
+    ]
+    assert await said(first, call("put", item="cup"), call("put", item="pen")) == ["1", "2"]
+    assert await said(second, call("put", item="cup")) == ["1"]
+    result = await first.step(Action(text="done"))
+    assert result.reward_components == {"read": 2.0, "get_reward": 1.0}
+    with pytest.raises(WorkerLost, match="hang: no answer within"):
+        await said(first, call("hang"))
+    with pytest.raises(WorkerLost):
+        await said(first, call("put", item="cup"))
+    with pytest.raises(WorkerLost):
+        await first.close()
+    assert await said(second, call("put", item="pen")) == ["2"] or second._home is not None
+    await second.close()
+
+
+async def test_an_environment_in_a_worker_is_the_environment_itself() -> None:
+    environment = WorkerEnvironment("contained_of_test:Game", {"start": 4})
+    start = await environment.reset(task())
+    assert start.messages[0].content == "from 4"
+    assert (await environment.step(Action(text="x"))).reward == 5.0
+    with pytest.raises(RewardError, match="no judge") as raised:
+        await environment.step(Action(text="unscored"))
+    assert raised.value.rescore is not None
+    assert (await raised.value.rescore()).reward == 2.0
+    with pytest.raises(CallFailed) as failed:
+        await bounded(lambda: environment.reset(task(breaks=True)), limit_s=20)
+    assert describe(failed.value.error) == "KeyError: 'no such game'"
+    with pytest.raises(CallTimedOut):
+        await bounded(lambda: environment.step(Action(text="wait")), limit_s=0.3)
+    assert (await environment.step(Action(text="x"))).reward == 6.0
+    with pytest.raises(CallTimedOut):
+        await bounded(lambda: environment.step(Action(text="hang")), limit_s=0.3)
+    with pytest.raises(WorkerLost):
+        await environment.step(Action(text="x"))
+    with pytest.raises(WorkerLost):
+        await environment.close()
