@@ -106,7 +106,10 @@ class _Nursery:
                 os.read(self._woken, 4096)
                 self._reap()
             if self._control.fileno() in ready:
-                text, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
+                try:
+                    text, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
+                except ConnectionError:
+                    return
                 if not text:
                     return
                 told = json.loads(text)

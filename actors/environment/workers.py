@@ -210,6 +210,8 @@ class Pool:
         self._waiting: deque[asyncio.Future[_Worker]] = deque()
         self._growing: asyncio.TimerHandle | None = None
         self._num_starts_in_vain = 0
+        # Calls, since the pool last looked whether it should grow.
+        self._num_ended = 0
         self._nursery_preloads: dict[str, None] = {}
         self._path: list[str] = []
         # The event loop keeps only weak references to its tasks.
@@ -456,6 +458,7 @@ class Pool:
                 self._waiting.remove(waiting)
 
     def _give_back(self, worker: _Worker) -> None:
+        self._num_ended += 1
         if worker.is_over:
             return
         if self._max_bytes and worker.resident_bytes > self._max_bytes:
@@ -479,7 +482,10 @@ class Pool:
         workers = [each for each in self._workers.values() if not each.is_home]
         num_starting = sum(not each.process for each in workers)
         bound = self._num_at_once
-        if is_late and not num_starting and self._num_running(workers) < self._num_cores:
+        # At this rate, those that wait would wait for more than a second.
+        is_slow = is_late and self._num_ended < len(waiting) * GROW_AFTER_S
+        self._num_ended = 0 if is_late else self._num_ended
+        if is_slow and not num_starting and self._num_running(workers) < self._num_cores:
             # Those that are there wait for something, and leave cores free.
             bound = min(self._size, max(bound, len(workers) + self._num_cores))
         for _ in range(min(len(waiting) - num_starting, bound - len(workers))):
