@@ -122,6 +122,8 @@ class _Worker:
         self.why = ""
         self.is_over = False
         self.end = end
+        # At the end of this process, too.
+        weakref.finalize(self, end.close)
         self._read = bytearray()
 
     async def ask(
@@ -210,6 +212,8 @@ class Pool:
         self._waiting: deque[asyncio.Future[_Worker]] = deque()
         self._growing: asyncio.TimerHandle | None = None
         self._num_starts_in_vain = 0
+        # Whether the nursery has imported the modules and forked a worker.
+        self._has_started = False
         # Calls, since the pool last looked whether it should grow.
         self._num_ended = 0
         self._nursery_preloads: dict[str, None] = {}
@@ -563,7 +567,7 @@ class Pool:
             "max_bytes": self._max_bytes,
         }
         own.send(json.dumps(told).encode())
-        self._control = own
+        self._control, self._has_started = own, False
         self._finalizer = weakref.finalize(self, _end_nursery, own, process)
         assert self._loop is not None
         self._loop.add_reader(own, self._on_control)
@@ -572,8 +576,7 @@ class Pool:
 
     def _check_start(self, control: socket.socket) -> None:
         """A module that does not end its import holds the nursery up."""
-        is_waiting = any(not each.process for each in self._workers.values())
-        if self._control is control and is_waiting:
+        if self._control is control and not self._has_started:
             self._nursery_ended()
 
     def _tell(self, told: dict[str, Any]) -> None:
@@ -594,7 +597,7 @@ class Pool:
             return
         told = json.loads(text)
         if "started" in told:
-            self._num_starts_in_vain = 0
+            self._num_starts_in_vain, self._has_started = 0, True
             worker = self._workers[told["started"]]
             worker.process = told["process"]
             if worker.is_over:
@@ -619,7 +622,7 @@ class Pool:
 
     def _nursery_ended(self) -> None:
         assert self._control is not None
-        is_in_vain = any(not each.process for each in self._workers.values())
+        is_in_vain = not self._has_started
         self._unread(self._control)
         self._finalizer()
         self._control = None
