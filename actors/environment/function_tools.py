@@ -429,7 +429,8 @@ def read_function(
     arguments = _arguments(name, parameters, types, told=told, where=where)
     try:
         schema = arguments.model_json_schema()
-    except (PydanticUserError, TypeError, ValueError, AttributeError) as error:
+    # KeyError: for a default that contains "$ref".
+    except (PydanticUserError, TypeError, ValueError, AttributeError, KeyError) as error:
         raise _no_schema(where, error) from error
     return FunctionTool(
         schema=ToolSchema(name=name, description=description, parameters=tidy(schema)),

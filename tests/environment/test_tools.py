@@ -142,7 +142,7 @@ def draw(
     stars: Annotated[int, Field(description="From 1 to 5.")],
     tree: Tree,
     pens: Annotated[list[int], "Numbers of pens."],
-    options: dict[str, Any] = {"title": "y", "$ref": "z", "default": 1},  # noqa: B006
+    options: dict[str, Any] = {"title": "y", "default": 1},  # noqa: B006
 ) -> str:
     """Draw."""
     return str(stars)
@@ -155,6 +155,11 @@ class NeedsMore:
 
 class Empty:
     def reset(self) -> None: ...
+
+
+def refers(tree: Tree, options: dict[str, Any] = {"$ref": "z"}) -> str:  # noqa: B006
+    """Draw."""
+    return str(options)
 
 
 def untyped(query) -> str:  # type: ignore[no-untyped-def]
@@ -298,6 +303,7 @@ async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_su
         ("starred", r"takes \*queries, expected arguments that can be given by their names"),
         ("undocumented", "has no docstring"),
         ("unknown_type", "no JSON schema can be made"),
+        ("refers", "no JSON schema can be made"),
         ("NOT_CALLABLE", "is a int, expected a function, or a class"),
         ("yielding", "yields, expected a function that returns"),
         ("NeedsMore", "NeedsMore needs url to be made"),
@@ -493,7 +499,7 @@ def test_descriptions_defaults_and_types_that_contain_themselves_stay() -> None:
     schema = read_function(draw, where="tool draw").schema.parameters
     assert schema["properties"]["stars"]["description"] == "From 1 to 5."
     assert schema["properties"]["pens"]["description"] == "Numbers of pens."
-    assert schema["properties"]["options"]["default"] == {"title": "y", "$ref": "z", "default": 1}
+    assert schema["properties"]["options"]["default"] == {"title": "y", "default": 1}
     assert schema["properties"]["tree"] == {"$ref": "#/$defs/Tree"}
     assert schema["$defs"]["Tree"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Tree"}
 

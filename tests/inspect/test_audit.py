@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds.audited_runs import audited, rows_of, stored
 from worlds.journal_builders import (
@@ -70,8 +70,10 @@ def test_equal_returns_are_trained_only_where_the_loss_has_another_term(tmp_path
         assert offence.text == f"{name}.a0 is trained, its group has no signal"
 
 
+# Seed 1: the worst return is that of a completed member without a token to train.
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
+@example(1)
 def test_of_trajectories_of_any_shape_only_their_own_faults_are_found(seed: int) -> None:
     step = through_a_file(step_of([random_group(0, seed)], number=4))
     found = {offence.check for entry in step.entries for offence in check_trajectory(step, entry)}

@@ -110,7 +110,8 @@ def _worst_completed(step: JournalStep, group: int) -> float:
         for entry in step.entries
         if entry.trajectory.group_number == group
         and entry.trajectory.outcome is Outcome.COMPLETED
-        and entry.reason is not EvictionReason.TOKEN_MISALIGNED
+        # One that does not fit the model has a problem; one without a token to train has none.
+        and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
     ]
     return min(filter(math.isfinite, returns), default=math.inf)
 
