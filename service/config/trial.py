@@ -486,8 +486,10 @@ def _fate_of(error: BaseException) -> tuple[Fate, str, float]:
     words = f"{told}{f' ({at})' if at else ''}"
     # By name, because an error of another process has only that.
     match told.partition(":")[0]:
-        case "SystemExit" | "WorkerLost":
+        case "SystemExit":
             return Fate.ENDED, f"({words})", 0.0
+        case "WorkerLost":
+            return Fate.ENDED, f"({root})", 0.0
         case "CallTimedOut":
             return Fate.HUNG, f"({words})", 0.0
         case name:

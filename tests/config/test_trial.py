@@ -116,7 +116,7 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
     assert begun["single_turn"].messages[0].content.endswith("?")
     reads, dies, silent = told
     assert "reads raised EOFError: EOF when reading a line" in reads and "2 answers" in reads
-    assert "dies_once ended its process (exit code 11) for the reference answer of" in dies
+    assert "dies_once ended its process (its process ended itself with status 11) for" in dies
     assert "silent gave None" in silent
     for child in (place / "children").read_text().split():
         # A zombie has been ended too.
@@ -127,7 +127,7 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("leaves", r"leaves ended its process \(exit code 4\) for .*; have it raise"),
+        ("leaves", r"leaves ended its process \(.* status 4\) for .*; have it raise"),
         ("hangs", "hangs did not end within .*--no-call"),
         ("exits", r"exits ended its process \(SystemExit: 3 .*of_trial.py:\d+ in exits"),
         ("text", "text gave no number .*gave 'good'.*return a number"),

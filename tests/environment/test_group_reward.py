@@ -10,6 +10,7 @@ from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.environment.group_scoring import score_together
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.settings import RolloutSettings, playing
 from actors.types import Outcome, Task, Trajectory
 
 DATA = {"prompt": "2 + 2", "answer": "4"}
@@ -42,6 +43,8 @@ async def scored(
 
 
 async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_group() -> None:
+    # What the function was called with is looked at here.
+    playing.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     found = await scored(["a", "b", "c"], group_reward=named("places"))
     (call,) = group_rewards.calls
@@ -54,6 +57,8 @@ async def test_a_function_is_called_once_for_the_answers_in_the_order_of_the_gro
 
 
 async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
+    # What the function was called with is looked at here.
+    playing.set(RolloutSettings(inline=True))
     group_rewards.calls.clear()
     about = task(prompt=[{"role": "user", "content": "2 + 2"}])
     await scored(["a", "b"], about=about, group_reward=named("places"))
