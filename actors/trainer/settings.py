@@ -101,14 +101,14 @@ class RankSettings:
     algorithm: AlgorithmSettings
     model: str
     """Directory or hub name of a Hugging Face causal model."""
-    chat_template: str | None
-    """Recorded in checkpoints, for their export; None: the tokenizer's own."""
     checkpoint_dir: Path
     """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
     weight_backend: WeightBackend
     """How published weights travel."""
     seed: int
-    max_context_tokens: int | None
+    chat_template: str | None = None
+    """Recorded in checkpoints, for their export; None: the tokenizer's own."""
+    max_context_tokens: int | None = None
     """The engines' longest context. It selects the table of a RoPE that depends on it. None: as
     many positions as the model has."""
     logprob_chunk: int = LOGPROB_CHUNK

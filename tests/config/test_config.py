@@ -390,7 +390,10 @@ def test_a_tree_travels_to_another_process_as_it_is() -> None:
 
 
 def _repeated_settings(path: Path, declared: set[str]) -> Iterator[str]:
-    """What a component holds beside leaves, and that has a setting's name and a default."""
+    """Yield what a component holds beside leaves and that has a setting's name and a default.
+
+    None says that nobody has named the setting, and is no second default.
+    """
     for component in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(component, ast.ClassDef):
             continue
@@ -399,7 +402,7 @@ def _repeated_settings(path: Path, declared: set[str]) -> Iterator[str]:
             continue
         for line in component.body:
             if isinstance(line, ast.AnnAssign) and line.value is not None:
-                if ast.unparse(line.target) in declared:
+                if ast.unparse(line.value) != "None" and ast.unparse(line.target) in declared:
                     yield f"{path.name}: {component.name}.{ast.unparse(line.target)}"
 
 
