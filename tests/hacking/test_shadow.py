@@ -19,14 +19,13 @@ from service.config.tree import Config
 from service.hacking.shadow import ShadowVerifier, Verdicts
 
 VERIFIERS = """
-seen = []
+EXPECTED = ("Say it: 12", "8")
 
 def right(completion, answer):
     return float(completion.strip() == answer)
 
 def by_lists(prompts, completions, **columns):
-    seen.append((prompts[0], completions[0]))
-    return [None if completions[0] == "9" else 1.0]
+    return [None if completions[0] == "9" else float((prompts[0], completions[0]) == EXPECTED)]
 
 def broken(completion):
     raise KeyError("no such thing")
@@ -101,11 +100,8 @@ def test_it_is_called_as_a_reward_function_with_the_tasks_columns(place: Path) -
 
 
 def test_a_task_without_data_has_its_prompt_and_none_is_no_verdict(place: Path) -> None:
-    import shadow_of_test  # type: ignore[import-not-found]
-
     found = asked(place, "by_lists", reply(3, "8", task="gone"), reply(4, "9", task="gone"))
     assert found == Verdicts(by_id={"g000003.0-0.a0": True})
-    assert sorted(shadow_of_test.seen) == [("Say it: 12", "8"), ("Say it: 12", "9")]
 
 
 def test_a_sample_follows_from_the_ids_and_has_what_was_scored_alone(place: Path) -> None:
