@@ -36,6 +36,7 @@ PROOF_PARTS = {
     "fuzz",
     "families",
     "settings",
+    "slow",
 }
 
 # No deadline: machines that run tests are busy.

@@ -229,6 +229,8 @@ def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
     check(tmp_path, runs, looks)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_service_without_clients_is_quiet_and_so_is_its_first_step_afterwards(
     tmp_path: Path,
 ) -> None:

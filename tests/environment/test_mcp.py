@@ -116,6 +116,8 @@ async def test_a_server_over_http_is_called_and_a_dead_one_is_told(url: str) -> 
         await made(sums={"url": url}).reset(TASK)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_server_that_hangs_is_lost_and_a_slow_tool_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -266,6 +268,8 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "state", "delay_s", "with_children"),
     [

@@ -182,6 +182,8 @@ def test_a_critics_advantages_are_taken_as_they_are_recorded(run: PlayedRun) -> 
     assert "the critic's own update is not in these numbers" in shown
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_three_poisoned_of_a_hundred_come_first(
     tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:

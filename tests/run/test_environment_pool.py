@@ -93,6 +93,8 @@ def make_pool(
 TWO_SAMPLES = Sampling(num_samples=2, temperature=1.0)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_an_evaluation_takes_as_long_as_rollouts_end(tmp_path: Path) -> None:
     actor, recorder = Slow.remote(num_rollouts=5), Notices()
     await actor.answer.remote()
@@ -139,6 +141,8 @@ async def test_rollouts_that_cannot_be_kept_are_told_once_and_cost_no_numbers(
     pool.kill()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on(
     tmp_path: Path,
 ) -> None:

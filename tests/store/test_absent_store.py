@@ -91,6 +91,8 @@ def test_a_commit_whose_connection_breaks_is_done_once(
         store.close()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_look_that_is_cut_off_is_taken_again(
     tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,8 @@ async def test_all_trackers_are_given_the_numbers_of_the_records(tmp_path: Path)
     assert step == 2 and "    1 + 1?" in text and "2 — two" in text
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_step_that_is_trained_again_replaces_the_first_in_the_same_runs(
     tmp_path: Path,
 ) -> None:
@@ -367,6 +369,8 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_what_a_tracker_is_known_to_have_outlives_a_kill(tmp_path: Path) -> None:
     """Of a process that is killed once each tracker has said how far it came."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

@@ -101,6 +101,8 @@ def test_rows_are_only_a_way_of_cutting(model: str, mesh: DeviceMesh) -> None:
     )
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_two_ranks_update_as_one_does(model: str, mesh: DeviceMesh, tmp_path: Path) -> None:
     (whole,), halves = (build_with_values_of_zero(number).value_shards for number in (1, 2))
     critic = make_critic(model, mesh, learning_rate=1e-3)

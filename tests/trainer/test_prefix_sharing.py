@@ -216,6 +216,8 @@ def train_once(
     return stats, world.weights()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
 def test_sharded_over_one_and_two_ranks_the_tree_trains_as_the_flat_rows_do(
     models: dict[str, str], one_rank: World, two_ranks: World, kind: str, tmp_path: Path

@@ -129,6 +129,8 @@ rank.close()
 """
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_our_side_takes_the_same_step_again_and_again(
     tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:

@@ -104,6 +104,8 @@ def test_timeouts_raise_in_the_groups_of_broadcasts_alone(
     assert os.environ.get(BLOCKING_WAIT) == before
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_version_reaches_those_that_are_there_and_one_that_joins_later(
     trainer: Trainer, tmp_path: Path
 ) -> None:

@@ -325,6 +325,8 @@ async def test_a_group_is_formed_of_those_that_ask_and_answer(cluster: None) -> 
     asking[0].cancel()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_runs_board_outlives_its_supervisor_and_ends_without_any(cluster: None) -> None:
     keeping = Keeping(
         name="run-board",
