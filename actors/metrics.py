@@ -490,6 +490,18 @@ class PartMetrics:
         self.environment_actors_expected = values.gauge(
             "rayloom_environment_actors_expected", "rollouts.num_actors."
         )
+        self.lost_user_calls = gained.counter(
+            "rayloom_user_calls_lost",
+            "Calls of a user's function that gave no answer: killed or cancelled at their limit, "
+            "or died with their process.",
+            "function",
+            "end",
+        )
+        self.worker_memory = values.gauge(
+            "rayloom_worker_memory_bytes",
+            "Memory of the largest worker process for a user's functions, over all environment "
+            "actors; absent while there is none.",
+        )
         self.ranks = values.gauge("rayloom_trainer_ranks", "Trainer ranks that answer.")
         self.ranks_expected = values.gauge("rayloom_trainer_ranks_expected", "trainer.num_ranks.")
         self.rank_memory = values.gauges(

@@ -36,6 +36,7 @@ from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.environment.worker_environment import WorkerEnvironment
+from actors.environment.workers import LostCalls
 from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import GroupExchange, RolloutExchange, play_once
 from actors.trajectory_queue.messages import GroupToScore
@@ -125,8 +126,9 @@ class EnvironmentActor:
                 task.cancel()
             await asyncio.gather(*scoring, return_exceptions=True)
 
-    async def ping(self) -> None:
-        """Answer; an actor whose event loop is blocked does not."""
+    async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
+        """Return `workers.report`; an actor whose event loop is blocked does not answer."""
+        return workers.report()
 
     async def num_evaluated(self) -> int:
         """A number that grows while an evaluation gets on: the episodes of all that have ended."""
@@ -167,16 +169,19 @@ class EnvironmentActor:
                 with suppress(CallTimedOut, CallFailed):
                     await bounded(environment.close, limit_s=limit_s)
 
-    async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
+    async def stop(
+        self, *, drain_s: float = 0.0, limit_s: float = 30.0
+    ) -> tuple[tuple[LostCalls, ...], int]:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
 
-        Returns when `run` has ended, or after limit_s beyond the drain.
+        Returns as `ping`, when `run` has ended, or after limit_s beyond the drain.
         """
         await self._exchange.stop(drain_s=drain_s, limit_s=limit_s)
         for play in self._evaluations:
             # Once each: a second cancellation would cut the environment's closing short.
             if not play.cancelling():
                 play.cancel()
+        return workers.report()
 
     async def evaluate(
         self,

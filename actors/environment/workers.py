@@ -54,6 +54,7 @@ GROW_AFTER_S = 0.05
 EPISODES_PER_HOME = 4
 MAX_STARTS_IN_VAIN = 3
 MAX_COUNTED = 1000
+MAX_TASKS_NAMED = 3
 _logger = logging.getLogger(__name__)
 
 task_id: ContextVar[str] = ContextVar("task_id", default="")
@@ -62,6 +63,20 @@ task_id: ContextVar[str] = ContextVar("task_id", default="")
 
 class WorkerLost(Exception):
     """The process in which a call ran, or an episode's instances were, has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostCalls:
+    """Calls of one function that ended alike without an answer."""
+
+    function: str
+    end: str
+    """killed, or cancelled: at its limit; died: with its process."""
+    count: int
+    why: str
+    """Of the first."""
+    tasks: tuple[str, ...]
+    """The first few that are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,8 @@ class _Worker:
         self.resident_bytes = 0
         self.why = ""
         self.is_over = False
+        # Whether its end was ours, or is counted.
+        self.is_explained = False
         self.end = end
         # At the end of this process, too.
         weakref.finalize(self, end.close)
@@ -222,6 +239,8 @@ class Pool:
         self._dropping: set[asyncio.Future[None]] = set()
         self.faults: Counter[tuple[str, str, str]] = Counter()
         """Calls that did not end, by function, task, and what became of them."""
+        self._reasons: dict[tuple[str, str], str] = {}
+        """Of the first, by function and what became of it."""
 
     # What others call.
 
@@ -245,7 +264,6 @@ class Pool:
         try:
             return await self._ask(worker, target, arguments, limit_s=limit_s, named=named)
         except WorkerLost as error:
-            self._count(named, "died", str(error))
             raise CallFailed(error) from error
         finally:
             self._give_back(worker)
@@ -269,6 +287,7 @@ class Pool:
 
     def kill(self, worker: _Worker, why: str) -> None:
         """End a worker's process and all that it has started."""
+        worker.is_explained = True
         worker.lost(why)
         if worker in self._idle:
             self._idle.remove(worker)
@@ -290,6 +309,31 @@ class Pool:
         return [each.resident_bytes for each in self._workers.values() if each.resident_bytes]
 
     @property
+    def lost_calls(self) -> tuple[LostCalls, ...]:
+        """By function and end, in the order of the first."""
+        counts: Counter[tuple[str, str]] = Counter()
+        tasks: dict[tuple[str, str], list[str]] = {}
+        for (function, task, what), count in self.faults.items():
+            counts[function, what] += count
+            if task:
+                tasks.setdefault((function, what), []).append(task)
+        return tuple(
+            LostCalls(
+                function=function,
+                end=what,
+                count=count,
+                why=self._reasons[function, what],
+                tasks=tuple(tasks.get((function, what), ())[:MAX_TASKS_NAMED]),
+            )
+            for (function, what), count in counts.items()
+        )
+
+    def count_on(self, other: Pool) -> None:
+        """Add to what another pool has counted, in place of which this one is."""
+        self.faults.update(other.faults)
+        self._reasons.update(other._reasons)
+
+    @property
     def is_outdated(self) -> bool:
         """Whether it does nothing, and other modules would be imported now than when it started."""
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
@@ -304,6 +348,7 @@ class Pool:
         """End all processes."""
         for worker in self._workers.values():
             self._unread(worker.end)
+            worker.is_explained = True
             worker.lost("the pool was closed")
             worker.end.close()
         self._workers.clear()
@@ -347,6 +392,12 @@ class Pool:
             raise
         except CallTimedOut as error:
             self._count(named, "killed", str(error))
+            raise
+        except WorkerLost as error:
+            # Once, where several episodes have calls in it.
+            if not worker.is_explained:
+                worker.is_explained = True
+                self._count(named, "died", str(error))
             raise
         finally:
             if not is_done and not worker.is_over:
@@ -409,8 +460,9 @@ class Pool:
             await asyncio.wait((asking,), timeout=limit_s)
             if not asking.done():
                 await self._cancel(worker, number, asking)
-                self._count(named, "cancelled", "")
-                raise CallTimedOut(f"no answer within {limit_s:.3g} s")
+                why = f"no answer within {limit_s:.3g} s"
+                self._count(named, "cancelled", why)
+                raise CallTimedOut(why)
         except asyncio.CancelledError:
             await self._cancel(worker, number, asking)
             raise
@@ -433,6 +485,7 @@ class Pool:
         if len(self.faults) >= MAX_COUNTED:
             task = ""
         self.faults[function, task, what] += 1
+        self._reasons.setdefault((function, what), why)
         if is_first:
             _logger.warning(
                 "%s: a call %s: %s (task %s); further ones are only counted",
@@ -720,10 +773,20 @@ def configure(*, size: int, memory_mib: int) -> None:
 
 def pool() -> Pool:
     """Return this thread's pool, made when it is first asked for."""
-    if hasattr(_pools, "own") and _pools.own.is_outdated:
-        _pools.own.close()
-        del _pools.own
-    if not hasattr(_pools, "own"):
-        _pools.own = Pool(**_options)
-    made: Pool = _pools.own
+    made: Pool | None = getattr(_pools, "own", None)
+    if made is None or made.is_outdated:
+        outdated, made = made, Pool(**_options)
+        _pools.own = made
+        if outdated is not None:
+            outdated.close()
+            made.count_on(outdated)
     return made
+
+
+def report() -> tuple[tuple[LostCalls, ...], int]:
+    """Return what this thread's pool has counted, and the bytes in memory of its largest worker; 0:
+    no worker was asked anything."""
+    made: Pool | None = getattr(_pools, "own", None)
+    if made is None:
+        return (), 0
+    return made.lost_calls, max(made.resident_bytes, default=0)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -127,15 +128,20 @@ class ActorPool:
 
     async def stop(self) -> None:
         """Let the actors hand over what they hold, then end them."""
+        members = list(self._members)
         stops = [
             await_reply(
                 member.actor.stop.remote(), name=self._kind.name, deadline_s=STOP_DEADLINE_S
             )
-            for member in self._members
+            for member in members
         ]
-        for result in await asyncio.gather(*stops, return_exceptions=True):
+        results = await asyncio.gather(*stops, return_exceptions=True)
+        for member, result in zip(members, results, strict=True):
             if isinstance(result, BaseException):
                 log.warning("not stopped in order, ended at once: %s", result)
+            else:
+                self._heard(member, result)
+            self._ended(member)
         self.kill()
 
     def kill(self) -> None:
@@ -179,6 +185,7 @@ class ActorPool:
                 end.cancel()
             self._answering.discard(member.actor_id)
             self._show_answering(len(self._answering))
+            self._ended(member)
 
     async def _until_stopped(self, member: Member) -> str:
         try:
@@ -190,11 +197,11 @@ class ActorPool:
     async def _until_frozen(self, member: Member) -> str:
         limit_s = self._frozen_after_s
         try:
-            await within(START_DEADLINE_S, member.actor.ping.remote())
+            self._heard(member, await within(START_DEADLINE_S, member.actor.ping.remote()))
             self._answering.add(member.actor_id)
             self._show_answering(len(self._answering))
             while True:
-                await within(limit_s, member.actor.ping.remote())
+                self._heard(member, await within(limit_s, member.actor.ping.remote()))
                 await asyncio.sleep(PING_EVERY_S)
         except TimeoutError:
             return (
@@ -203,6 +210,12 @@ class ActorPool:
             )
         except RayError as error:
             return reason_of(error)
+
+    def _heard(self, member: Member, answer: Any) -> None:
+        """Take what an actor answers to `ping` and `stop`; some kinds of pools make use of it."""
+
+    def _ended(self, member: Member) -> None:
+        """Forget what only holds while an actor answers."""
 
     def _new_member(self) -> Member:
         actor_id = f"{self._kind.id_prefix}-{self._term}-{next(self._numbers)}"

@@ -13,9 +13,10 @@ from actors.deadline import within
 from actors.environment.actor import EnvironmentActor, PolicyFactory
 from actors.environment.evaluation import plays_of
 from actors.environment.settings import EnvironmentActorSettings, Sampling
+from actors.environment.workers import LostCalls
 from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
-from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool
+from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member
 from service.run.evaluation import EvaluationFiles, PlaySettings, play
 from service.run.restartable_queue import RestartableQueue
 from service.telemetry.recorder import RunRecorder
@@ -75,6 +76,13 @@ class EnvironmentPool(ActorPool):
         if keeps_tokens and played:
             await self._files.write(file, played)
         return [each.summary for each in played]
+
+    def _heard(self, member: Member, answer: tuple[tuple[LostCalls, ...], int]) -> None:
+        lost, resident_bytes = answer
+        self._recorder.user_calls.heard(member.actor_id, lost, resident_bytes=resident_bytes)
+
+    def _ended(self, member: Member) -> None:
+        self._recorder.user_calls.ended(member.actor_id)
 
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int

@@ -34,6 +34,7 @@ from service.store.thread import StoreThread
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.totals import RunTotals
 from service.telemetry.traces import RolloutTraces
+from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class RunRecorder:
         self.num_rollouts = 0
         self.num_sampled = 0
         self._faults_told: set[Outcome] = set()
+        self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
         """Of the term's queue, as far as it is counted."""
 

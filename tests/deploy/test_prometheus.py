@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 from worlds.metric_expectations import differences, of_newest, of_steps
+from worlds.metric_names import NOT_OF_THE_DEMO
 from worlds.ports import free_port
 from worlds.prometheus_server import CONFIG, scraping, series
 from worlds.promtool import promtool
 from worlds.queue_builders import queue_stats
-from worlds.record_builders import evaluation_record, step_record
+from worlds.record_builders import evaluation_record, lost_calls, step_record
 from worlds.store_builders import commit
 from worlds.trajectory_builders import make_summary
 
@@ -73,6 +74,8 @@ async def record(recorder: RunRecorder, ledger: Ledger, step: int) -> None:
     await recorder.step(step_record(step, policy_age_max=step % 3))
     recorder.queue(queue_stats(ledger.counts()))
     recorder.engines(1, num_expected=1, versions={"engine": step})
+    calls = lost_calls("my.py:score", count=step)
+    recorder.user_calls.heard("environment-1-0", [calls], resident_bytes=100 * 2**20)
 
 
 async def answer_a_request(endpoint: MetricsEndpoint) -> None:
@@ -174,14 +177,13 @@ async def test_a_run_goes_on_where_its_counters_stood(tmp_path: Path) -> None:
 
         # What came last stands between two scrapes, and so on a panel's grid of seconds.
         prometheus.wait_for_scrapes(2, limit_s=LIMIT_S)
-        # The run of test_metrics_scenarios.py, which shows the rest, has no client, agent outside,
-        # critic or GPU.
+        # test_metrics_scenarios.py shows the rest.
         sections = [section for each in load_dashboards() for section in each.sections]
         panels = [
             panel
             for section in sections
             for panel in section.panels
-            if section.title in ("Service", "Critic", "Sessions of agents outside")
+            if section.title in NOT_OF_THE_DEMO
             or "mfu" in panel.statistics.values()
             or panel.title == "Age of the oldest waiting trajectory"
         ]

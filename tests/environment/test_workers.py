@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -175,6 +176,9 @@ async def test_a_call_that_ends_its_process_fails_alone(
         assert how in str(error)
     assert found[3:] == [2, 2, 2]
     assert pool.faults == {(functions + name, "", "died"): 3}
+    (lost,) = pool.lost_calls
+    assert (lost.function, lost.end, lost.count, lost.tasks) == (functions + name, "died", 3, ())
+    assert how in lost.why
 
 
 async def test_sleeping_calls_make_the_pool_grow_and_busy_ones_do_not(
@@ -275,6 +279,46 @@ async def test_coroutines_of_several_episodes_run_beside_each_other_and_are_canc
         await first.call("worker:call_method", hang, limit_s=0.3)
     with pytest.raises(WorkerLost):
         await second.call("worker:call_method", count, limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+async def test_a_shared_worker_that_dies_is_counted_once_and_one_that_is_killed_as_that(
+    functions: str, made: Callable[..., Pool], is_loop: bool
+) -> None:
+    pool = made(size=1)
+
+    async def call_in_both(name: str, limit_s: float) -> list[Any]:
+        homes = [pool.home(is_loop=is_loop) for _ in range(2)]
+        return await asyncio.gather(
+            *(each.call(functions + name, {}, limit_s=limit_s) for each in homes),
+            return_exceptions=True,
+        )
+
+    workers.task_id.set("task 7")
+    found = await call_in_both("exits", LIMIT_S)
+    assert all(isinstance(each, WorkerLost) for each in found)
+    assert pool.faults == {(functions + "exits", "task 7", "died"): 1}
+    await call_in_both("hangs", 0.3)
+    ends = {what for function, _, what in pool.faults if "hangs" in function}
+    assert ends == {"cancelled" if is_loop else "killed"}
+
+
+async def test_what_a_pool_counted_is_reported_and_outlives_it(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_pools", threading.local())
+    assert workers.report() == ((), 0)
+    for task in ("a", "b", "c", "d", "d"):
+        workers.task_id.set(task)
+        with pytest.raises(CallFailed):
+            await workers.pool().call(functions + "exits", {}, limit_s=LIMIT_S)
+    assert await workers.pool().call(functions + "double", {"number": 1}, limit_s=LIMIT_S) == 2
+    (before,), resident_bytes = workers.report()
+    assert (before.count, before.tasks) == (5, ("a", "b", "c")) and resident_bytes > 2**20
+    outdated = workers.pool()
+    monkeypatch.syspath_prepend("elsewhere")
+    assert workers.pool() is not outdated
+    assert workers.report() == ((before,), 0)
 
 
 async def test_a_module_that_ends_or_breaks_its_import_costs_only_its_calls(

@@ -11,13 +11,17 @@ from typing import Any, cast
 
 import pytest
 import ray
+from worlds.record_builders import lost_calls
 from worlds.trajectory_builders import make_summary
 
 from actors.environment.evaluation import Play, Played
 from actors.environment.settings import Sampling
 from actors.environment.tasks import GeneratedTasks
+from actors.environment.workers import LostCalls
+from actors.metrics import Metrics
 from service.run.environment_pool import EnvironmentPool
 from service.run.evaluation import EvaluationFiles
+from service.telemetry.user_calls import UserCalls
 
 pytestmark = [pytest.mark.usefixtures("cluster")]
 
@@ -53,6 +57,15 @@ class Slow:
         self.num_ended = min(self.num_ended + 1, self.num_rollouts)
         return self.num_ended
 
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
+        return (lost_calls("my.py:score"),), 300
+
+    async def stop(self) -> tuple[tuple[LostCalls, ...], int]:
+        return (lost_calls("my.py:score", count=10),), 300
+
     async def answer(self) -> None:
         self.may_answer.set()
 
@@ -66,6 +79,8 @@ class Notices:
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.num_alive: list[int] = []
+        self.metrics = Metrics()
+        self.user_calls = UserCalls(self.metrics, self.notice)
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
@@ -158,3 +173,23 @@ async def test_an_evaluation_without_progress_is_ended_and_does_not_play_on(
         await asyncio.sleep(0.1)
     assert story == ["begun", "ended"]
     pool.kill()
+
+
+async def test_lost_calls_are_heard_of_while_an_actor_answers_and_at_its_end(
+    tmp_path: Path,
+) -> None:
+    actor, recorder = Slow.remote(num_rollouts=1), Notices()
+    pool = make_pool([actor], recorder, idle_s=60.0, directory=tmp_path)
+    memory = recorder.metrics.parts.worker_memory
+    watching = asyncio.create_task(pool.watch())
+    async with asyncio.timeout(60.0):
+        while not recorder.notices:
+            await asyncio.sleep(0.02)
+    assert "my.py:score: 1 call was ended at its limit" in recorder.notices[0]
+    (shown,) = memory.collect()
+    assert shown.samples[0].value == 300
+    await pool.stop()
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert "my.py:score: 10 calls were" in recorder.notices[1]
+    assert memory.collect() == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from worlds.metric_expectations import differences, of_events, of_newest, of_steps
-from worlds.metric_names import declared, is_of_run
+from worlds.metric_names import NOT_OF_THE_DEMO, declared, is_of_run
 from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
 from worlds.run_driver import START_S, Run, running, small_config
 
@@ -169,12 +169,11 @@ def test_metrics_are_exact_and_every_panel_has_data_though_an_actor_is_killed(
             check_replacement(scrapes)
 
             assert prometheus.runs() == ["small"]
-            # A service, a critic and a gateway, which this run does not have: test_prometheus.py.
             sections = [
                 section
                 for each in load_dashboards()
                 for section in each.sections
-                if section.title not in ("Service", "Critic", "Sessions of agents outside")
+                if section.title not in NOT_OF_THE_DEMO
             ]
             panels = [panel for section in sections for panel in section.panels]
             for query in (query for panel in panels for query in panel.series.values()):

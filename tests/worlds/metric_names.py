@@ -59,6 +59,11 @@ RAYS: Mapping[str, tuple[str, ...]] = {
 RAYS_NAME = re.compile(r"\bray_[a-z0-9_]+")
 
 
+# Sections of dashboards for what the run of test_metrics_scenarios.py does not have:
+# test_prometheus.py shows them.
+NOT_OF_THE_DEMO = ("Service", "Critic", "Sessions of agents outside", "Functions of one's own")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
     """A metric under its family's name; the series' names follow from the kind."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from actors.environment.workers import LostCalls
 from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
@@ -120,6 +121,14 @@ def evaluation_record(step: int, *, reward: float | None = 0.6) -> EvaluationRec
         scaled_reward_mean=reward,
         outcomes={Outcome.COMPLETED: 64},
     )
+
+
+def lost_calls(function: str, *, count: int = 1, **changes: Any) -> LostCalls:
+    """Of a hang on one task, as an environment actor counts it."""
+    calls = LostCalls(
+        function=function, end="killed", count=count, why="no answer within 20 s", tasks=("row-1",)
+    )
+    return replace(calls, **changes)
 
 
 def learning_run(num_steps: int) -> Run:

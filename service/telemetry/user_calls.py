@@ -1,0 +1,85 @@
+"""What is shown of the calls of a user's functions that gave no answer, and of their workers.
+
+Each environment actor counts from its start on, over its own calls; here they are added up over the
+actors of all terms. A part of the recorder's; the pool of environment actors says what it heard.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from actors.environment.workers import MAX_TASKS_NAMED, LostCalls
+from actors.metrics import Metrics
+
+MAX_FUNCTIONS = 32
+OTHERS = "others"
+"""In place of the name of a function beyond the first MAX_FUNCTIONS."""
+TOLD_AGAIN = 10
+"""A function's number is reported again when it is so many times what it was."""
+
+
+class UserCalls:
+    def __init__(self, metrics: Metrics, notice: Callable[[str], None]) -> None:
+        self._metrics = metrics
+        self._notice = notice
+        # By actor, function and end, as it was last heard.
+        self._heard: Counter[tuple[str, str, str]] = Counter()
+        self._resident_bytes: dict[str, int] = {}
+        # By function, then by end.
+        self._counts: dict[str, Counter[str]] = {}
+        self._firsts: dict[str, str] = {}
+        self._tasks: dict[str, dict[str, None]] = {}
+        self._told: Counter[str] = Counter()
+
+    def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
+        """What an actor has counted since its start; its largest worker's memory, 0: no worker."""
+        with self._metrics.together():
+            for each in lost:
+                key = actor_id, each.function, each.end
+                self._count(each, each.count - self._heard[key])
+                self._heard[key] = each.count
+            self._resident_bytes[actor_id] = resident_bytes
+            self._show_memory()
+        for function, counts in self._counts.items():
+            if counts.total() >= max(1, TOLD_AGAIN * self._told[function]):
+                self._told[function] = counts.total()
+                self._notice(self._text(function))
+
+    def ended(self, actor_id: str) -> None:
+        """An actor is gone; what it counted stays."""
+        self._resident_bytes.pop(actor_id, None)
+        self._show_memory()
+
+    def _count(self, lost: LostCalls, gained: int) -> None:
+        is_known = lost.function in self._counts or len(self._counts) < MAX_FUNCTIONS
+        function = lost.function if is_known else OTHERS
+        self._counts.setdefault(function, Counter())[lost.end] += gained
+        self._firsts.setdefault(function, lost.why)
+        self._tasks.setdefault(function, {}).update(dict.fromkeys(lost.tasks))
+        counter = self._metrics.parts.lost_user_calls
+        counter.labels(function=function, end=lost.end).inc(gained)
+
+    def _show_memory(self) -> None:
+        largest = max(self._resident_bytes.values(), default=0)
+        self._metrics.parts.worker_memory.set(largest or None)
+
+    def _text(self, function: str) -> str:
+        counts = self._counts[function]
+        at_limit, died = counts.total() - counts["died"], counts["died"]
+        parts = []
+        if at_limit:
+            parts.append(f"{_calls(at_limit)} ended at {'their' if at_limit > 1 else 'its'} limit")
+        if died:
+            parts.append(f"{_calls(died)} lost with {'their' if died > 1 else 'its'} process")
+        tasks = ", ".join([*self._tasks[function]][:MAX_TASKS_NAMED])
+        of_tasks = f"; tasks such as {tasks}" if tasks else ""
+        return (
+            f"{function}: {' and '.join(parts)} (the first: {self._firsts[function]}{of_tasks}). "
+            "Each fails by itself: a score is a reward_error, a tool's answer an error, an "
+            "environment's an environment_error"
+        )
+
+
+def _calls(count: int) -> str:
+    return f"{count} calls were" if count > 1 else "1 call was"
