@@ -277,6 +277,7 @@ class EnvironmentActor:
         rollouts = (played.rollouts if played else None) or self._settings.rollouts
         trainer_state.set(self._state_of(group.group_number))
         playing.set(rollouts)
+        workers.task_id.set(group.task.task_id)
         return await score_together(
             trajectories,
             group.task,

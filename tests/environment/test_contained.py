@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.chatml import chatml_tokenizer
+from worlds.environment_fakes import GuessFour
 
+from actors.environment import workers
+from actors.environment.actor import EnvironmentActor
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.evaluation import plays_of
 from actors.environment.protocol import Action, RewardError, ToolCall
-from actors.environment.settings import RolloutSettings, playing
+from actors.environment.settings import (
+    EnvironmentActorSettings,
+    PlayedEnvironment,
+    RolloutSettings,
+    playing,
+)
 from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.environment.worker_environment import WorkerEnvironment
 from actors.environment.workers import WorkerLost
-from actors.types import Task
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.types import Outcome, Task
 
 MODULE = '''
 import asyncio, os, signal, threading, time
@@ -27,6 +39,8 @@ def score(completion, log_metric):
     if completion == "raise": raise ValueError("no number in it")
     log_metric("length", len(completion))
     return float(threading.current_thread() is threading.main_thread())
+
+def hangs(completion): time.sleep(10**6)
 
 def alarmed(completion):
     def ring(*_): raise TimeoutError
@@ -207,3 +221,32 @@ async def test_an_environment_in_a_worker_is_the_environment_itself() -> None:
         await environment.step(Action(text="x"))
     with pytest.raises(WorkerLost):
         await environment.close()
+
+
+async def test_an_actor_answers_its_ping_with_the_calls_that_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_pools", threading.local())
+    chatml_tokenizer().save_pretrained(str(tmp_path))
+    played = PlayedEnvironment(
+        environment="single_turn", options={"reward": "contained_of_test.py:hangs"}
+    )
+    actor = EnvironmentActor(
+        EnvironmentActorSettings(
+            rollouts=RolloutSettings(reward_limit_s=0.5),
+            environments={"e": played},
+            chat_template=None,
+            groups_per_step=1,
+            max_context_tokens=256,
+        ),
+        actor_id="e0",
+        tokenizer_path=str(tmp_path),
+        make_policy=lambda: GuessFour(build_tokenizer().encode("4"), delay_s=0.0),
+        queue=None,
+    )
+    assert await actor.ping() == ((), 0)
+    (found,) = await actor.evaluate(plays_of([task()], 1))
+    assert found.summary.outcome is Outcome.REWARD_ERROR
+    (lost,), _ = await actor.ping()
+    assert (lost.function, lost.end) == ("contained_of_test.py:hangs", "killed")
+    assert (lost.count, lost.tasks) == (1, ("t7",)) and "0.5 s" in lost.why
