@@ -255,10 +255,10 @@ class RewardFunction:
         reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
         """
         if not isinstance(found, Mapping):
-            return None if found is None else self._number(found, found), {}
+            return None if found is None else self._number(found), {}
         is_verl = "score" in found
         parts = {
-            str(name)[:MAX_NAME]: self._number(value, found)
+            str(name)[:MAX_NAME]: self._number(value, f" as {str(name)[:MAX_NAME]}")
             for name, value in found.items()
             # The other values that verl's graders report may be text.
             if not is_verl or name == "score" or _is_number(value)
@@ -270,12 +270,12 @@ class RewardFunction:
             )
         return parts["score"] if is_verl else sum(parts.values()), parts
 
-    def _number(self, value: Any, found: object) -> float:
-        """Return one value of what was given as a number. Raises: RewardError."""
+    def _number(self, value: Any, place: str = "") -> float:
+        """Return one value of what was given as a number. place: its name. Raises: RewardError."""
         if not _is_number(value):
             raise NoScore(
-                f"reward function {self.name} gave {_told(found)}, expected a number, or numbers "
-                f"by their names, none beyond {MAX_REWARD:g}"
+                f"reward function {self.name} gave {_told(value)}{place}, expected a number, or "
+                f"numbers by their names, none beyond {MAX_REWARD:g}"
             )
         return float(_plain(value))
 
@@ -327,7 +327,16 @@ def _sendable(found: Any) -> Any:
     if isinstance(found, list):
         return [_sendable(value) for value in found]
     plain = _plain(found)
-    return found if plain is None else plain
+    is_known = isinstance(plain, Real | Decimal | str | None)
+    return plain if is_known and not (plain is None and found is not None) else _Other(_kind(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """What is no score, and may be nothing that can be sent between processes."""
+
+    kind: str
+    """In words."""
 
 
 def _flat(*values: Any) -> Iterator[workers.Held]:
@@ -349,8 +358,8 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     number = _plain(value)
-    is_real = isinstance(number, Real | Decimal)
-    return is_real and abs(float(number)) <= MAX_REWARD
+    # Compared as it is: an integer may be too large for a float.
+    return isinstance(number, Real | Decimal) and -MAX_REWARD <= number <= MAX_REWARD
 
 
 def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[RewardFunction, ...]:
@@ -396,18 +405,29 @@ def _load(text: str, weight: object) -> RewardFunction:
 
 
 def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFunction:
-    if not callable(found):
+    if isinstance(found, type):
         raise BadRewardFunction(
-            f"reward: {text} is a {type(found).__name__}, expected a function; name one"
+            f"reward: {text} is a class, expected a function or an instance with __call__; give an "
+            "instance a name in the module, and name that"
         )
+    if not callable(found):
+        raise BadRewardFunction(f"reward: {text} is {_kind(found)}, expected a function; name one")
     function = replace(_as_called(name, found, weight=weight), target=text)
+    called = found if inspect.isroutine(found) else getattr(found, "__call__", found)  # noqa: B004
+    is_stream = inspect.isasyncgenfunction(called)
+    if is_stream or (inspect.isgeneratorfunction(called) and not function.takes_lists):
+        wanted = "a list" if function.takes_lists else "a number"
+        raise BadRewardFunction(
+            f"reward: {text} yields its values, expected {wanted} that is returned; write return "
+            "in place of yield"
+        )
     named = _arguments(found)
     answers = named.keys() & {"completion", "completions"}
     reads_other = function.named is None or named.keys() & {*EXTRAS, "environments", "columns"}
     if len(answers) != 1 and not (reads_other and not answers):
         raise BadRewardFunction(
-            f"reward: {text} takes ({', '.join(inspect.signature(found).parameters)}), expected an "
-            "argument completion, or completions as TRL has it"
+            f"reward: {text} takes {inspect.signature(found)}, expected an argument completion "
+            "that can be given by its name, or completions as TRL has it"
         )
     if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(
@@ -479,4 +499,13 @@ def _as_conversation(text: str) -> list[dict[str, str]]:
 
 
 def _told(found: object) -> str:
-    return f"{found!r:.80}" if isinstance(found, Real | str) else f"a {type(found).__name__}"
+    if found is None or isinstance(found, Real | Decimal | str):
+        return f"{found!r:.80}"
+    return found.kind if isinstance(found, _Other) else _kind(found)
+
+
+def _kind(found: object) -> str:
+    if isinstance(found, list):
+        return f"a list of {len(found)}"
+    name = type(found).__name__
+    return f"an {name}" if name[:1] in "aeiou" else f"a {name}"

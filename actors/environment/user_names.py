@@ -11,6 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from actors.environment.user_code import describe
+
+_EXPECTED = "expected a name of a module that can be imported from where the command is started"
+
 
 class BadName(ValueError):
     """Nothing is found by the name."""
@@ -41,10 +45,19 @@ def find(text: str, *, what: str) -> Any:
         found: Any = module
         for part in name.split("."):
             found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        own = module_of(text, what=what)
+        if error.name is not None and not f"{own}.".startswith(f"{error.name}."):
+            raise BadName(
+                f"{what}: {text}: its module needs {error.name}, which is not installed; install it"
+            ) from error
+        raise BadName(f"{what}: {text}: {error}; {_EXPECTED}") from error
     except (ImportError, AttributeError) as error:
+        raise BadName(f"{what}: {text}: {error}; {_EXPECTED}") from error
+    except (Exception, SystemExit) as error:
         raise BadName(
-            f"{what}: {text}: {error}; expected a name of a module that can be imported from "
-            "where the command is started"
+            f"{what}: {text}: its module raised {describe(error)}; expected one that can be "
+            "imported; mend it"
         ) from error
     return found
 

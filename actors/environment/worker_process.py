@@ -27,6 +27,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
@@ -66,6 +67,10 @@ def main(control_fd: int) -> None:
         # Whoever calls it learns why it cannot be imported.
         with suppress(Exception, SystemExit):
             import_name(name)
+    if threading.active_count() > 1:
+        # Workers would not have the threads, and may wait for their locks forever. Ending without
+        # a worker has each of them import the modules itself.
+        os._exit(0)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, _end)

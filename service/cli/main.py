@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -476,7 +477,9 @@ def check(
     settings = _converted(settings)
     from service.cli.check import check_before_start, describe_template
 
-    check_before_start(settings, is_local=address is None, trial=_trial(call, answer))
+    # The output is a configuration, of which what a module prints at its import is no part.
+    with redirect_stdout(sys.stderr):
+        check_before_start(settings, is_local=address is None, trial=_trial(call, answer))
     typer.echo(describe_config(settings))
     typer.echo(describe_template(settings))
 

@@ -81,7 +81,7 @@ class Fate(StrEnum):
     SILENT = "gave None"
     RAISED = "raised"
     BROKEN = "cannot run:"
-    NO_NUMBER = "gave no number"
+    NO_NUMBER = "gave"
     ENDED = "ended its process"
     HUNG = "did not end"
 
@@ -129,6 +129,8 @@ class _Request:
     begun: frozenset[str]
     made: frozenset[tuple[str, str, int]]
     """The calls that earlier children made."""
+    path: tuple[str, ...]
+    """Where modules are imported from."""
 
 
 def has_own_code(settings: TasksSettings) -> bool:
@@ -169,12 +171,12 @@ class _Trials:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         program = "from service.config.trial import main; main()"
         process = subprocess.Popen(
-            [sys.executable, "-c", program, str(theirs.fileno())],
+            [sys.executable, "-P", "-c", program, str(theirs.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_last(sys.path))},
             # So that what the functions start is ended with it.
             start_new_session=True,
         )
@@ -207,6 +209,7 @@ class _Trials:
             blocked_s=tasks.BLOCKED_S,
             begun=frozenset(self.begun),
             made=frozenset(each.key for each in self.calls),
+            path=tuple(sys.path),
         )
 
     def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
@@ -301,6 +304,13 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         _compare([each for each in calls if each.environment == name], tell=tell)
 
 
+def _own_last(path: Sequence[str]) -> list[str]:
+    """Return an import path on which the child finds its own modules: a user's file may have the
+    name of one of them, which is refused with a sentence later."""
+    here = os.getcwd()
+    return sorted((each or here for each in path), key=lambda each: each == here)
+
+
 def _told(call: Call) -> str:
     return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
 
@@ -328,6 +338,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     said = Connection(int(sys.argv[1]), readable=False)
     request: _Request = pickle.load(sys.stdin.buffer)
+    sys.path[:] = request.path
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     tasks.RESET_LIMIT_S, tasks.BLOCKED_S = request.reset_limit_s, request.blocked_s
@@ -456,7 +467,11 @@ async def _scored(
     try:
         score = await environment.score_by(function, text)
     except NoScore as error:
-        return Fate.NO_NUMBER, f"({error})", 0.0
+        return (
+            Fate.NO_NUMBER,
+            str(error).removeprefix(f"reward function {function.name} gave "),
+            0.0,
+        )
     except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
         return _fate_of(error)
     if score.value is None:
@@ -472,7 +487,7 @@ async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fat
     except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
         return _fate_of(error)
     if not isinstance(found, StepResult):
-        words = f"(a {type(found).__name__}, expected a StepResult of actors.environment.protocol)"
+        words = f"a {type(found).__name__}, expected a StepResult of actors.environment.protocol"
         return Fate.NO_NUMBER, words, 0.0
     if (problem := reward_problem(found)) is not None:
         return Fate.NO_NUMBER, f"({problem})", 0.0

@@ -130,7 +130,7 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
         ("leaves", r"leaves ended its process \(.* status 4\) for .*; have it raise"),
         ("hangs", "hangs did not end within .*--no-call"),
         ("exits", r"exits ended its process \(SystemExit: 3 .*of_trial.py:\d+ in exits"),
-        ("text", "text gave no number .*gave 'good'.*return a number"),
+        ("text", "text gave 'good', expected a number.*return a number"),
         ("imports", "imports cannot run: ModuleNotFoundError: .*no_such_package.*mend it"),
     ],
 )
@@ -144,12 +144,22 @@ def test_a_function_that_can_never_work_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Game", "step of of_trial:Game gave no number .*a StepResult"), ("Ends", "exit code 7")],
+    [
+        ("Game", "step of of_trial:Game gave a float, expected a StepResult"),
+        ("Ends", "exit code 7"),
+    ],
 )
 def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: str) -> None:
     config = config_of(environment=f"of_trial:{name}", options={}, dataset=None)
     with pytest.raises(ConfigError, match=words):
         check_without_model(config)
+
+
+def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(place: Path) -> None:
+    (place / "json.py").write_text("def score(completion): return 1.0")
+    config = config_of(options={"reward": "json.py:score"})
+    with pytest.raises(ConfigError, match=r"json\.py is not what Python imports.*rename the file"):
+        tried(config, Trial(), tell=lambda _: None)
 
 
 def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Path) -> None:

@@ -77,7 +77,7 @@ async def test_several_functions_add_up_by_their_weights_beside_those_of_one_ans
     ("name", "words"),
     [
         ("fails", "fails raised KeyError"),
-        ("too_few", "gave a list for a list of 2 answers, expected a list of one number each"),
+        ("too_few", "gave a list of 1 for a list of 2 answers, expected a list of one number each"),
         ("silent", "none of the group functions gave a number"),
         ("wrong_column", "column word has 1 values for 2 answers"),
     ],

@@ -89,6 +89,28 @@ def needs_ids(completions, completion_ids):
 def other(text):
     return 0.0
 
+def vaster(completion):
+    return 10 ** 400
+
+def not_known(completion):
+    return {"right": 1.0, "style": None}
+
+def made_of_locks(completion):
+    return object.__new__(type("Lock", (), {"__reduce__": None}))
+
+async def streams(completion):
+    yield 1.0
+
+def yields(completion):
+    yield 1.0
+
+class Scorer:
+    def __call__(self, completion):
+        return 1.0
+
+def by_place(completion, /):
+    return 1.0
+
 not_callable = 3
 """
 
@@ -248,6 +270,9 @@ async def test_several_functions_are_summed_by_their_weights() -> None:
         ("fails", "fails raised KeyError"),
         ("leaves", "leaves raised SystemExit"),
         ("vast", "none beyond 1e"),
+        ("vaster", "gave 10000.*, expected a number"),
+        ("not_known", "gave None as style, expected a number"),
+        ("made_of_locks", "gave a Lock, expected a number"),
         ("many", "gave 65 named numbers, expected 1 to 64"),
         ("silent", "none of the reward functions"),
         ("quiet", "none of the reward functions"),
@@ -271,7 +296,11 @@ async def test_what_a_function_needs_is_a_column() -> None:
     [
         ("needs_ids", "needs completion_ids, which a trainer alone has"),
         ("other", r"takes \(text\), expected an argument completion"),
-        ("not_callable", "is a int, expected a function"),
+        ("streams", "yields its values, expected a number that is returned"),
+        ("yields", "yields its values"),
+        ("Scorer", "is a class, expected a function or an instance with __call__"),
+        ("by_place", r"takes \(completion, /\), expected .* can be given by its name"),
+        ("not_callable", "is an int, expected a function"),
         ("missing", "has no attribute 'missing'"),
         ([], "got no function"),
         (["exact", "exact"], "expected each function once"),
@@ -302,6 +331,24 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
     (tmp_path / "types.py").write_text("def score(completion):\n    return 1.0\n")
     with pytest.raises(BadRewardFunction, match=r"types\.py is not what Python imports"):
         load_functions("types.py:score")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import no_such_package", "its module needs no_such_package, which is not installed"),
+        ("def score(completion", "its module raised SyntaxError.*mend it"),
+        ("raise SystemExit(3)", "its module raised SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_of_test.py").write_text(text)
+    with pytest.raises(BadRewardFunction, match=f"broken_of_test.py:score: {words}"):
+        load_functions("broken_of_test.py:score")
 
 
 def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:

@@ -121,6 +121,22 @@ async def test_a_call_answers_from_the_main_thread_of_another_process(
     assert pool.num_workers <= 2 and all(each > 2**20 for each in pool.resident_bytes)
 
 
+async def test_a_thread_that_a_module_starts_is_there_in_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[..., Pool]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "threads_of_test.py").write_text(
+        "import asyncio, threading\n"
+        "loop = asyncio.new_event_loop()\n"
+        "threading.Thread(target=loop.run_forever, daemon=True).start()\n"
+        "async def later(): return 42\n"
+        "def call(): return asyncio.run_coroutine_threadsafe(later(), loop).result()\n"
+    )
+    monkeypatch.setattr(workers, "_preloaded", {"threads_of_test.py:call": None})
+    assert await made(size=1).call("threads_of_test.py:call", {}, limit_s=LIMIT_S) == 42
+
+
 async def test_what_a_call_raises_comes_back_as_text_and_its_worker_stays(
     functions: str, made: Callable[..., Pool]
 ) -> None:
