@@ -358,8 +358,13 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     number = _plain(value)
-    # Compared as it is: an integer may be too large for a float.
-    return isinstance(number, Real | Decimal) and -MAX_REWARD <= number <= MAX_REWARD
+    if not isinstance(number, Real | Decimal):
+        return False
+    try:
+        return abs(float(number)) <= MAX_REWARD
+    except (OverflowError, ValueError):
+        # An integer too large for a float; a signalling NaN.
+        return False
 
 
 def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[RewardFunction, ...]:
