@@ -53,7 +53,7 @@ def main(control_fd: int) -> None:
     """Fork workers until the socket closes."""
     control = socket.socket(fileno=control_fd)
     parent = os.getppid()
-    _die_with(parent, signal.SIGTERM)
+    die_with(parent, signal.SIGTERM)
     ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waking = os.pipe()
     for end in (woken, waking):
@@ -185,7 +185,7 @@ class _Nursery:
 
 def _become_worker(end: int, nursery: int, *, max_bytes: int, is_loop: bool) -> None:
     """Answer calls until the socket closes; never return."""
-    _die_with(nursery, signal.SIGKILL)
+    die_with(nursery, signal.SIGKILL)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -385,7 +385,8 @@ def _status_bytes(field: str) -> int:
     return 0
 
 
-def _die_with(parent: int, number: signal.Signals) -> None:
+def die_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent, of this process id, ends."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

@@ -10,7 +10,6 @@ Called by `service.config.preflight`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -40,6 +39,7 @@ from actors.environment.protocol import (
 from actors.environment.reward_functions import NoScore, RewardFunction
 from actors.environment.tasks import TaskSource
 from actors.environment.user_code import describe, location, root_cause
+from actors.environment.worker_process import die_with
 from actors.types import Task
 from service.config import tasks
 from service.config.file import ConfigError
@@ -57,8 +57,6 @@ _MAX_LOOKED_AT = 64
 _STDERR_BYTES = 500
 _TOO_SHORT_S = 0.05
 _LOOK_S = 0.1
-# linux/prctl.h
-_PDEATHSIG = 1
 # Errors that no other answer would change.
 _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
 
@@ -335,7 +333,7 @@ def main() -> None:
     """Do what the request on standard input asks for, and say it on the given descriptor."""
     with suppress(AttributeError, OSError):
         # Linux has it: a command that is killed leaves no child that hangs.
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with(os.getppid(), signal.SIGKILL)
     said = Connection(int(sys.argv[1]), readable=False)
     request: _Request = pickle.load(sys.stdin.buffer)
     sys.path[:] = request.path
