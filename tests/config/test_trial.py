@@ -97,6 +97,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+STARTS = """
+import subprocess
+
+child = subprocess.Popen(["sleep", "1000"])
+with open("children", "a") as file:
+    file.write(f"{child.pid}\\n")
+
+def one(completion):
+    return 1.0
+"""
+
+
 def config_of(*names: str, **tasks: Any) -> Config:
     options = {"reward": [f"of_trial.py:{name}" for name in names]}
     tree = {
@@ -112,7 +124,9 @@ def config_of(*names: str, **tasks: Any) -> Config:
 def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path) -> None:
     told: list[str] = []
     names = ("right", "prints", "forks", "reads", "dies_once", "silent")
-    begun = tried(config_of(*names), Trial(), tell=told.append)
+    (place / "starts.py").write_text(STARTS)
+    functions = [*(f"of_trial.py:{name}" for name in names), "starts.py:one"]
+    begun = tried(config_of(options={"reward": functions}), Trial(), tell=told.append)
     assert begun["single_turn"].messages[0].content.endswith("?")
     reads, dies, silent = told
     assert "reads raised EOFError: EOF when reading a line" in reads and "2 answers" in reads
