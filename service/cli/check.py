@@ -1,4 +1,4 @@
-"""`rayloom check`: the checks before a start, and what a chat template does with a chat."""
+"""`rayloom check`: run the checks before a start, and describe the model's chat template."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from service.config.trial import Trial
 
 
 def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
-    """Run the checks that `rayloom train` begins with; warnings go to standard error.
+    """Run the checks that `rayloom train` begins with, and print warnings to standard error.
 
-    Raises: ConfigError.
+    is_local, trial: see `check_without_model`. Raises: ConfigError if a check fails.
     """
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=warn)
     if config.model.path is not None:
@@ -35,7 +35,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
             f"model.max_context_tokens is {config.model.max_context_tokens}, expected at most the "
             f"tiny model's {MAX_POSITIONS} positions; lower it or choose another model"
         )
-    # Its tokenizer is all that these checks read, and is built at once.
+    # These checks read only the tiny model's tokenizer, which is quick to build.
     with tempfile.TemporaryDirectory(prefix="rayloom-check-") as directory:
         build_tokenizer().save_pretrained(directory, save_jinja_files=False)
         check_with_model(config, observations, model_path=directory)

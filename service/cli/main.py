@@ -239,7 +239,7 @@ def start(
 
 
 def _trial(call: bool | None, answer: str | None) -> Trial:
-    """What is called before the start."""
+    """Return which of the user's own functions are called before the start."""
     from service.config.trial import Trial
 
     return Trial(functions=call is not False, judges=call is True, answer=answer)
@@ -339,7 +339,10 @@ def _evaluation_section(config: Config, name: str) -> str:
 
 
 def _own_config(run: Path, *, option: str = "--resume ") -> Path:
-    """option: that named it. Raises: ConfigError."""
+    """Return the configuration file in a run's directory. Raises: ConfigError if there is none.
+
+    option: the option that named the directory, for messages.
+    """
     from service.launch.run_dir import RunDir
 
     file = RunDir(path=run).config_file
@@ -351,7 +354,7 @@ def _own_config(run: Path, *, option: str = "--resume ") -> Path:
 
 
 def _converted(config: Config) -> Config:
-    """Replace GGUF files by directories that trainer and engines read. Raises: ConfigError."""
+    """Return the configuration with GGUF files converted to directories. Raises: ConfigError."""
     from service.launch.gguf_models import with_converted_models
 
     return with_converted_models(config, tell=partial(say, err=True))
@@ -857,7 +860,10 @@ def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
 
 
 def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
-    """Return the run's directory, which --run may name too, and the key's. Raises: ConfigError."""
+    """Return the run's directory and the key's name. Raises: ConfigError.
+
+    run: the directory, if the option --run names it.
+    """
     given = [*([str(run)] if run else []), *words]
     if len(given) != 2:
         raise ConfigError(

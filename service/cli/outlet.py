@@ -39,7 +39,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def warn(text: str) -> None:
-    """Say on standard error what may be wrong and ends nothing."""
+    """Print a warning to standard error."""
     say(f"rayloom: warning: {text}", err=True)
 
 

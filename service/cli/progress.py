@@ -93,7 +93,7 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return how long the stage of the start was that has ended, if one has."""
+        """Return a line with the duration of the start's stage that has ended; none if none has."""
         if previous is None or previous.phase is not Phase.STARTING:
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]

@@ -1,4 +1,4 @@
-"""`rayloom rescore`: score the trajectories of a run's journal again, by other functions."""
+"""`rayloom rescore`: score the trajectories in a run's journal again with other functions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """One trajectory's reward, then and now."""
+    """A trajectory with its old and its new reward."""
 
     step: int
     trajectory: Trajectory
     new: float | str
-    """A text says why there is none."""
+    """New reward, or a text that says why there is none."""
 
     @property
     def old(self) -> float:
@@ -36,7 +36,11 @@ class Rescored:
 
 
 def run_rescore(run: Path, *, rewards: Sequence[str], limit: int) -> int:
-    """Score again and show; returns the exit code. Raises: ConfigError."""
+    """Score the trajectories of a run again and show the changes.
+
+    rewards: names of the functions, whose scores are added. limit: largest number of trajectories
+    that are listed; 0: all. Returns: the exit code. Raises: ConfigError.
+    """
     journal = open_journal(run)
     run_dir = journal.run_dir
     if run_dir is None:
@@ -84,7 +88,7 @@ async def _rescored(
 
 
 def describe(found: Sequence[Rescored], *, limit: int) -> str:
-    """Return means, counts and the trajectories whose reward differs most, as lines."""
+    """Return lines with the means, the counts and the trajectories that changed most."""
     scored = [each for each in found if not isinstance(each.new, str)]
     missing = [each.new for each in found if isinstance(each.new, str)]
     lines = [f"{len(found)} trajectories that were scored"]

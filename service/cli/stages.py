@@ -1,7 +1,8 @@
-"""What a start is busy with, line by line: a first line at once, then each stage with its seconds.
+"""Progress of a start, line by line: a first line at once, then each stage with its seconds.
 
-Plain lines, so that a terminal, a notebook and a CI log show the same. The run's display goes on
-with what the supervisor starts. Imports nothing heavy: the first line comes before all of that.
+The lines are plain, so that a terminal, a notebook and a CI log show the same. Once the supervisor
+runs, the run's display shows the later stages. This module imports nothing heavy, so that the first
+line is printed before any slow import.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from service.cli.outlet import say
 
 
 class Stages:
-    """Tells the stages of one start, one after the other.
+    """Prints the stages of one start, one after the other.
 
     Example: Stages("reading CONFIG") prints "rayloom: reading CONFIG", then `next("loading")`
     prints "reading CONFIG: 0.3 s; next: loading".
@@ -31,7 +32,7 @@ class Stages:
         tell(f"rayloom: {first}")
 
     def next(self, name: str) -> None:
-        """End the stage in hand and begin another."""
+        """End the current stage and begin another."""
         self._tell(f"{self._ended()}; next: {name}")
         self._name, self._since = name, self._clock()
 

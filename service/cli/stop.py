@@ -27,10 +27,11 @@ LOOK_EVERY_S = 0.5
 
 
 def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
-    """Returns: the exit code; 0 also where there was nothing to stop. Raises: ConfigError.
+    """Stop runs of a cluster, and wait until they have ended.
 
-    name: the `run.name` of those to stop, or the directory of one; None: all of the cluster.
-    grace_s: as `Supervisor.stop`.
+    name: the `run.name` of the runs, or the directory of one run; None: all runs of the cluster.
+    grace_s: see `Supervisor.stop`. Returns: the exit code, which is 0 if there was nothing to stop.
+    Raises: ConfigError.
     """
     asked = _run_id(name) if name is not None and Path(name).is_dir() else name
     with attached(address):
@@ -60,7 +61,7 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
 
 
 def _run_id(directory: str) -> str:
-    """Raises: ConfigError for a directory that no run is in."""
+    """Return the id of the run in a directory. Raises: ConfigError if no run is in it."""
     run_dir = RunDir(path=Path(directory))
     if not run_dir.config_file.is_file():
         raise ConfigError(
@@ -71,7 +72,10 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """By the run's id. name: of runs, or the id of one."""
+    """Return the supervisors of the asked runs, by run id.
+
+    name: the name of runs, or the id of one run; None: all runs.
+    """
     found = {}
     for each in list_named_actors(all_namespaces=True):
         run_name = run_name_of(each["name"])

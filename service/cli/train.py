@@ -61,7 +61,7 @@ class TrainRequest:
     store: StoreOptions = field(default_factory=StoreOptions)
     """Where a new run's database is to lie."""
     trial: Trial = field(default_factory=Trial)
-    """What of the user's own code is called before the start."""
+    """Which of the user's own functions are called before the start."""
     api: HttpSettings | None = None
     """Accept tasks over HTTP; None: play the configuration's own."""
 
@@ -69,7 +69,7 @@ class TrainRequest:
 def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) -> int:
     """Train until the end, or until a signal; returns the exit code.
 
-    stages: of the start, of which the packages are loaded.
+    stages: the progress of the start, whose current stage is the loading of packages.
 
     The directories of the request have been checked (`check_resumable`, `check_new`).
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.

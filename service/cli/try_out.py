@@ -1,6 +1,7 @@
 """`rayloom try`: play a few tasks without a run, and show prompt, reply and reward of each.
 
-Replies are the data's reference answers, typed in, or those of a model behind an API like OpenAI's.
+The replies are reference answers from the data, typed by the user, or sampled from a model behind
+an API like OpenAI's.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TryRequest:
-    """What the user asked for."""
+    """Arguments of `rayloom try`."""
 
     config: Config
     num_tasks: int
     answer: str | None = None
-    """The column whose reference answers are the replies."""
+    """Column whose reference answers are the replies; None: the replies come from elsewhere."""
     model: str | None = None
-    """Asked for the replies, at `base_url`. Neither: they are typed in."""
+    """Name of the model that replies, at `base_url`; None, without `answer`: the user types."""
     base_url: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model's sampling, as its API names them."""
+    """Sampling parameters of the model, by their names in the API."""
 
     def check(self) -> None:
-        """Raises: ConfigError."""
+        """Check that the options fit together. Raises: ConfigError if they do not."""
         if self.answer is not None and self.model is not None:
             raise ConfigError(
                 f"--model {self.model}: got --answer {self.answer} too, expected one of them to "
@@ -83,15 +84,15 @@ class TryRequest:
 
 
 class _Unplayed(Exception):
-    """A task cannot be played on; the message says why."""
+    """Raised if a task cannot be played to its end; the message is the reason."""
 
 
-# Gives the next reply to a chat.
+# Returns the next reply to a chat, and the name of who gave it.
 _Replies = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[tuple[Action, str]]]
 
 
 def run_try(request: TryRequest) -> int:
-    """Play and show the tasks; returns the exit code. Raises: ConfigError."""
+    """Play and show the tasks. Returns: the exit code. Raises: ConfigError."""
     request.check()
     config = request.config
     source = open_tasks(config)
@@ -115,7 +116,7 @@ def run_try(request: TryRequest) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process: the interpreter would wait for the thread of a call that hangs."""
+    """End the process without waiting for the threads of calls that hang."""
     for stream in (sys.stdout, sys.stderr):
         with outlet(stream):
             stream.flush()
@@ -123,7 +124,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _renderer(config: Config) -> ChatRenderer:
-    """Raises: ConfigError."""
+    """Return the model's renderer. Raises: ConfigError if its tokenizer cannot be used."""
     load = partial(
         load_renderer,
         template_options=config.rollouts.template_options,
@@ -143,7 +144,10 @@ def _renderer(config: Config) -> ChatRenderer:
 async def _play(
     request: TryRequest, make: Callable[[], Environment], task: Task, renderer: ChatRenderer
 ) -> float:
-    """Play one task; returns its reward. Raises: _Unplayed; EOFError if nothing more is typed."""
+    """Play one task and return its reward.
+
+    Raises: _Unplayed if it cannot be played to its end; EOFError at the end of typed input.
+    """
     limit_s = request.config.rollouts.turn_deadline_s
     environment = make()
     try:
@@ -198,7 +202,7 @@ def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[St
 
 
 async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Raises: _Unplayed for a call that raises, or does not end."""
+    """Return what a call returns. Raises: _Unplayed if it raises, or exceeds its limit."""
     try:
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
@@ -251,7 +255,7 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Read a reply up to an empty line. Raises: EOFError at the end of the input."""
+    """Read a reply up to an empty line. Raises: EOFError if the input has ended."""
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
     lines: list[str] = []
@@ -266,7 +270,7 @@ async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[
 async def _sampled(
     request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> tuple[Action, str]:
-    """Ask the model. Raises: _Unplayed."""
+    """Return the reply of the model. Raises: _Unplayed if the request fails."""
     assert request.base_url is not None
     body = {
         "model": request.model,
@@ -304,7 +308,7 @@ async def _sampled(
 
 
 def _for_api(message: Message) -> dict[str, Any]:
-    """Return a message as OpenAI's chat completions have it."""
+    """Return a message in the format of OpenAI's chat completions."""
     found: dict[str, Any] = {"role": message.role.value, "content": message.content}
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
@@ -321,7 +325,7 @@ def _for_api(message: Message) -> dict[str, Any]:
 
 
 def read_schema(file: Path) -> dict[str, Any]:
-    """Return what asks for replies that fit a JSON schema. Raises: ConfigError."""
+    """Return the API's `response_format` for the JSON schema in a file. Raises: ConfigError."""
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -199,7 +199,7 @@ def _of_kept(key: str, settings: EvaluationSettings | EvaluationSetSettings) -> 
 
 
 def _of_structured(key: str, structured: StructuredOutputs) -> Iterator[str]:
-    # Most configurations have none, and need not wait for the imports.
+    # Imported here, because most configurations have no structured outputs.
     import regex
     from jsonschema import Draft202012Validator, SchemaError
 
@@ -438,7 +438,7 @@ def _of_schedules(config: Config) -> Iterator[str]:
 
 
 def _of_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
-    """As it is given."""
+    """Yield disagreements among the settings of a schedule, as the configuration has them."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
     is_wsd = kind is ScheduleKind.WSD
     if kind is ScheduleKind.CONSTANT:
@@ -463,7 +463,10 @@ def _of_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
 
 
 def _of_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
-    """Whether there is room for it. planned: with its number of updates."""
+    """Yield a disagreement if warm-up and decay do not fit into the updates of a schedule.
+
+    planned: the schedule, with its number of updates.
+    """
     if planned.kind is ScheduleKind.CONSTANT:
         return
     assert planned.updates is not None

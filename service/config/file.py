@@ -29,9 +29,9 @@ _logger = logging.getLogger(__name__)
 # Of a file, or an override. The longest configuration here has a hundred.
 MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
-# Of a template's text, in which something is written by Jinja.
+# Distinguishes the text of a template from a path.
 _SIGN = "{{"
-# Settings of evaluations that training does not have.
+# Settings of `evaluation` that `rollouts` does not have.
 _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
 # A member of an enumeration, as pydantic shows it where only some of them are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
@@ -66,8 +66,11 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
 
 
 def _with_template(config: Config) -> Config:
-    """With the text of its chat template in place of the path: all of the run's processes and its
-    resumption have the text that it began with. Raises: ConfigError."""
+    """Return the configuration with the text of its chat template in place of a path.
+
+    All processes of the run, and the run when it is resumed, then have the text that it started
+    with. Raises: ConfigError if the file cannot be read or is no template.
+    """
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
         return config

@@ -25,7 +25,7 @@ def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSet
 
 
 def rank_settings(config: Config, *, model: str, checkpoint_dir: Path) -> RankSettings:
-    """The settings of a run's trainer ranks, with the ends of the learning-rate schedules."""
+    """Return the settings of a run's trainer ranks, with each schedule's `updates` filled in."""
     critic = replace(config.algorithm.critic, schedule=config.critic_schedule)
     return RankSettings(
         trainer=replace(config.trainer, schedule=config.policy_schedule),

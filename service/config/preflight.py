@@ -1,7 +1,8 @@
 """Check a configuration against the machine, before anything starts.
 
-Every check raises ConfigError with what was wrong, got, expected and the remedy. Reads files and
-the tokenizer, begins one task; a user's own functions are called in a process of their own.
+Every check raises ConfigError, whose message says what was wrong, got and expected, and the remedy.
+The checks read files and the tokenizer and begin one task. A user's own functions are called in a
+child process.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def check_without_model(
 ) -> dict[str, Observation]:
     """Run every check that needs no model, before one is built.
 
-    Args: is_local: the run starts a Ray of its own here; else a cluster's size counts. trial: what
-    of the user's own code is called. tell: gets each warning.
-    Returns: how the first task of each environment begins. Raises: ConfigError.
+    Args: is_local: whether the run starts its own Ray here; if not, the cluster's size counts.
+    trial: which of the user's own functions are called. tell: called with each warning.
+    Returns: the first observation of each environment, by name. Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
     check_parsers(config)

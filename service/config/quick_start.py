@@ -43,7 +43,7 @@ _TINY: dict[str, Any] = {
 def tasks_of(
     dataset: str | None, rewards: list[str], tools: list[str], group_rewards: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The section `tasks` of a data set, reward functions and tools; each may be left out."""
+    """Return the section `tasks` for a data set, functions and tools; each may be left out."""
     tasks: dict[str, Any] = {} if dataset is None else {"dataset": dataset}
     options: dict[str, Any] = {
         name: functions[0] if len(functions) == 1 else list(functions)

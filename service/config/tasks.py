@@ -252,7 +252,7 @@ def _first_messages(
 
 
 def _data_checks(config: Config) -> dict[str, DataCheck]:
-    """By environment, what its tasks' data have to satisfy. Raises: ConfigError."""
+    """Return the check of the tasks' data for each environment, by name. Raises: ConfigError."""
     if not config.has_environment:
         return {}
     checks = {}
@@ -352,7 +352,7 @@ def first_observation(config: Config) -> Observation:
 
 
 def maker(config: Config) -> Callable[[], Environment]:
-    """Return what makes a configuration's environment. Raises: ConfigError."""
+    """Return a function that makes the configured environment. Raises: ConfigError."""
     name = config.tasks.environment
     try:
         return resolve(name, config.tasks.options)

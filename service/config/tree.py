@@ -115,8 +115,9 @@ class ModelSettings:
     tiny: TinyModelSettings | None = None
     """Build the tiny model instead of a path."""
     chat_template: str | None = None
-    """Path of a Jinja file, which is read at the start, or its text; none: raw prompts, for base
-    models. Null: the tokenizer's own."""
+    """Chat template in place of the tokenizer's own: the path of a Jinja file, which is read when
+    the run starts, or a template's text. The word none: raw prompts, for base models. Null: the
+    tokenizer's own template."""
     dtype: Dtype = Dtype.FLOAT32
     """What the engines compute in."""
     max_context_tokens: Annotated[int, Ge(32)] = 2048
@@ -193,13 +194,13 @@ class EvaluationSetSettings:
     temperature: NotNegative = 0.0
     """0: greedy, one sample."""
     top_p: Share = 1.0
-    """As evaluation.top_p."""
+    """Value of evaluation.top_p for this set; 1: all tokens."""
     top_k: Natural = 0
-    """As evaluation.top_k."""
+    """Value of evaluation.top_k for this set; 0: all tokens."""
     min_p: Fraction = 0.0
-    """As evaluation.min_p."""
+    """Value of evaluation.min_p for this set; 0: no minimum."""
     structured_outputs: StructuredOutputs | None = None
-    """As evaluation.structured_outputs."""
+    """Value of evaluation.structured_outputs for this set; null: no constraint."""
     pass_reward: float = 1.0
     """As evaluation.pass_reward."""
 
@@ -224,14 +225,15 @@ class EvaluationSettings:
     temperature: NotNegative = 0.0
     """Of scheduled evaluations; 0: greedy, of which more than one sample would all be the same."""
     top_p: Share = 1.0
-    """Sample among the likeliest tokens that have this probability together; 1: among all. In
-    training always among all: the loss needs a log-probability over every token."""
+    """Sample among the likeliest tokens whose probabilities add up to this number; 1: among all
+    tokens. Training always samples among all, because its loss needs a log-probability over all."""
     top_k: Natural = 0
-    """Sample among the likeliest so many; 0: among all."""
+    """Number of the likeliest tokens to sample among; 0: all tokens."""
     min_p: Fraction = 0.0
-    """Leave out tokens that are less likely than this share of the likeliest; 0: none."""
+    """Lowest probability of a token that may be sampled, as a share of the likeliest token's; 0: no
+    minimum."""
     structured_outputs: StructuredOutputs | None = None
-    """Force the form of each reply; null: any."""
+    """Constraint on the form of each reply; null: no constraint."""
     pass_reward: float = 1.0
     """A sample passes with so much of its return or more, in parts of the best possible one where
     the environment knows that."""
@@ -247,7 +249,7 @@ class EvaluationSettings:
 
     @property
     def all_settings(self) -> tuple[EvaluationSettings | EvaluationSetSettings, ...]:
-        """These, and those of each set."""
+        """These settings, followed by those of each set."""
         return (self, *self.sets.values())
 
 
@@ -276,7 +278,7 @@ class MemberRollouts:
     temperature: Temperature | None = None
     """As rollouts.temperature."""
     stop: StopStrings | None = None
-    """As rollouts.stop."""
+    """Value of rollouts.stop for this part; null: that of rollouts."""
     max_turns: Positive | None = None
     """As rollouts.max_turns."""
     max_tokens_per_turn: Positive | None = None
@@ -300,13 +302,13 @@ class MemberEvaluation:
     temperature: NotNegative | None = None
     """As evaluation.temperature."""
     top_p: Share | None = None
-    """As evaluation.top_p."""
+    """Value of evaluation.top_p for this part; null: that of evaluation."""
     top_k: Natural | None = None
-    """As evaluation.top_k."""
+    """Value of evaluation.top_k for this part; null: that of evaluation."""
     min_p: Fraction | None = None
-    """As evaluation.min_p."""
+    """Value of evaluation.min_p for this part; null: that of evaluation."""
     structured_outputs: StructuredOutputs | None = None
-    """As evaluation.structured_outputs."""
+    """Value of evaluation.structured_outputs for this part; null: that of evaluation."""
     pass_reward: float | None = None
     """As evaluation.pass_reward."""
 
@@ -480,7 +482,8 @@ class Config:
 
     @property
     def engine_reads_text(self) -> bool:
-        """Whether an engine looks at the text of what it samples."""
+        """Whether the engines need the text of what they sample, for stop strings or structured
+        outputs."""
         return any(
             each.rollouts.stop or any(s.structured_outputs for s in each.evaluation.all_settings)
             for each in (self, *self.members.values())
@@ -515,12 +518,13 @@ class Config:
 
     @property
     def policy_schedule(self) -> ScheduleSettings:
-        """trainer.schedule, with the number of updates that null means."""
+        """trainer.schedule with `updates` filled in: if null, the updates of run.steps."""
         return self._planned(self.trainer.schedule, self.algorithm.updates_per_step)
 
     @property
     def critic_schedule(self) -> ScheduleSettings:
-        """algorithm.critic.schedule likewise; a critic makes one update a step."""
+        """algorithm.critic.schedule with `updates` filled in: if null, run.steps, because a critic
+        makes one update per step."""
         return self._planned(self.algorithm.critic.schedule, 1)
 
     def _planned(self, schedule: ScheduleSettings, updates_per_step: int) -> ScheduleSettings:

@@ -1,10 +1,10 @@
-"""Try a user's own functions before a run starts, in a process of their own.
+"""Try a user's own functions before a run starts, in a child process.
 
-The child imports them, begins the first task of each environment and calls every function twice:
-with the reference answers of two tasks, or with made-up answers if the data have none. A call that
-ends its process or does not end costs that call; the rest is tried in another child. What can never
-work is refused, all else is a warning (`docs/reward-functions.md`, "Tried before the start").
-Called by `service.config.preflight`.
+The child imports the functions, begins the first task of each environment and calls every function
+twice: with the reference answers of two tasks, or with made-up answers if the data have none. If a
+call ends the child or does not return, another child makes the remaining calls. A function that
+can never work is refused; every other finding is a warning (`docs/reward-functions.md`, "Tried
+before the start"). Called by `service.config.preflight`.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ from service.config.file import ConfigError
 from service.config.tree import Config, TasksSettings
 
 CALLS_LIMIT_S = 10.0
-"""For all calls of a preflight together."""
+"""Time limit for all calls of a preflight together, in seconds."""
 SHARE_OF_ONE = 0.8
-"""The share of the time left that a call may take, unless it is the last."""
+"""Share of the remaining time that a call may take. The last call may take all of it."""
 IMPORT_LIMIT_S = 60.0
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
-"""Columns that hold reference answers unless one is named."""
+"""Columns that are searched for a reference answer, in this order, unless one is named."""
 MADE_UP = ("I do not know.", "1")
 _MAX_LOOKED_AT = 64
 _STDERR_BYTES = 500
 _TOO_SHORT_S = 0.05
 _LOOK_S = 0.1
-# Errors that no other answer would change.
+# Exceptions that a call raises whatever the answer is.
 _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is called before the start."""
+    """Which of the user's own functions are called before the start."""
 
     functions: bool = True
     judges: bool = False
-    """Whether judges are asked too, over the network."""
+    """Whether judges are called too, over the network."""
     answer: str | None = None
-    """The column that holds the reference answer; None: one of ANSWERS, if the data have it."""
+    """Column that holds the reference answer; None: the first of ANSWERS that the data have."""
 
 
 class Fate(StrEnum):
-    """What became of a call."""
+    """How a call ended. The values are parts of sentences."""
 
     SCORED = "gave a number"
     SILENT = "gave None"
@@ -95,21 +95,21 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call that is to be made, or was made."""
+    """A call of a user's function, before or after it was made."""
 
     environment: str
     function: str
     number: int
-    """0 or 1."""
+    """Number of the answer: 0 or 1."""
     answer: str
-    """What the answer is, in words."""
+    """Description of the answer, for messages."""
     is_reference: bool = False
     fate: Fate | None = None
-    """None: not called."""
+    """How the call ended; None: it was not made."""
     text: str = ""
-    """What it raised or gave, in words."""
+    """Description of what the function raised or returned, for messages."""
     value: float = 0.0
-    """Its weighted score."""
+    """Weighted score of the answer."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -118,7 +118,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What a child is asked for."""
+    """Input of a child process."""
 
     config: Config
     trial: Trial
@@ -126,20 +126,22 @@ class _Request:
     blocked_s: float
     begun: frozenset[str]
     made: frozenset[tuple[str, str, int]]
-    """The calls that earlier children made."""
+    """Keys of the calls that earlier children made."""
     path: tuple[str, ...]
-    """Where modules are imported from."""
+    """The child's sys.path."""
 
 
 def has_own_code(settings: TasksSettings) -> bool:
-    """Whether an environment is, or calls, functions of the user's own."""
+    """Return whether an environment is the user's own class or calls functions of the user."""
     return settings.environment in (SINGLE_TURN, TOOLS) or ":" in settings.environment
 
 
 def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:
     """Try the functions of a configuration, and begin each environment's first task.
 
-    tell: gets each warning. Returns: how each environment begins. Raises: ConfigError.
+    tell: called with each warning. Returns: the first observation of each environment, by name.
+    Raises: ConfigError if an import, a first task or a function can never work, or if the data lack
+    the column that `trial` names.
     """
     trials = _Trials(config, trial)
     while not trials.is_done:
@@ -149,7 +151,7 @@ def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[
 
 
 class _Trials:
-    """What is known so far, and the child that finds out more."""
+    """Results of the children so far, and the supervision of the current one."""
 
     def __init__(self, config: Config, trial: Trial) -> None:
         self._config, self._trial = config, trial
@@ -162,9 +164,9 @@ class _Trials:
         self._stderr = b""
 
     def follow_child(self) -> None:
-        """Start a child and take what it says until it is done, or has to be ended.
+        """Start a child and read its messages until it finishes or is killed.
 
-        Raises: ConfigError.
+        Raises: ConfigError if the child reports a refusal, or fails outside of a call.
         """
         ours, theirs = multiprocessing.Pipe(duplex=False)
         program = "from service.config.trial import main; main()"
@@ -175,7 +177,7 @@ class _Trials:
             stderr=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_last(sys.path))},
-            # So that what the functions start is ended with it.
+            # Processes that the functions start are in its group and are killed with it.
             start_new_session=True,
         )
         theirs.close()
@@ -217,14 +219,14 @@ class _Trials:
                 self._stderr = (self._stderr + part)[-_STDERR_BYTES:]
 
     def _take(self, ours: Connection, process: subprocess.Popen[bytes]) -> bool:
-        """Take what the child says next. Returns: whether it goes on.
+        """Process the child's next message. Returns: whether more messages are expected.
 
-        Raises: ConfigError; EOFError if the child has ended.
+        Raises: ConfigError, as `follow_child`; EOFError if the child has ended.
         """
         started = time.monotonic()
         end = started + self._limit_s
         while not ours.poll(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-            # What it has forked may hold its end open.
+            # A process that the child forked may keep the child's end of the pipe open.
             if process.poll() is not None and not ours.poll():
                 raise EOFError
             if time.monotonic() >= end:
@@ -234,13 +236,13 @@ class _Trials:
             self._left_s -= time.monotonic() - started
         self._hear(*ours.recv())
         if self._call is not None and self._limit_s < _TOO_SHORT_S:
-            # What is left is not called.
+            # Too little time is left for this call and all later ones.
             self.calls.append(self._call)
             self.is_done = True
         return not self.is_done
 
     def _hear(self, kind: str, value: Any) -> None:
-        """Raises: ConfigError."""
+        """Process one message of the child. Raises: ConfigError if the child reports a refusal."""
         match kind:
             case "refused":
                 raise ConfigError(value)
@@ -258,7 +260,7 @@ class _Trials:
                 self.is_done = True
 
     def _late(self) -> None:
-        """Raises: ConfigError for what is no call."""
+        """Record that the current call took too long. Raises: ConfigError if there is no call."""
         if self._call is None:
             raise ConfigError(
                 f"tasks.environment: it took more than {self._limit_s:.0f} s to {self._doing}; "
@@ -268,7 +270,7 @@ class _Trials:
         self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Raises: ConfigError for what is no call."""
+        """Record that the child ended during a call. Raises: ConfigError if there is no call."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]
@@ -284,7 +286,7 @@ class _Trials:
 
 
 def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
-    """Refuse functions that can never work, and tell what else is odd. Raises: ConfigError."""
+    """Warn of calls that failed. Raises: ConfigError if a function can never work."""
     by_function: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
         by_function.setdefault((call.environment, call.function), []).append(call)
@@ -303,8 +305,11 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 
 
 def _own_last(path: Sequence[str]) -> list[str]:
-    """Return an import path on which the child finds its own modules: a user's file may have the
-    name of one of them, which is refused with a sentence later."""
+    """Return an import path with the working directory last.
+
+    A user's file may have the name of a module that the child imports. The child finds its own
+    module first, and the user's file is refused with a sentence later.
+    """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)
 
@@ -314,7 +319,7 @@ def _told(call: Call) -> str:
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
-    """Tell of a reference answer that is worth no more than that of another task."""
+    """Warn if a task's reference answer scores no higher than that of another task."""
     if not all(each.fate is Fate.SCORED and each.is_reference for each in calls):
         return
     right, other = (sum(each.value for each in calls if each.number == n) for n in (0, 1))
@@ -326,13 +331,13 @@ def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         )
 
 
-# What follows runs in the child.
+# The rest of this file runs in the child.
 
 
 def main() -> None:
-    """Do what the request on standard input asks for, and say it on the given descriptor."""
+    """Execute the request on standard input and send messages to the given file descriptor."""
     with suppress(AttributeError, OSError):
-        # Linux has it: a command that is killed leaves no child that hangs.
+        # On Linux the kernel kills this child when the command that started it dies.
         die_with(os.getppid(), signal.SIGKILL)
     said = Connection(int(sys.argv[1]), readable=False)
     request: _Request = pickle.load(sys.stdin.buffer)
@@ -345,15 +350,15 @@ def main() -> None:
         said.send(("done", None))
     except ConfigError as error:
         said.send(("refused", str(error)))
-    except BaseException:  # noqa: BLE001  # ended below, and not by the interpreter
+    except BaseException:  # noqa: BLE001  # os._exit ends the process, not the interpreter
         traceback.print_exc()
         os._exit(1)
-    # Threads of the user's would be waited for.
+    # The interpreter would wait for the threads that the user's code has started.
     os._exit(0)
 
 
 def _try_all(request: _Request, said: Connection) -> None:
-    """Raises: ConfigError."""
+    """Import environments; begin and call what earlier children did not. Raises: ConfigError."""
     names = request.config.members
     for name, member in names.items():
         what = f"mixture.{name}: " if request.config.mixture else ""
@@ -361,7 +366,7 @@ def _try_all(request: _Request, said: Connection) -> None:
             said.send(("doing", (f"import {member.tasks.environment}", IMPORT_LIMIT_S)))
             tasks.maker(member)
             if name not in request.begun:
-                # The child's own limits come first, and say where it is.
+                # The limits inside of the child pass first, and their errors name the place.
                 limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
                 said.send(("doing", (f"begin the first task of {name}", limit_s)))
                 said.send(("begun", {name: tasks.first_observation(member)}))
@@ -373,7 +378,7 @@ def _try_all(request: _Request, said: Connection) -> None:
 
 
 async def _call_all(name: str, config: Config, request: _Request, said: Connection) -> None:
-    """Raises: ConfigError."""
+    """Call the functions of one environment with two answers each. Raises: ConfigError."""
     source = tasks.open_tasks(config)
     task = source.task(0)
     answers = _answers(source, task, request.trial.answer)
@@ -419,9 +424,9 @@ async def _call_all(name: str, config: Config, request: _Request, said: Connecti
 
 
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
-    """Return two answers: the text, what it is in words, and whether it is a reference answer.
+    """Return two answers, each as its text, its description and whether it is a reference answer.
 
-    Raises: ConfigError for a column that the first task does not have.
+    Raises: ConfigError if the first task has no such column.
     """
     found = reference_of(task, column)
     if found is None and column is not None:
@@ -445,14 +450,15 @@ def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[s
 def reference_of(task: Task, column: str | None) -> str | None:
     """Return a task's reference answer; None if it has none.
 
-    column: which it is, such as answer, or reward_model.ground_truth; None: one of ANSWERS.
+    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None:
+    the first of ANSWERS that holds a text or a number.
     """
     for name in ANSWERS if column is None else (column,):
         value: Any = task.data
         for part in (name,) if name in task.data else name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, list) and value:
-            # Answers that are right all alike.
+            # A list holds several right answers, of which any one will do.
             value = value[0]
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
@@ -470,7 +476,7 @@ async def _scored(
             str(error).removeprefix(f"reward function {function.name} gave "),
             0.0,
         )
-    except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error)
     if score.value is None:
         return Fate.SILENT, "", 0.0
@@ -482,7 +488,7 @@ async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fat
         await environment.reset(task)
         found = await environment.step(Action(text=text))
         await environment.close()
-    except BaseException as error:  # noqa: BLE001  # the user's own code: any type can come
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error)
     if not isinstance(found, StepResult):
         words = f"a {type(found).__name__}, expected a StepResult of actors.environment.protocol"
@@ -497,7 +503,7 @@ def _fate_of(error: BaseException) -> tuple[Fate, str, float]:
     at = location(root)
     told = describe(root)
     words = f"{told}{f' ({at})' if at else ''}"
-    # By name, because an error of another process has only that.
+    # Compare names: an error from another process has no type to compare.
     match told.partition(":")[0]:
         case "SystemExit":
             return Fate.ENDED, f"({words})", 0.0

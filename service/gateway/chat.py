@@ -66,8 +66,9 @@ class ChatRequest:
     """The id of the turn that the messages follow, where the client names one; empty: it sends the
     whole conversation."""
     instructions: str | None = None
-    """Without `continues`: the first of the messages, unless empty. With it: the system message
-    that the conversation now begins with, in place of earlier instructions; None: as it was."""
+    """System message of the request's `instructions`; None: the request has none. Without
+    `continues` it is also the first of `messages`, unless it is empty. With `continues` it replaces
+    the earlier instructions of the conversation; None keeps them."""
     may_call: bool = True
     """Whether calls are read out of the reply; the tools are in the prompt in any case."""
     is_auxiliary: bool = False

@@ -86,9 +86,10 @@ class Sampler:
         system_messages: SystemMessages = SystemMessages.MERGE,
         reads_calls: bool = True,
     ) -> None:
-        """max_context_tokens: prompt and reply together. now: seconds since 1970. stop: the run's
-        own, at which turns end; a request's own only cut what is shown. reads_calls: whether the
-        engine can read calls out of replies of this model."""
+        """max_context_tokens: the limit of prompt and reply together. now: returns seconds since
+        1970. stop: the run's stop strings, at which the engine ends turns; the stop strings of a
+        request only cut the text that the client is shown. reads_calls: whether the engine can read
+        calls out of replies of this model."""
         self._renderer = renderer
         self._merges_system = system_messages is SystemMessages.MERGE
         self._reads_calls = reads_calls

@@ -59,7 +59,7 @@ class GatewaySettings:
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
     chat_template: str | None
-    """As of the run; None: the tokenizer's own."""
+    """Chat template of the run; None: the tokenizer's own."""
     default_limits: KeyLimits = NO_LIMITS
     """Of named keys without limits of their own."""
     finds_parser: bool = False

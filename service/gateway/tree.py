@@ -52,7 +52,8 @@ class Place:
     """In the order in which they were first declared."""
     template_options: Mapping[str, Any]
     is_instructed: bool
-    """Whether its first message came as the request's instructions; as the parent has it."""
+    """Whether the first message of the conversation came as a request's instructions. A turn with a
+    parent has the parent's value."""
     history: tuple[Message, ...]
     """Up to and with the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
@@ -211,7 +212,7 @@ class _Node:
 
     @property
     def is_instructed(self) -> bool:
-        """Whether its conversation begins with a request's instructions."""
+        """Whether the first message of its conversation came as a request's instructions."""
         return self.root.turn.is_instructed
 
     @property
@@ -662,8 +663,12 @@ class SessionTree:
 
     @staticmethod
     def _begins_anew(node: _Node, root: _Node) -> bool:
-        """Whether a conversation is a turn's own once more: its prompt is the same, or has
-        the assistant's reply after it; or it has the turn's reply as the assistant's, rewritten."""
+        """Return whether the conversation at `root` repeats the one that consists of `node`.
+
+        That is the case if its first messages are those of `node`, under the same tools, with
+        nothing or a message of the assistant after them; or if one of its assistant messages quotes
+        the reply of `node`, as after a client rewrote the reply.
+        """
         own, others = node.turn.new_messages, root.turn.new_messages
         if node.tools_key == root.tools_key and others[: len(own)] == own:
             rest = others[len(own) :]
@@ -737,11 +742,11 @@ def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:
 
 
 def _has_new_instructions(request: ChatRequest, named: _Node) -> bool:
-    """Whether the conversation that goes on is to begin with other instructions."""
+    """Return whether a request replaces the instructions of the conversation that it continues."""
     if request.instructions is None:
         return False
     history = named.history()
-    # A message of the same text says it already.
+    # A first message with the same text counts as these instructions, however it came.
     num_first = max(_num_instructions(named, history), bool(request.instructions))
     began, begins = history[:num_first], _instructions(request)
     return [link.key for link in links_of(began)] != [link.key for link in links_of(begins)]
@@ -758,12 +763,15 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: _Node, history: tuple[Message, ...]) -> int:
-    """How many messages at the front were instructions, which new ones replace: none or one."""
+    """Return how many messages at the front came as instructions: 0 or 1. New ones replace them."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 
 def _is_instructed(request: ChatRequest, named: _Node | None) -> bool:
-    """Whether the conversation that a request begins has its instructions in front."""
+    """Return whether a conversation that a request begins has instructions as its first message.
+
+    named: the turn that the request continues; None: it continues none.
+    """
     if request.instructions is None:
         return named is not None and named.is_instructed
     return bool(request.instructions)

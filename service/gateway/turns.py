@@ -65,8 +65,8 @@ class SessionTurn:
     """Options of the chat template that the client gave; empty with a parent, whose options
     apply."""
     is_instructed: bool = False
-    """Whether the first of the new messages came as the request's instructions, which later ones
-    replace; a conversation has what its first turn has."""
+    """Whether the first message of the conversation came as a request's instructions, which later
+    instructions replace. All turns of a conversation have the value of its first turn."""
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty: it was not cut."""
     ignored: tuple[str, ...] = ()

@@ -397,8 +397,11 @@ def _check_order(columns: Sequence[_Columns]) -> None:
 
 
 def _check_duplicates(columns: Sequence[_Columns]) -> None:
-    """Raises: Violation for tokens that would be trained twice: their whole turn is in another
-    sample too, after the same prompt, and both train them with the same log-probabilities."""
+    """Check that no token would be trained twice.
+
+    Raises: Violation if two samples have the same whole turn after the same prompt, and both train
+    tokens of it with the same log-probabilities.
+    """
     ends = sorted({turn.end for each in columns for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
     for number, each in enumerate(columns):
@@ -407,12 +410,12 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
         for end in ends[: bisect_right(ends, each.token_ids.shape[0])]:
             hashed.update(each.token_ids[at:end].tobytes())
             at = end
-            # Before its first turn it trains nothing, and inside of one nothing has ended.
+            # Skip a position before the sample's first turn, or inside of one of its turns.
             if end <= each.turns[0].start or _is_inside(each.turns, end):
                 continue
             known, own = seen.setdefault(hashed.digest(), []), ending.get(end)
             for other, theirs in known:
-                # A mask may have cut the turn in two in one of them: the longer one is the turn.
+                # A mask may have split the turn in one sample: the longer span is the turn.
                 found = [turn for turn in (own, theirs) if turn is not None]
                 turn = min(found, key=lambda turn: turn.start, default=None)
                 if turn is not None and _are_one(each, columns[other], turn):
@@ -429,7 +432,7 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
 
 
 def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
-    """Whether a turn begins before a position and ends after it."""
+    """Return whether a turn begins before a position and ends after it."""
     before = bisect_left(turns, position, key=lambda turn: turn.start)
     return before > 0 and turns[before - 1].end > position
 

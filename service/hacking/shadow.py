@@ -39,7 +39,10 @@ class Verdicts:
 
 
 def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
-    """key: what names it, for errors. Raises: ConfigError."""
+    """Return the reward function of a name. Raises: ConfigError if it cannot be loaded.
+
+    key: the setting or option that names the function, for messages.
+    """
     try:
         return load_functions(name)[0]
     except BadRewardFunction as error:
@@ -61,7 +64,8 @@ class ShadowVerifier:
         num_samples: int,
         key: str = "audit.shadow",
     ) -> None:
-        """model: the tokenizer's path or name. name: of the function. key: as `load_shadow`.
+        """model: path or name of the tokenizer. name, key: see `load_shadow`. num_samples: number
+        of trajectories of a step that `verdicts` checks.
 
         Raises: ConfigError.
         """
@@ -98,14 +102,14 @@ class ShadowVerifier:
         )
 
     async def _verdict(self, trajectory: Trajectory) -> bool | str | None:
-        """As `score`, with a limit for what is verified."""
+        """Return whether the score reaches VERIFIED; without a score, what `score` returns."""
         score = await self.score(trajectory)
         return score >= VERIFIED if isinstance(score, float) else score
 
     async def score(self, trajectory: Trajectory) -> float | str | None:
-        """Score a trajectory's last reply by the function.
+        """Score a trajectory's last reply with the function.
 
-        Returns: a text that says why there is no score; None: it has nothing to say.
+        Returns: the score; a text that says why there is none; None if the function returned None.
         """
         columns = self._columns(trajectory)
         try:

@@ -418,8 +418,8 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         min_p=kept.min_p,
         structured_outputs=StructuredOutputsParams(**structured.given) if structured else None,
         max_tokens=request.max_tokens,
-        # vLLM looks for these in the text that it decodes. The ids that it returns are all that
-        # were sampled, to the end of the token in which the text was found.
+        # vLLM searches the text that it decodes for these. It returns all sampled ids, up to and
+        # including the token that completes the stop string.
         stop=list(request.stop),
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,

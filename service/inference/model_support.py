@@ -23,13 +23,13 @@ _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS
 _NOT_ON_CPU = {
     "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
 }
-# By name too, as the engine shows it when it loads.
+# Also listed by name, because the failure shows only when the engine loads the model.
 _NOT_LOADED = {
     "DbrxForCausalLM": "looks for its experts under another name than its own module has",
     "MiniMaxM2ForCausalLM": "cannot load its weights a second time, as each publication does",
 }
-# vLLM reads them without a default. transformers does not know them, and leaves them out of a
-# configuration that it makes anew.
+# Settings that vLLM requires. transformers does not know them and omits them from a configuration
+# that it creates.
 _READ_BY_VLLM = {
     "AfmoeForCausalLM": ("score_func", "route_norm", "n_group", "topk_group"),
     "HYV3ForCausalLM": ("first_k_dense_replace", "expert_hidden_dim", "route_norm"),

@@ -89,11 +89,11 @@ class EngineSettings:
     max_context_tokens: int
     """Prompt and sampled tokens."""
     chat_template: str | None
-    """As of the run; by it the parsers of replies are chosen. None: the tokenizer's own."""
+    """Chat template of the run, which decides how replies are parsed. None: the tokenizer's own."""
     stop_token_ids: tuple[int, ...]
     """Sampling ends after any of them; the token is kept."""
     reads_text: bool
-    """Whether it has a tokenizer, for stop strings and structured outputs."""
+    """Whether the engine loads a tokenizer, which stop strings and structured outputs need."""
     resets_prefix_cache: bool
     """On each publication, in synchronous training: no cached block outlives its version."""
     seed: int

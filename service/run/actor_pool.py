@@ -212,10 +212,10 @@ class ActorPool:
             return reason_of(error)
 
     def _heard(self, member: Member, answer: Any) -> None:
-        """Take what an actor answers to `ping` and `stop`; some kinds of pools make use of it."""
+        """Process an actor's answer to `ping` or `stop`. Subclasses may override it."""
 
     def _ended(self, member: Member) -> None:
-        """Forget what only holds while an actor answers."""
+        """Process the end of an actor. Subclasses may override it."""
 
     def _new_member(self) -> Member:
         actor_id = f"{self._kind.id_prefix}-{self._term}-{next(self._numbers)}"

@@ -48,8 +48,11 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Say of a turn whether its first message came as instructions, which later ones replace. It
-    is not known of old ones: what they began with was replaced, and still is."""
+    """Add the column that says whether a conversation's first message came as instructions.
+
+    Later instructions replace such a message. Old turns do not record how it came: they get true,
+    because their first system message was replaced in any case.
+    """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)
 

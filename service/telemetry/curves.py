@@ -21,9 +21,11 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
-    """Counts by the record's names, `stages.NAME`, `outcomes.NAME`, `rewards.NAME`,
-    `metrics.NAME`, of a mixture `environments.NAME/…`, statistics by theirs, and what is made of
-    several of these; None: the step does not know it.
+    """Return the numbers of a step by name; None: the step does not know the number.
+
+    Counts have the names of the record's fields, and statistics have their own. The others are
+    `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, `metrics.NAME`, for a mixture
+    `environments.NAME/…`, and values that are computed from several of these.
     """
     counts = {
         each.name: value

@@ -55,8 +55,11 @@ class MismatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
-    """The largest number of any step's log-probability check; a term's first step includes the
-    start's check. None if no engine has answered. And what the checks have cost."""
+    """Largest numbers of the log-probability checks of all steps, and the time that they took.
+
+    The first step of a term includes the check at the start. A number is None if no engine has
+    answered.
+    """
 
     tokens: float | None
     """Length of the longest text that trainer and engines have scored."""
@@ -68,7 +71,7 @@ class LogprobChecks:
     seconds: float | None
     """Seconds that the check after one publication takes."""
     share: float | None
-    """Of the time of all steps: the checks after publications. None without a step."""
+    """Share of all steps' time that the checks after publications took; None: there is no step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

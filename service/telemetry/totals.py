@@ -77,7 +77,7 @@ class RunTotals:
     mismatch_sum: float = 0.0
     """Of k3, each step's times its trained tokens; nats."""
     checked_s: float = 0.0
-    """Of the log-probability checks after publications."""
+    """Seconds that the log-probability checks after publications took, over all steps."""
     statistics: Mapping[str, Extent] = field(default_factory=dict)
     """By name."""
     last_version: int | None = None

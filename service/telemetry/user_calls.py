@@ -1,7 +1,8 @@
-"""What is shown of the calls of a user's functions that gave no answer, and of their workers.
+"""Metrics and notices of the calls of a user's functions that gave no answer, and of workers.
 
-Each environment actor counts from its start on, over its own calls; here they are added up over the
-actors of all terms. A part of the recorder's; the pool of environment actors says what it heard.
+Each environment actor counts its own calls since its start; this module adds up the counts of the
+actors of all terms. The recorder owns it, and the pool of environment actors passes it each
+actor's counts.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ from actors.metrics import Metrics
 
 MAX_FUNCTIONS = 32
 OTHERS = "others"
-"""In place of the name of a function beyond the first MAX_FUNCTIONS."""
+"""Label that all functions after the first MAX_FUNCTIONS share."""
 TOLD_AGAIN = 10
-"""A function's number is reported again when it is so many times what it was."""
+"""Factor by which a function's count must grow before it is reported again."""
 
 
 class UserCalls:
     def __init__(self, metrics: Metrics, notice: Callable[[str], None]) -> None:
         self._metrics = metrics
         self._notice = notice
-        # By actor, function and end, as it was last heard.
+        # The last count that an actor reported, by actor, function and end.
         self._heard: Counter[tuple[str, str, str]] = Counter()
         self._resident_bytes: dict[str, int] = {}
-        # By function, then by end.
+        # Counts over all actors, by function, then by end.
         self._counts: dict[str, Counter[str]] = {}
         self._firsts: dict[str, str] = {}
         self._tasks: dict[str, dict[str, None]] = {}
         self._told: Counter[str] = Counter()
 
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
-        """What an actor has counted since its start; its largest worker's memory, 0: no worker."""
+        """Add what an actor has counted since it was last heard.
+
+        lost: its counts since its start. resident_bytes: memory of its largest worker; 0: none.
+        """
         with self._metrics.together():
             for each in lost:
                 key = actor_id, each.function, each.end
@@ -47,7 +51,7 @@ class UserCalls:
                 self._notice(self._text(function))
 
     def ended(self, actor_id: str) -> None:
-        """An actor is gone; what it counted stays."""
+        """Forget the memory of an actor that has ended. Its counts stay."""
         self._resident_bytes.pop(actor_id, None)
         self._show_memory()
 

@@ -1,1 +1,1 @@
-"""A run's curves where a team already looks: JSONL, TensorBoard, W&B, Trackio, MLflow."""
+"""Export of a run's curves to JSONL, TensorBoard, W&B, Trackio and MLflow."""

@@ -56,16 +56,16 @@ class MlflowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackioSettings:
-    """A local database of Trackio, which `trackio show` draws and `trackio sync` uploads."""
+    """A local database of Trackio, which `trackio show` displays and `trackio sync` uploads."""
 
     __pydantic_config__ = STRICT
 
     project: Name
-    """Project that the run is in."""
+    """Name of the project that the run belongs to."""
     group: str | None = None
-    """Runs that are shown together; null: none."""
+    """Name of a group of runs that Trackio shows together; null: no group."""
     directory: str | None = None
-    """Directory of the database; null: TRACKIO_DIR of the environment, else Trackio's own."""
+    """Directory of the database; null: the environment's TRACKIO_DIR, or Trackio's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,6 @@ class TrackerSettings:
     wandb: WandbSettings | None = None
     """A run at Weights & Biases; null: none."""
     trackio: TrackioSettings | None = None
-    """A run in a database of Trackio; null: none."""
+    """Settings of a local Trackio database; null: the run is not written to one."""
     mlflow: MlflowSettings | None = None
     """A run at an MLflow server; null: none."""

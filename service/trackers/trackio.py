@@ -1,9 +1,8 @@
-"""A run in a local database of Trackio, through the package `trackio`; `trackio show` draws it.
+"""Write a run to a local database of Trackio, which `trackio show` displays.
 
-`trackio.init` and `Run.log` write from a thread of their own, which drops what the database does
-not take and says so in a warning. The points are given to the database itself, as
-`trackio.import_csv` does: a write that fails raises, and a point that is written again is the same
-row.
+Trackio's `Run.log` writes from a background thread, which drops a row that the database rejects
+and only warns. This module calls the storage layer directly, as `trackio.import_csv` does: a write
+that fails raises, and a point that is written twice remains one row.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ DIRECTORY_VARIABLE = "TRACKIO_DIR"
 
 
 class Trackio:
-    """A row for each point; it has the run's own id, so that --resume goes on with the run."""
+    """Writes a row for each point, under the run's id, so that --resume continues the same run."""
 
     def __init__(
         self, settings: TrackioSettings, *, run_id: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        """config: what is shown beside the curves. Raises: ImportError; OSError; ValueError for a
-        name of a project that Trackio does not take, and where it writes elsewhere already."""
+        """config: the configuration, which Trackio shows beside the curves.
+
+        Raises: ImportError without the package; OSError; ValueError if Trackio rejects the name of
+        the project, or was imported in this process with another directory.
+        """
         if settings.directory is not None:
-            # Read once, when the package is imported.
+            # The package reads the variable once, when it is imported.
             os.environ[DIRECTORY_VARIABLE] = str(Path(settings.directory).expanduser())
         from trackio import Table
         from trackio.sqlite_storage import SQLiteStorage
@@ -49,7 +51,7 @@ class Trackio:
         self._config: Mapping[str, Any] | None = {**config, "_Group": settings.group}
 
     def write(self, point: Point) -> None:
-        """Raises: OSError; sqlite3.Error."""
+        """Write a point as a row. Raises: OSError or sqlite3.Error if the write fails."""
         row: dict[str, Any] = {"term": point.term, **point.curves}
         if point.samples:
             row[f"{point.kind}/samples"] = {
@@ -78,13 +80,13 @@ class Trackio:
         self._config = None
 
     def flush(self) -> None:
-        """Each point is committed to the database."""
+        """Do nothing: `write` commits each point."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Each write opens the database and closes it."""
+        """Do nothing: `write` opens the database and closes it again."""
 
     def _id_of(self, point: Point) -> str:
-        """The same for a point that is written once more, after a kill before it was noted."""
+        """Return an id that depends only on run and point: a repeated write has the same id."""
         content = [self._run_id, point.kind, point.term, point.step, point.wall_time]
         written = json.dumps([*content, sorted(point.curves.items())])
         return blake2b(written.encode(), digest_size=16).hexdigest()

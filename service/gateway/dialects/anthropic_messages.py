@@ -55,7 +55,7 @@ from service.gateway.dialects.sending import (
     shown_tokens,
 )
 
-# Before the result of a call that failed.
+# Prefix of the result of a call that failed.
 _ERROR = "Error: "
 
 PARAMETERS: Parameters = {

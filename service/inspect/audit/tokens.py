@@ -110,7 +110,7 @@ def _worst_completed(step: JournalStep, group: int) -> float:
         for entry in step.entries
         if entry.trajectory.group_number == group
         and entry.trajectory.outcome is Outcome.COMPLETED
-        # One that does not fit the model has a problem; one without a token to train has none.
+        # An entry that does not fit the model has a problem; one with no token to train has none.
         and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
     ]
     return min(filter(math.isfinite, returns), default=math.inf)
