@@ -109,7 +109,7 @@ class AlgorithmSettings:
 
     @property
     def updates_per_step(self) -> int:
-        """Of the policy; a critic makes one."""
+        """Number of the policy's optimiser updates in one step; a critic makes one."""
         return self.epochs * self.minibatches
 
     @property

@@ -45,9 +45,9 @@ class GenerateRequest:
     replica: str = ""
     """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
     stop: tuple[str, ...] = ()
-    """The reply ends with the token that completes one of these texts."""
+    """Texts that end the reply: it ends with the token that completes one of them."""
     kept: KeptTokens | None = None
-    """None: every token may be sampled, as in training."""
+    """Which tokens may be sampled; None means every token, as in training."""
     tools: tuple[ToolSchema, ...] | None = None
     """Those that the prompt declares: the reply is parsed for calls of them, and for its thinking;
     empty: for its thinking alone. None: not parsed."""

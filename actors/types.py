@@ -314,9 +314,9 @@ class Trajectory(Attempt):
     was_rewarded: bool | None = None
     """Whether its reward was given as a number, also 0. None: not stated; the rewards decide."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers that its environment logged, and that are not rewarded."""
+    """Numbers that the environment logged, by name; they are not rewarded."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
-    """Named texts that its environment logged."""
+    """Texts that the environment logged, by name."""
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
     """Turns of a session that are in no sample, by their number in the session."""
 

@@ -95,7 +95,7 @@ class EnvironmentActor:
             settings=settings.exchange,
         )
         scored = [name for name, each in settings.environments.items() if each.scores_groups]
-        # None where no environment scores groups.
+        # The list is empty if no environment scores groups.
         self._scorings = [
             GroupExchange(
                 self._score_group,
@@ -127,7 +127,7 @@ class EnvironmentActor:
             await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
-        """Return `workers.report`; an actor whose event loop is blocked does not answer."""
+        """Return `workers.report()`. An actor whose event loop is blocked does not answer."""
         return workers.report()
 
     async def num_evaluated(self) -> int:
@@ -174,7 +174,7 @@ class EnvironmentActor:
     ) -> tuple[tuple[LostCalls, ...], int]:
         """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
 
-        Returns as `ping`, when `run` has ended, or after limit_s beyond the drain.
+        Returns: `workers.report()`, as soon as `run` has ended, or limit_s after the drain.
         """
         await self._exchange.stop(drain_s=drain_s, limit_s=limit_s)
         for play in self._evaluations:
@@ -194,7 +194,7 @@ class EnvironmentActor:
     ) -> list[Played]:
         """Play, beside the training episodes and counted apart from them.
 
-        kept: which tokens may be sampled; None: all.
+        kept: which tokens may be sampled; None: every token.
         slots_share: of rollouts.slots_per_actor, so many are played at once. keeps_tokens: put a
         line of each into the object store, so that no more than those in play are held here.
         Returns: one for each, in their order, the first SHOWN_SAMPLES with their text; nothing goes
@@ -287,7 +287,11 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Return the state for a group; an evaluation has that of the newest one seen here."""
+        """Return the trainer's state for a group.
+
+        The group of an evaluation, whose number is negative, gets that of the newest step whose
+        groups this actor has seen.
+        """
         step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)
         return TrainerState(
@@ -296,7 +300,10 @@ class EnvironmentActor:
         )
 
     def _maker_of(self, played: PlayedEnvironment) -> Callable[[], Environment]:
-        """Raises: UnknownEnvironment, BadEnvironmentOptions."""
+        """Return the function that makes an environment: in a worker if it is the user's own.
+
+        Raises: UnknownEnvironment, BadEnvironmentOptions.
+        """
         name, rollouts = played.environment, played.rollouts or self._settings.rollouts
         make = resolve(name, played.options)
         is_contained = not (is_built_in(name) or rollouts.inline)

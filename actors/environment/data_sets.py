@@ -112,7 +112,7 @@ def _has_bytes(value: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Return dates as ISO text, decimals as numbers and durations as seconds, also in lists and
+    """Convert dates to ISO text, decimals to numbers and durations to seconds, also in lists and
     objects."""
     if type(value) in _PLAIN:
         return value
@@ -141,7 +141,7 @@ def _open(source: str, *, split: str, subset: str | None) -> _Rows:
 
 
 def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows; one by one the library takes five times as long."""
+    """Yield the rows, which are read in batches: reading them singly takes five times as long."""
     for batch in found.iter(batch_size=_BATCH_ROWS):
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):

@@ -62,9 +62,11 @@ class FunctionTool:
     function: Callable[..., Any]
     arguments: type[BaseModel]
     target: str = ""
-    """By which another process finds it, such as my_tools.py:search, or my_tools.py:Desk.look."""
+    """The name by which another process finds the tool, such as my_tools.py:search or
+    my_tools.py:Desk.look; empty if there is none."""
     instance: Any = None
-    """Whose method it is: `workers.Held` if that is in another process."""
+    """The instance whose method the tool is, if a worker keeps it (a `workers.Held`); None for any
+    other tool."""
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments, converted to the types that the function names.
@@ -85,11 +87,17 @@ class FunctionTool:
         return {str(field.alias): getattr(read, own) for own, field in fields}
 
     async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
-        """Call it in a worker, or else in a thread if it is no coroutine.
+        """Call the tool and return its answer as text.
 
-        The limit counts from when it has begun: a wait for a worker or a thread is none of the
-        tool's. Raises: BadArguments; CallTimedOut; CallFailed for whatever it raises; WorkerLost
-        if its instance has ended with its worker.
+        The tool runs in a worker. If it is called in this process instead, a function that is not a
+        coroutine runs in a thread.
+
+        Args:
+            limit_s: Seconds that the call may take. They do not include the wait for a worker or a
+                thread.
+
+        Raises: BadArguments; CallTimedOut; CallFailed if the tool raises; WorkerLost if the worker
+            that keeps its instance has ended.
         """
         if self.instance is not None or workers.is_contained(self.target):
             return await self._call_in_worker(arguments, limit_s=limit_s)
@@ -111,7 +119,7 @@ class FunctionTool:
 
     async def _call_in_worker(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
         if self.instance is None:
-            # Their types may run code of the user's, too.
+            # The worker reads the arguments, because their types may run the user's code too.
             told = {"target": self.target, "arguments": dict(arguments)}
             place: workers.Pool | workers.Home = workers.pool()
         else:
@@ -128,9 +136,9 @@ class FunctionTool:
 def answer_of(
     target: str, arguments: Mapping[str, Any], instance: Any = None
 ) -> tuple[str, bool] | Coroutine[Any, Any, tuple[str, bool]]:
-    """Call a tool by its name; runs in a worker.
+    """Call a tool by its name. This function runs in a worker.
 
-    Returns: its answer as text, or why the arguments were refused, and whether they were.
+    Returns: the answer as text and False; or the reason why the arguments were refused, and True.
     """
     tool = _tool_of(target)
     try:
@@ -143,7 +151,10 @@ def answer_of(
 
 
 def call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
-    """Call a method of a user's class with the columns that it takes; None if there is none."""
+    """Call a method of a user's instance with the columns that the method takes.
+
+    Returns: the method's answer; None if the instance has no such method.
+    """
     method = getattr(instance, name, None)
     if method is None:
         return None
@@ -160,7 +171,8 @@ async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _tool_of(target: str) -> FunctionTool:
-    """Return a function, or a method of a class: my_tools.py:Desk.look."""
+    """Return the tool that is a function (my_tools.py:search), or a method of a class
+    (my_tools.py:Desk.look)."""
     name, _, method = target.rpartition(".")
     if ":" in name:
         found = _load(name)
@@ -197,12 +209,13 @@ class ToolClass:
     made: type
     """The class itself."""
     target: str
-    """By which another process finds `make`, such as my_tools.py:Desk."""
+    """The name by which another process finds `make`, such as my_tools.py:Desk."""
     required_columns: frozenset[str] = frozenset()
-    """Those that its `reset` cannot do without."""
+    """The columns that the class's method `reset` requires."""
 
     async def made_in(self, home: workers.Home | None, *, limit_s: float) -> Any:
-        """Return an instance for an episode; home: in a worker; None: in this process."""
+        """Make an instance for an episode: in the worker of `home`, or in this process if it is
+        None."""
         if home is None:
             return await in_thread(self.make)
         return await home.call(self.target, {}, limit_s=limit_s, keeps=True)
@@ -210,7 +223,7 @@ class ToolClass:
     async def call(
         self, instance: Any, name: str, columns: Mapping[str, Any], *, limit_s: float
     ) -> Any:
-        """Call `reset` or `close` of an instance, if there is one."""
+        """Call the method `reset` or `close` of an instance, if the instance has it."""
         if isinstance(instance, workers.Held):
             return await instance.home.call(
                 f"{__name__}:call_if_there",
@@ -228,12 +241,12 @@ class ToolClass:
             return method_as_reward(name, instance.get_reward)
         method = self.made.get_reward  # type: ignore[attr-defined]
         if inspect.isfunction(inspect.getattr_static(self.made, "get_reward")):
-            # Without self.
+            # A call gives no value for self, so that None takes its place in the signature.
             method = functools.partial(method, None)
         return method_as_reward(name, method, target=f"{self.target}.get_reward", instance=instance)
 
     def bound(self, instance: Any) -> tuple[FunctionTool, ...]:
-        """Its tools, of one instance: one in this process, or a `workers.Held`."""
+        """Return the tools bound to an instance, which is in this process or a `workers.Held`."""
         if isinstance(instance, workers.Held):
             return tuple(
                 dataclasses.replace(
@@ -429,7 +442,7 @@ def read_function(
     arguments = _arguments(name, parameters, types, told=told, where=where)
     try:
         schema = arguments.model_json_schema()
-    # KeyError: for a default that contains "$ref".
+    # pydantic raises KeyError if a default contains "$ref".
     except (PydanticUserError, TypeError, ValueError, AttributeError, KeyError) as error:
         raise _no_schema(where, error) from error
     return FunctionTool(
@@ -529,7 +542,7 @@ def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
         if key == "$defs" and not is_needed:
             continue
         if key in _DATA:
-            # A default may have any keys, also those of a schema.
+            # These values are data: their keys are not keywords, even if they look like some.
             found[key] = value
         elif key in _BY_NAME and isinstance(value, dict):
             found[key] = {own: _inlined(each, defs, within) for own, each in value.items()}

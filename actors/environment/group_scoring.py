@@ -1,8 +1,8 @@
 """Scores the trajectories of a group together, once all of its rollouts have ended.
 
-What the environment gives is added to the last turn of each. Where the score cannot be had, each
-trajectory ends as `reward_error`. Called by the environment actor, for groups that the queue hands
-out before they close.
+The group's reward for a trajectory is added to its last turn. If the environment cannot score the
+group, each trajectory ends as `reward_error`. Called by the environment actor, for groups that the
+queue hands out before they close.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ async def score_together(
     decode: Callable[[TokenIds], str],
     limit_s: float,
 ) -> list[Trajectory]:
-    """Return the trajectories with what their group adds to their rewards, or as reward errors.
+    """Add the group's rewards to the trajectories, and return them.
 
-    A call that raises is made twice again. limit_s: of one call, beyond which none is made.
+    A call that raises is repeated twice. A call that exceeds its limit is not repeated. If there is
+    no score after that, every trajectory has the outcome `reward_error`.
+
+    Args:
+        limit_s: Seconds that one call of `score_group` may take.
     """
     completions = [decode(_last_ids(each)) for each in trajectories]
 
@@ -68,7 +72,10 @@ async def score_together(
 async def _with_retries(
     call: Callable[[], Awaitable[Sequence[StepResult]]],
 ) -> Sequence[StepResult]:
-    """Raises: RewardError."""
+    """Return the answer of a call; repeat the call up to twice if it raises.
+
+    Raises: RewardError if the last call raises, or if one exceeds its limit.
+    """
     for delay_s in (*_RETRY_DELAYS_S, None):
         try:
             return await call()
@@ -82,7 +89,11 @@ async def _with_retries(
 
 
 def _with_score(trajectory: Trajectory, result: StepResult) -> Trajectory:
-    """Raises: RewardError for a reward that is no number."""
+    """Return a trajectory with a result's reward and components added to its last turn, and with
+    the result's metrics and extra columns.
+
+    Raises: RewardError if the reward, a component or a metric is not a finite number.
+    """
     if (problem := reward_problem(result)) is not None:
         raise RewardError(problem)
     last = trajectory.turns[-1]
@@ -110,7 +121,7 @@ def _with_score(trajectory: Trajectory, result: StepResult) -> Trajectory:
 
 
 def _last_ids(trajectory: Trajectory) -> TokenIds:
-    """Return what was sampled in the last turn."""
+    """Return the token ids that were sampled in the last turn."""
     last = trajectory.turns[-1]
     sample = next(
         each for each in trajectory.samples if any(turn.index == last.index for turn in each.turns)

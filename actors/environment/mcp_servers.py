@@ -344,8 +344,10 @@ async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterato
 
 
 def _found(command: Sequence[str]) -> list[str]:
-    """Return a command with this process's own interpreter for `python` and `python3`: the packages
-    of the environment are there, whether it is on PATH or not."""
+    """Return a command with `python` and `python3` replaced by this process's own interpreter.
+
+    That interpreter has the packages of this environment, even if it is not on PATH.
+    """
     own = sys.executable if command[0] in _PYTHONS else command[0]
     return [own, *command[1:]]
 

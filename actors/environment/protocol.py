@@ -42,7 +42,7 @@ class Message:
     role: Role
     content: str
     name: str | None = None
-    """The tool that answers, or who speaks, where a chat template wants it."""
+    """Name of the tool that answers, or of the speaker, for chat templates that show it."""
     tool_calls: tuple[ToolCall, ...] = field(default=(), compare=False)
     """What an assistant calls; its content holds them no second time."""
     tool_call_id: str | None = None
@@ -260,9 +260,9 @@ class StepResult:
     ended_by_malformed: bool = False
     """That is why the episode ends (recorded as `malformed_tool_call`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers that are not rewarded: each has a curve, its mean over a step."""
+    """Named numbers that are not rewarded. The mean of each over a step is shown as a curve."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
-    """Named texts that are kept beside the trajectory, and shown where it is looked at."""
+    """Named texts that are kept with the trajectory, and shown together with it."""
     answer: str | None = None
     """What the policy has answered so far, equal for equal answers: the last one of an episode is
     what an evaluation's majority vote counts. None: nothing new."""

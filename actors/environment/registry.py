@@ -71,7 +71,7 @@ def register(name: str, factory: EnvironmentFactory) -> None:
 
 
 def is_built_in(name: str) -> bool:
-    """Whether a name is of this process: a built-in environment, or one that was registered."""
+    """Return whether a name is a built-in environment, or was registered in this process."""
     return name in _factories
 
 

@@ -67,7 +67,8 @@ def load_renderer(
 ) -> ChatRenderer:
     """Make the renderer of a model's chats.
 
-    Args: model: a directory or hub name. chat_template: None: the model's own.
+    Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None: the
+    model's own.
     Raises: OSError, ValueError.
     """
     tokenizer = load_tokenizer(model, chat_template=chat_template)
@@ -300,8 +301,8 @@ class ChatRenderer:
             reason = None if is_kept else BreakReason.HISTORY_RENDERED
             return Extension(prompt_token_ids=whole, break_reason=reason)
         if self._raw is not None:
-            # The text is appended as it is: a reply that was cut off, or that ended at a stop
-            # string, needs no end.
+            # The text is appended directly: raw prompts have no marker that would have to end a
+            # reply that was cut off, or that ended at a stop string.
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)

@@ -1,4 +1,4 @@
-"""Reward functions: plain functions of a user's that score an answer.
+"""Reward functions: a user's plain functions that score an answer.
 
     def score(completion, answer, **columns):            # one answer
         return float(completion.strip() == answer)
@@ -6,15 +6,15 @@
     def score(completions, answer, **columns):           # as TRL's trainers call it, with lists
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-Either may be a coroutine. A function gets the columns of the data set that it names, or all of them
+Either may be a coroutine. A function gets the columns of the data set that it names, or all columns
 if it takes `**columns`; `prompt` (`prompts`) is the task's prompt as the data has it. An argument
-`columns` gets the whole row as a mapping. With tools, `messages` is the conversation since the
-prompt and `environment` (`environments`) the instance of the class whose methods are the tools.
-`trainer_state`, `log_metric` and `log_extra` are those of `trainer_arguments`.
-All these are Rayloom's names: a column of such a name is in `columns`. A function with lists gets a
-column `messages` by its name, as from TRL.
+`columns` gets the whole row as a mapping. With tools, `messages` is the conversation after the
+prompt, and `environment` (`environments`) is the instance of the class whose methods are the tools.
+`trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all these
+arguments: a function reads a column of the same name from `columns`. The exception is a column
+`messages`, which a function with lists gets by its name, as from TRL.
 
-A group function has lists too, and is called once for the answers of a whole group
+A group function takes lists too, and is called once for the answers of a whole group
 (`load_group_functions`, `RewardFunction.score_group`).
 Called by `actors.environment.builtin.single_turn` and `tools`.
 """
@@ -69,7 +69,7 @@ class BadRewardFunction(ValueError):
 
 
 class NoScore(RewardError):
-    """A function gave something that is no score."""
+    """A function returned a value that is not a score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +77,14 @@ class Score:
     """What one function says of one answer."""
 
     value: float | None
-    """None: it has nothing to say of the answer (TRL's None)."""
+    """The reward; None if the function does not score this answer (as None in TRL)."""
     parts: Mapping[str, float]
     """By name; empty where it gave a plain number."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What the call logged by `log_metric`; a group function's are those of its whole group."""
+    """The numbers that the call logged by `log_metric`, by name. A call of a group function logs
+    them for its whole group."""
     extras: Mapping[str, str] = field(default_factory=dict)
-    """What it logged of this answer by `log_extra`."""
+    """The texts that the call logged for this answer by `log_extra`, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +103,22 @@ class RewardFunction:
     takes_row: bool
     """Whether the function has an argument `columns`, which gets the whole row."""
     target: str = ""
-    """By which another process finds it, such as my.py:score."""
+    """The name by which another process finds the function, such as my.py:score; empty if there is
+    none."""
     instance: Any = None
-    """Whose method it is: `workers.Held` if that is in another process."""
+    """The instance whose method the function is, if a worker keeps it (a `workers.Held`); None for
+    any other function."""
     of_trainer: frozenset[str] = frozenset()
-    """Those of TRAINER_ARGUMENTS that it names."""
+    """The names in TRAINER_ARGUMENTS that are arguments of the function."""
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
-        """extras: what there is beside the columns, of EXTRAS. Raises: ValueError where the data
-        have not what it needs."""
+        """Check that a task's data have every argument that the function needs.
+
+        Args:
+            extras: Names of the arguments that are available beside the columns, such as EXTRAS.
+
+        Raises: ValueError if an argument without a default is missing.
+        """
         if missing := sorted(self.required - columns.keys() - extras):
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
@@ -127,8 +135,11 @@ class RewardFunction:
     ) -> Score:
         """Score one answer.
 
-        extras: by EXTRAS' names.
-        Raises: RewardError for what is no score, and whatever the function raises.
+        Args:
+            extras: Values of the arguments in EXTRAS, by name.
+
+        Raises: RewardError if the function's answer is not a score; any exception that the function
+            raises.
         """
         ours = extras or {}
         if not self.takes_lists:
@@ -145,10 +156,12 @@ class RewardFunction:
     async def score_group(
         self, completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Score]:
-        """Score the answers of a group, which share their row, in one call.
+        """Score the answers of a group in one call. All answers have the same row.
 
-        Each column is a list as long as the answers; a column NAME is also there as NAMEs, as
-        verifiers calls it. Raises: as `score`.
+        Each column is passed as a list with one value for each answer. The function may also name
+        the list of a column NAME as NAMEs, as verifiers does.
+
+        Raises: the same exceptions as `score`.
         """
         count = len(completions)
         of_row = {name: value for name, value in columns.items() if name != "prompt"}
@@ -183,7 +196,7 @@ class RewardFunction:
         return {"columns": dict(columns)} if self.takes_row else {}
 
     async def _call(self, arguments: Mapping[str, Any]) -> tuple[Any, Logs]:
-        # Of TRL's functions `**columns` has them too.
+        # A function with lists gets them in `**columns` too, as from TRL.
         takes_all = self.named is None and self.takes_lists
         ours = TRAINER_ARGUMENTS if takes_all else TRAINER_ARGUMENTS & self.of_trainer
         state = trainer_state.get() or TrainerState()
@@ -204,7 +217,7 @@ class RewardFunction:
         if inspect.iscoroutinefunction(self.function):
             found, logs = call()
         else:
-            # It may take long, and other episodes share the event loop.
+            # The function may block, and other episodes share the event loop.
             found, logs = await in_thread(call)
         if inspect.isawaitable(found):
             found = _values(await found, self.takes_lists)
@@ -213,7 +226,12 @@ class RewardFunction:
     async def _call_in_worker(
         self, arguments: Mapping[str, Any], logs: Collection[str]
     ) -> tuple[Any, Logs]:
-        """Raises: RewardError, whose cause is a CallTimedOut or CallFailed; WorkerLost."""
+        """Call the function in a worker and return its answer and its logs.
+
+        Raises: RewardError if the call exceeds its limit (caused by a CallTimedOut) or ends its
+            process (caused by a CallFailed); CallFailed if the function raises; WorkerLost if the
+            worker that keeps an instance has ended.
+        """
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home
         limit_s = playing.get().reward_limit_s
@@ -240,7 +258,7 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return what a call gave for one of its answers as a score. Raises: RewardError."""
+        """Return as a score what a call gave for one of its answers. Raises: RewardError."""
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -249,9 +267,9 @@ class RewardFunction:
         return Score(value=value, parts=parts, metrics=logs.metrics, extras=extras)
 
     def _value_of(self, found: object) -> tuple[float | None, dict[str, float]]:
-        """Return the reward, and the named numbers that it was given with.
+        """Return the reward, and the named numbers that the function gave it with.
 
-        If named numbers include one called `score`, it is the reward and the others are only
+        If the named numbers include one called `score`, it is the reward and the others are only
         reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
         """
         if not isinstance(found, Mapping):
@@ -271,7 +289,11 @@ class RewardFunction:
         return parts["score"] if is_verl else sum(parts.values()), parts
 
     def _number(self, value: Any, place: str = "") -> float:
-        """Return one value of what was given as a number. place: its name. Raises: RewardError."""
+        """Return one value of a function's answer as a number.
+
+        Args: place: Words for the error that name the value, such as " as score".
+        Raises: RewardError if the value is not a number, or is too large.
+        """
         if not _is_number(value):
             raise NoScore(
                 f"reward function {self.name} gave {_told(value)}{place}, expected a number, or "
@@ -281,9 +303,10 @@ class RewardFunction:
 
 
 def _values(found: Any, takes_lists: bool) -> Any:
-    """Return what was given for a list of answers as a list: TRL iterates over it.
+    """Return as a list what a function with lists has returned, because TRL iterates over it.
 
-    An array, a tensor and a series have `tolist`; a generator runs here.
+    Arrays, tensors and series are converted by their `tolist`; a generator runs here. Return the
+    value unchanged if it is not iterable, or if the function takes no lists.
     """
     if not takes_lists:
         return found
@@ -300,9 +323,10 @@ def answer_of(
     logs: Collection[str],
     takes_lists: bool,
 ) -> tuple[Any, Logs] | Coroutine[Any, Any, tuple[Any, Logs]]:
-    """Call a reward function by its name, or an instance's method; runs in a worker.
+    """Call a reward function by its name, or a method of an instance. This runs in a worker.
 
-    Returns: what it gave as plain numbers, so that whoever reads it needs no package of the user's.
+    Returns: the answer, with plain Python numbers so that the reader needs none of the user's
+        packages, and the logs.
     """
     function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
     found, logged = call_with_logs(function, arguments, logs=logs)
@@ -333,10 +357,10 @@ def _sendable(found: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """What is no score, and may be nothing that can be sent between processes."""
+    """A placeholder for a value that is not a score; such a value may not be picklable."""
 
     kind: str
-    """In words."""
+    """Description of the value's type, such as "a list of 3"."""
 
 
 def _flat(*values: Any) -> Iterator[workers.Held]:
@@ -363,7 +387,7 @@ def _is_number(value: Any) -> bool:
     try:
         return abs(float(number)) <= MAX_REWARD
     except (OverflowError, ValueError):
-        # An integer too large for a float; a signalling NaN.
+        # The value is an integer too large for a float, or a signalling NaN.
         return False
 
 
@@ -445,7 +469,10 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
 def load_group_functions(
     asked: str | Sequence[str] | Mapping[str, float],
 ) -> tuple[RewardFunction, ...]:
-    """Find functions that score the answers of a group together. Raises: BadRewardFunction."""
+    """Find functions that score the answers of a group together.
+
+    Raises: BadRewardFunction, also if a function takes no lists or needs an argument of EXTRAS.
+    """
     functions = load_functions(asked)
     for each in functions:
         if not each.takes_lists or (missing := sorted(each.required & EXTRAS)):
@@ -462,8 +489,11 @@ def method_as_reward(
 ) -> RewardFunction:
     """Return a method that scores its own episode (TRL's `get_reward`) as a reward function.
 
-    It needs no argument, and gets those of a reward function that it names. target, instance: as
-    the fields, for an instance in a worker.
+    The method needs no argument, and gets the arguments of a reward function that it names.
+
+    Args:
+        target: Name of the method, as `RewardFunction.target`; only for an instance in a worker.
+        instance: The instance, as `RewardFunction.instance`; only for one in a worker.
     """
     return replace(_as_called(name, method, weight=1.0), target=target, instance=instance)
 

@@ -15,7 +15,7 @@ from actors.outcomes import OutcomeRule
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
 
-# The option of an environment that scores the answers of a group together.
+# The name of the option that has an environment score the answers of a group together.
 GROUP_REWARD = "group_reward"
 # Groups after which a mixture's pattern comes again: weights are kept to a thousandth.
 MIXTURE_PERIOD = 1000
@@ -49,8 +49,8 @@ class RolloutSettings:
     temperature: Temperature = 1.0
     """Of training rollouts; evaluations have their own (evaluation.temperature)."""
     stop: StopStrings = ()
-    """A turn ends at the first of these texts that it contains. What comes before it is shown to
-    the environment; all sampled tokens are trained."""
+    """Texts that end a turn: the turn ends at the first of them that it contains. The environment
+    gets the text before it; all sampled tokens are trained."""
     turn_deadline_s: Seconds = 60
     """One model call and the environment's answer to it; also the environment's reset."""
     episode_deadline_s: Seconds = 600
@@ -64,19 +64,22 @@ class RolloutSettings:
     failed_groups_grace_s: NotNegative = 30
     """Such a row is borne for as long, whatever its length."""
     workers: Positive = 64
-    """Processes of an actor for reward functions and tools at most, and as many for episodes of
-    classes; they are started as calls wait."""
+    """Maximum number of processes in which one actor calls reward functions and tools. As many more
+    may hold the instances of tool classes, and as many more your own environments. Processes are
+    started when calls need them."""
     worker_memory_mib: Natural = 4096
-    """What a worker may take beyond what its modules have; 0: no limit."""
+    """Memory in MiB that a worker process may use beyond that of its imported modules; 0 means no
+    limit."""
     inline: bool = False
-    """Call functions, tools and own environments in the actor's own process: for fast ones that
-    cannot hang."""
+    """Whether the actor calls functions, tools and your own environments in its own process instead
+    of in workers. Use it only for fast code that cannot hang."""
     reward_limit_s: Seconds = 20
-    """One call of a reward function, without the wait for a worker."""
+    """Limit of one call of a reward function in a worker. The wait for a worker does not count."""
     max_calls_per_turn: Positive = 8
-    """Tool calls that are answered; a turn with more is malformed."""
+    """Maximum number of tool calls that are answered in one turn. A turn with more is malformed."""
     parallel_calls: bool = False
-    """Make the tool calls of a turn together; those of one instance wait for each other."""
+    """Whether the tool calls of a turn run concurrently. In a worker, the calls of one instance
+    still run one after the other."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """For the chat template, such as enable_thinking: false."""
     history: History = History.APPENDED
@@ -85,27 +88,28 @@ class RolloutSettings:
 
 
 playing: ContextVar[RolloutSettings] = ContextVar("playing", default=RolloutSettings())  # noqa: B039
-"""Of the rollout that is played where an environment's methods run."""
+"""The settings of the rollout being played in the current context; the defaults if none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What a sampled text must be: one of these, as vLLM's parameters of the same names."""
+    """A constraint on the sampled text. Exactly one field is set; vLLM's parameters have the same
+    names."""
 
     __pydantic_config__ = STRICT
 
     json: dict[str, Any] | None = None
-    """A JSON schema."""
+    """A JSON schema that the text satisfies."""
     regex: str | None = None
     """A regular expression that the whole text matches."""
     choice: Choices | None = None
-    """Texts, of which it is one."""
+    """The allowed texts."""
     grammar: str | None = None
-    """A grammar in EBNF."""
+    """A grammar in EBNF that the text follows."""
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not null, by name."""
+        """The constraints that are not null, by name."""
         choice = None if self.choice is None else list(self.choice)
         named = {"json": self.json, "regex": self.regex, "choice": choice, "grammar": self.grammar}
         return {name: value for name, value in named.items() if value is not None}
@@ -113,8 +117,11 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Which tokens may be sampled. In training all may: the engine's log-probability is over the
-    kept ones, the trainer's over all."""
+    """Which tokens may be sampled.
+
+    In training every token may be sampled: the engine's log-probabilities are over the kept tokens,
+    and would not match the trainer's, which are over all tokens.
+    """
 
     top_p: float = 1.0
     top_k: int = 0
@@ -171,7 +178,8 @@ class PlayedEnvironment:
 
     @property
     def scores_groups(self) -> bool:
-        """Whether its `score_group` is called for each group, once all its rollouts have ended."""
+        """Whether the environment's method `score_group` is called for each group, once all
+        rollouts of the group have ended."""
         return bool(self.options.get(GROUP_REWARD))
 
 
@@ -185,10 +193,11 @@ class EnvironmentActorSettings:
     max_context_tokens: int
     """Prompt and reply together, as the engine allows."""
     chat_template: str | None
-    """Jinja's text, or none for raw prompts; None: the tokenizer's own."""
+    """The chat template: Jinja text, or the word "none" for raw prompts. None means the tokenizer's
+    own template."""
     groups_per_step: int
     keeps_last_observation: bool = False
     """As `play_episode`: on where a critic bootstraps what was cut off."""
     num_steps: int = 0
-    """Of the run; 0: it trains nothing."""
+    """Number of training steps of the run; 0 if nothing is trained."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

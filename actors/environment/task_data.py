@@ -130,8 +130,10 @@ def _references(tree: Any) -> Iterator[str]:
 class DataCheck:
     """Checks data against one schema, which `data_schema_of` has returned.
 
-    check: what else an environment has to say of data (its method `check_data`, which raises
-    ValueError); None: nothing.
+    Args:
+        schema: The schema that the data must satisfy.
+        check: A further check of the data, which raises ValueError: the environment's method
+            `check_data`. None means that there is none.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class DataCheck:
         """
         if not data:
             return self._of_none
-        # jsonschema takes a tenth of a millisecond for a chat, which 100,000 rows feel.
+        # jsonschema takes 0.1 ms for a chat, which is 10 s for 100,000 rows.
         if self._accepts is not None and self._accepts(data):
             return self._problem_of_check(data)
         return self._problem(data)
@@ -187,15 +189,16 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
 }
-# Keywords that say nothing about the data.
+# Keywords that do not restrict the data.
 _SILENT = frozenset({"title", "description", "default", "examples", "$schema", "$comment"})
 
 
 def _acceptor(schema: object) -> _Accepts | None:
-    """Return a quick check that accepts nothing which the schema refuses.
+    """Return a quick check that accepts only data that the schema accepts.
 
-    It may refuse what the schema accepts (a tuple, say), so that a refusal is looked at again.
-    None: the schema has a keyword that is left to jsonschema.
+    The check may refuse data that the schema accepts, such as a tuple; jsonschema then decides.
+
+    Returns: the check; None if the schema has a keyword that only jsonschema checks.
     """
     if not isinstance(schema, Mapping):
         return None

@@ -1,8 +1,8 @@
-"""What is found in a text of a model: a stop string, or a user's regular expression with one group.
+"""Finds a stop string, or the one group of a user's regular expression, in a model's text.
 
-Called for a reply that is shown, the score in a judge's reply and the answer in a completion. By
-the package `regex`, because Python's own cannot be stopped: a pattern that tries for ever would
-hold up the process.
+Called for the shown part of a reply, the score in a judge's reply and the answer in a completion.
+The package `regex` is used because Python's own `re` cannot be stopped: a pattern that never ends
+would block the process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ LIMIT_S = 1.0
 
 
 def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return the text before the first stop string, and that string: of several at one place the
-    first.
+    """Return the text before the first stop string, and that string.
 
-    Example: before_stop("a b c", ("c", "b")) -> ("a ", "b"); ("a b c", "") if there is none.
+    If several stop strings begin at the same place, the one that comes first in `stop` is taken. If
+    the text has no stop string, return the whole text and "".
+
+    Example: before_stop("a b c", ("c", "b")) -> ("a ", "b")
     """
     places = [(place, each) for each in stop if (place := text.find(each)) >= 0]
     if not places:

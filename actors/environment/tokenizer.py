@@ -32,9 +32,9 @@ class ChatTokenizer(Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
-# The value of model.chat_template for prompts without one.
+# The value of model.chat_template for raw prompts, which have no chat template.
 RAW = "none"
-# It is exported with the model, so that what serves it later makes the same prompts of messages.
+# This template is exported with the model, so that later servers make the same prompts of messages.
 _RAW_BODY = """
 {%- for message in messages -%}
 {%- if message.role not in ['user', 'assistant'] or message.tool_calls -%}
@@ -45,23 +45,26 @@ _RAW_BODY = """
 {%- endif -%}
 {{- message.content -}}
 {%- endfor -%}"""
-# Read without AutoTokenizer.
+# Tokenizer classes that load without AutoTokenizer.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Encoded after one of them, a text has none of what a tokenizer puts before a beginning.
+# A text that is encoded after one of these gets nothing that a tokenizer puts before a beginning.
 _BEFORE = (".", "0", "a", "\n")
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> ChatTokenizer:
     """Load a model's tokenizer.
 
-    Args: path: a directory or hub name. chat_template: as `with_template`.
+    Args: path: A directory or hub name. chat_template: Template, as for `with_template`.
     Raises: OSError, ValueError.
     """
     return with_template(_loaded(path), chat_template)
 
 
 def with_template(tokenizer: ChatTokenizer, chat_template: str | None) -> ChatTokenizer:
-    """Give a tokenizer a chat template: Jinja's text; RAW: of raw prompts; None: its own."""
+    """Set a tokenizer's chat template, and return the tokenizer.
+
+    Args: chat_template: Jinja text; RAW for raw prompts; None to keep the tokenizer's own template.
+    """
     if chat_template == RAW:
         tokenizer.chat_template = _raw_template(tokenizer)
     elif chat_template is not None:
@@ -70,7 +73,8 @@ def with_template(tokenizer: ChatTokenizer, chat_template: str | None) -> ChatTo
 
 
 class RawPrompts:
-    """Prompts without roles: texts as they are, after what the tokenizer puts before any text."""
+    """Encodes prompts without roles: the unchanged texts, after the ids that the tokenizer puts
+    before any text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -78,13 +82,16 @@ class RawPrompts:
         self._shown_before = tokenizer.decode(self._before, skip_special_tokens=False)
 
     def first(self, rendered: str) -> list[int]:
-        """Return the ids of a prompt as the template renders it. They begin with BOS once, if the
-        tokenizer puts one before a text, also if the text itself begins with it."""
+        """Return the ids of a prompt that the template has rendered.
+
+        If the tokenizer puts BOS before a text, the ids begin with BOS once, even if the text
+        itself begins with BOS.
+        """
         text = rendered.removeprefix(self._shown_before)
         return self._before + self._tokenizer.encode(text, add_special_tokens=False)
 
     def appended(self, rendered: str) -> list[int]:
-        """Return the ids of a text that follows others."""
+        """Return the ids of a text that is appended to other texts."""
         text = rendered.removeprefix(self._shown_before)
         for before in _BEFORE:
             head = self._tokenizer.encode(before, add_special_tokens=False)
@@ -95,15 +102,18 @@ class RawPrompts:
 
 
 def is_raw(tokenizer: ChatTokenizer) -> bool:
-    """Whether a tokenizer's template is that of raw prompts, as an exported model has it."""
+    """Return whether a tokenizer's chat template is the one of raw prompts.
+
+    This is also true of the tokenizer of an exported model that was trained on raw prompts.
+    """
     template = getattr(tokenizer, "chat_template", None)
     return isinstance(template, str) and template.endswith(_RAW_BODY)
 
 
 def ids_before_text(tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids that a tokenizer puts before a text by itself: BOS, or none.
+    """Return the ids that a tokenizer puts before every text: BOS, or none.
 
-    What it may put after a text (EOS) is left out: the policy goes on there.
+    Ids that it puts after a text (EOS) are left out, because the policy continues the text.
     """
     plain = tokenizer.encode("a", add_special_tokens=False)
     whole = tokenizer.encode("a", add_special_tokens=True)
@@ -132,15 +142,17 @@ def _loaded(path: str) -> ChatTokenizer:
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     tokenizer: Any = loader.from_pretrained(path)
     if config.get("add_bos_token") and not ids_before_text(tokenizer):
-        # transformers 5 loses the setting where the class is not the one that is named.
+        # transformers 5 drops the setting if it loads another class than the configuration names.
         tokenizer.add_bos_token = True
     found: ChatTokenizer = tokenizer
     return found
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Whether transformers 5 would read a byte-level vocabulary as Llama's, and lose letters, as
-    with DeepSeek's, which names Llama's class."""
+    """Return whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
+
+    It does so for DeepSeek's tokenizer, whose configuration names Llama's class.
+    """
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
         return False
     parts = _read(path / "tokenizer.json").get("pre_tokenizer") or {}

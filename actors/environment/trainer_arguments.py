@@ -1,13 +1,15 @@
-"""What TRL's trainers give a reward function beside the columns: state, and two ways to log.
+"""The arguments that TRL's trainers pass to a reward function beside the columns.
+
+They are the trainer's state and two functions that log:
 
     def score(completions, answer, trainer_state, log_metric, log_extra, **columns):
         right = [float(text == wanted) for text, wanted in zip(completions, answer)]
-        log_metric("accuracy", sum(right) / len(right))      # a curve of its own, not rewarded
-        log_extra("read as", completions)                    # kept beside each trajectory
+        log_metric("accuracy", sum(right) / len(right))      # gets a curve, is not rewarded
+        log_extra("read as", completions)                    # is kept with each trajectory
         return right if trainer_state.global_step > 100 else [0.5] * len(right)
 
-`call_with_logs` runs where the function runs, which may be another process: what was logged comes
-back with its answer. Called by `actors.environment.reward_functions`.
+`call_with_logs` runs in the process of the function, which may be another one; it returns what the
+function logged together with its answer. Called by `actors.environment.reward_functions`.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from typing import Any
 TRAINER_STATE = "trainer_state"
 LOGS = frozenset({"log_metric", "log_extra"})
 TRAINER_ARGUMENTS = LOGS | {TRAINER_STATE}
-# Of one call. What is beyond is left out, for it is only looked at.
+# Limits on what one call logs. Anything beyond them is dropped, because people only look at it.
 MAX_LOGGED, MAX_NAME, MAX_EXTRA_CHARS = 64, 128, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What is known of transformers' TrainerState where an answer is scored."""
+    """The fields of transformers' TrainerState that are known when an answer is scored."""
 
     global_step: int = 0
-    """Steps that are done when the rollout's own step is trained: 0 for those of the first."""
+    """Number of steps that are trained before the rollout's own step; 0 for the first step."""
     max_steps: int = 0
-    """`run.steps`; 0 in an evaluation without a run."""
+    """Number of steps of the run (`run.steps`); 0 in an evaluation without a run."""
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
 
@@ -45,26 +47,27 @@ class TrainerState:
 
 
 trainer_state: ContextVar[TrainerState | None] = ContextVar("trainer_state", default=None)
-"""Of the rollout that is played where an environment's methods run; None: of the first step."""
+"""The state for the rollout being played in the current context; None means that of the first
+step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Logs:
-    """What one call of a function has logged."""
+    """The metrics and extra columns that one call of a function has logged."""
 
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """The finite numbers of each name, in the order of the calls."""
+    """The finite numbers that were logged under each name, in the order of logging."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """By column, what was given last: a text, or a list of texts for a list."""
+    """The last value of each column: one text for all answers, or a list with a text for each."""
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keep a number, which gets a curve and is not rewarded."""
+        """Log a number under a name. It gets a curve and is not rewarded."""
         number = float(value)
         if math.isfinite(number) and (name in self.metrics or len(self.metrics) < MAX_LOGGED):
             self.metrics.setdefault(str(name)[:MAX_NAME], []).append(number)
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Keep a column: a value for each answer, in their order."""
+        """Log a column: a list with a value for each answer, in their order, or one for all."""
         if column not in self.extras and len(self.extras) >= MAX_LOGGED:
             return
         values = values.tolist() if hasattr(values, "tolist") else values
@@ -73,7 +76,10 @@ class Logs:
         self.extras[str(column)[:MAX_NAME]] = found
 
     def extras_of(self, index: int, *, num_answers: int) -> dict[str, str]:
-        """Return the columns of one answer. Raises: ValueError for a list of another length."""
+        """Return the columns of one answer.
+
+        Raises: ValueError if a column's list has another length than the answers.
+        """
         found = {}
         for column, values in self.extras.items():
             if not isinstance(values, str) and len(values) != num_answers:
@@ -88,16 +94,20 @@ class Logs:
 def call_with_logs(
     function: Callable[..., Any], arguments: Mapping[str, Any], *, logs: Collection[str]
 ) -> tuple[Any, Logs]:
-    """Call a function with those of `log_metric` and `log_extra` that it takes.
+    """Call a function, and collect what it logs.
 
-    Returns: what it gave, which the caller awaits or iterates over before it reads the logs.
+    Args:
+        logs: Which of `log_metric` and `log_extra` the function takes.
+
+    Returns: the function's answer and its logs. The caller must await or iterate over the answer
+        before it reads the logs.
     """
     found = Logs()
     return function(**arguments, **{name: getattr(found, name) for name in logs}), found
 
 
 def mean_metrics(calls: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean of the numbers that several calls have logged, by name."""
+    """Return the mean of all numbers that several calls have logged under each name."""
     values: dict[str, list[float]] = {}
     for metrics in calls:
         for name, numbers in metrics.items():

@@ -93,7 +93,7 @@ async def play_episode(
     max_context_tokens: prompt and reply together, as the engine allows.
     keeps_last_observation: where the next prompt leaves no room for a reply, as many of its new
     tokens as the context holds end the sample: the state that a critic bootstraps from.
-    kept: which tokens may be sampled, in evaluations; None: all.
+    kept: which tokens may be sampled in an evaluation; None: every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
@@ -303,7 +303,7 @@ class _Episode:
         return turn, parsed
 
     def _shown(self, turn: Turn) -> str:
-        """Return a reply's text up to its stop string, which its last token may go beyond."""
+        """Return a reply's text before its stop string, which may end inside the last token."""
         text = self._renderer.decode(turn.sampled_token_ids)
         return before_stop(text, self._settings.stop)[0]
 

@@ -41,10 +41,20 @@ class CallFailed(Exception):
 
 
 class RaisedInWorker(Exception):
-    """What a call raised in another process (`workers`): only texts of it."""
+    """A substitute, made only of texts, for an exception that a call raised in a worker.
+
+    The module `workers` runs such calls in other processes.
+    """
 
     def __init__(self, kind: str, text: str, where: str, trace: str) -> None:
-        """kind: the name of its type. where: as `location`. trace: its traceback's frames."""
+        """Describe the exception.
+
+        Args:
+            kind: Name of the exception's type.
+            text: The exception's own text.
+            where: The place that raised it, in the form of `location`.
+            trace: The frames of its traceback as text.
+        """
         super().__init__(text)
         self.kind = kind
         self.where = where

@@ -1,9 +1,9 @@
 """A user's environment in a worker process, which it shares with those of a few other episodes.
 
-Invariant: to the turn loop it is the environment itself: it gives what that gives, and raises
-errors of the same one line. An environment that blocks its process beyond the deadline is ended
-with it: the episodes in that worker end as `environment_error` and are played again. Called by the
-environment actor, for environments that are none of the built-in ones.
+Invariant: to the turn loop it is the same as the environment itself: it returns the same results,
+and its errors have the same one-line description. If an environment blocks its process beyond the
+deadline, that process is ended: the episodes in that worker end as `environment_error` and are
+played again. Called by the environment actor for environments that are not built in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class WorkerEnvironment:
     """One episode of an environment in a worker."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        """name, options: as `registry.resolve`, which has checked them."""
+        """Create an environment; its worker is chosen on the first call.
+
+        Args:
+            name: Name of the environment, as for `registry.resolve`, which has checked it.
+            options: The environment's options, which `registry.resolve` has checked too.
+        """
         self._name = name
         self._options = options
         self._home: workers.Home | None = None
@@ -41,7 +46,10 @@ class WorkerEnvironment:
         return await self._call("reset", task=task)
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError; workers.WorkerLost."""
+        """Take one action in the worker and return its result.
+
+        Raises: RewardError if only the score is missing; workers.WorkerLost if the worker ends.
+        """
         return await self._scored("step", action=action)
 
     async def score_group(self, task: Task, completions: Sequence[str]) -> Sequence[StepResult]:
@@ -94,7 +102,7 @@ class WorkerEnvironment:
 
 
 class _Unscored:
-    """A RewardError, whose `rescore` stays in the worker."""
+    """A result that takes the place of a RewardError, whose `rescore` stays in the worker."""
 
     def __init__(self, message: str, *, can_rescore: bool) -> None:
         self.message = message
@@ -102,7 +110,7 @@ class _Unscored:
 
 
 class _Played:
-    """An episode's environment, in the worker."""
+    """One episode's environment, as the worker keeps it."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -130,7 +138,7 @@ _makers: dict[tuple[str, str], Callable[[], Environment]] = {}
 
 
 def made(name: str, options: Mapping[str, Any]) -> _Played:
-    """Return a new environment; runs in a worker."""
+    """Make a new environment. This function runs in a worker."""
     key = name, repr(options)
     if key not in _makers:
         _makers[key] = resolve(name, options)
@@ -140,6 +148,6 @@ def made(name: str, options: Mapping[str, Any]) -> _Played:
 async def call_played(
     played: _Played, method: str, rollout: str, arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a method of an environment; runs in a worker."""
+    """Call a method of an environment. This function runs in a worker."""
     rollout_id.set(rollout)
     return await played.call(method, arguments)

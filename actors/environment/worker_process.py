@@ -1,14 +1,14 @@
-"""The processes that a user's functions run in: one that is forked from, and its children.
+"""The nursery, a process that imports a user's modules, and the workers that are forked from it.
 
     python -P worker_process.py FD
 
-The nursery imports the modules of the functions once, and forks a worker when it is asked to. It
-has one thread and no event loop, and does nothing but start, kill and reap workers. A worker calls
-what it is asked to in its main thread, so that signals work there, and is the leader of a process
-group of its own. All of them end with the process that started the nursery: each ends with its
-parent (PR_SET_PDEATHSIG), and the nursery also when its socket FD closes. What a worker has
-started becomes the nursery's child and is killed when the worker has ended. Nothing is left in
-the file system: all sockets are unnamed. Started by `workers`; needs Linux.
+The nursery imports the modules of the functions once, and forks a worker on request. It has one
+thread and no event loop, and only starts, kills and reaps workers. A worker calls the functions in
+its main thread, so that signals work there, and leads a process group of its own. All of them end
+with the process that started the nursery: each ends with its parent (PR_SET_PDEATHSIG), and the
+nursery also ends when its socket FD closes. When a worker ends, the processes that it has started
+become the nursery's children, and the nursery kills them. The sockets have no names, so that no
+file remains. Started by `workers`; needs Linux.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from typing import Any
 # linux/prctl.h
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 LENGTH = struct.Struct("<Q")
-"""Before each message between a worker and who asks it: its size in bytes."""
+"""Format of the prefix of each message between a worker and its caller: its size in bytes."""
 HEAD = struct.Struct("<QQ")
-"""At a message's beginning: the number of the call, and the worker's memory in bytes."""
+"""Format of the head of each message: the number of the call, and the worker's resident memory in
+bytes (0 in a message to the worker)."""
 MAX_ANSWER_BYTES = 64 * 1024**2
 MAX_CONTROL_BYTES = 128 * 1024
 MAX_TRACE_CHARS = 4000
@@ -64,12 +65,12 @@ def main(control_fd: int) -> None:
     told = json.loads(control.recv(MAX_CONTROL_BYTES) or b"{}")
     sys.path[:] = told.get("path", sys.path)
     for name in told.get("preload", ()):
-        # Whoever calls it learns why it cannot be imported.
+        # A call of the function reports why its module cannot be imported.
         with suppress(Exception, SystemExit):
             import_name(name)
     if threading.active_count() > 1:
-        # Workers would not have the threads, and may wait for their locks forever. Ending without
-        # a worker has each of them import the modules itself.
+        # A forked worker would lack these threads, and could wait for their locks forever. If the
+        # nursery ends before it has forked a worker, each later worker imports the modules itself.
         os._exit(0)
     gc.collect()
     gc.freeze()
@@ -83,7 +84,7 @@ def main(control_fd: int) -> None:
 
 
 class _Ended(Exception):
-    """Whoever started the nursery has ended, or wants it to end."""
+    """The process that started the nursery has ended, or wants the nursery to end."""
 
 
 def _end(*_: object) -> None:
@@ -98,7 +99,7 @@ class _Nursery:
         self._woken = woken
         self._max_bytes = max_bytes
         self._workers: set[int] = set()
-        # What the modules themselves have started when they were imported.
+        # The processes that the modules started while they were imported.
         self._own = _children()
 
     def run(self) -> None:
@@ -124,7 +125,7 @@ class _Nursery:
                     _kill_group(told["kill"])
 
     def end(self) -> None:
-        """Kill all that is below this process."""
+        """Kill every process that this process or a worker has started."""
         for worker in self._workers:
             _kill_group(worker)
         end = time.monotonic() + END_LIMIT_S
@@ -152,7 +153,7 @@ class _Nursery:
     def _reap(self) -> None:
         while True:
             try:
-                # Its group can be killed as long as its number is taken.
+                # The group can be killed only before the process is reaped and its id is free.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
@@ -169,7 +170,10 @@ class _Nursery:
                 self._tell({"ended": process, "status": os.waitstatus_to_exitcode(status)})
 
     def _end_orphans(self) -> None:
-        """Kill what ended workers have started, and leave what is in a living one's group."""
+        """Kill the processes that ended workers have started.
+
+        Processes in the group of a living worker are kept.
+        """
         for process, group in _children().items():
             if process in self._own or group in self._workers or process in self._workers:
                 continue
@@ -206,7 +210,7 @@ class _Worker:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._found: dict[str, Callable[..., Any]] = {}
-        # What stays here for later calls, such as an episode's instances.
+        # Values that later calls use, such as an episode's instances, by the number of the call.
         self._held: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -236,16 +240,18 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Return a call: its number, the name, the arguments, and whether the answer stays here.
+        """Read a message and return its call.
 
-        None: there is nothing to call. Of what was held, something may have been let go of.
+        Returns: the call's number, the function's name, the arguments, and whether to keep the
+            answer here. None if there is nothing to call: the message could not be read, asked to
+            drop kept values, or asked to cancel a call.
         """
         number, _ = HEAD.unpack_from(message)
         try:
             target, arguments, keeps = _Unpickler(
                 io.BytesIO(message[HEAD.size :]), self._held
             ).load()
-        except Exception as error:  # noqa: BLE001  # the caller is told
+        except Exception as error:  # noqa: BLE001  # the caller gets it
             self._send(number, False, _told_of(error))
             return None
         if target is not None:
@@ -265,10 +271,10 @@ class _Worker:
             elif hasattr(found, "__await__"):
                 found = run(_awaited(found))
             self._give(number, found, keeps=keeps)
-        except BaseException as error:  # noqa: BLE001  # the caller is told
+        except BaseException as error:  # noqa: BLE001  # the caller gets it
             self._send(number, False, _told_of(error))
         finally:
-            # An alarm that a call leaves behind would ring in the next one.
+            # An alarm that this call has set would interrupt the next one.
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def _answer_in_loop(self, call: tuple[Any, ...]) -> None:
@@ -278,7 +284,7 @@ class _Worker:
             if hasattr(found, "__await__"):
                 found = await found
             self._give(number, found, keeps=keeps)
-        except BaseException as error:  # noqa: BLE001  # the caller is told
+        except BaseException as error:  # noqa: BLE001  # the caller gets it
             self._send(number, False, _told_of(error))
 
     def _function(self, target: str) -> Callable[..., Any]:
@@ -320,7 +326,7 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a call, with what is held here in place of the references to it."""
+    """Reads a call, and puts the kept values in place of the references to them."""
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
         super().__init__(file)
@@ -342,7 +348,7 @@ def import_name(name: str) -> None:
 
 
 def call_method(instance: Any, method: str, arguments: dict[str, Any]) -> Any:
-    """Call a method of what is held in the worker."""
+    """Call a method of an instance that the worker keeps."""
     return getattr(instance, method)(**arguments)
 
 
@@ -358,11 +364,14 @@ _OWN = {f"worker:{each.__name__}": each for each in (import_name, call_method)}
 
 
 def _told_of(error: BaseException) -> tuple[str, str, str, str]:
-    """Return an error's type, text, location and traceback as texts: its class may be anything."""
+    """Return an error's type, text, location and traceback as texts.
+
+    The error itself is not sent, because not every exception can be pickled and read elsewhere.
+    """
     text = "its text cannot be had"
     with suppress(Exception, SystemExit):
         text = str(error).encode(errors="replace").decode()
-    # The frames of this file are none of the user's.
+    # The frames of this file are not the user's code.
     frames = [
         each for each in traceback.extract_tb(error.__traceback__) if each.filename != __file__
     ]
@@ -372,7 +381,7 @@ def _told_of(error: BaseException) -> tuple[str, str, str, str]:
 
 
 def resident_bytes(process: int | str = "self") -> int:
-    """Return what a process has in memory; 0 if it is gone."""
+    """Return the resident memory of a process in bytes; 0 if the process has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
@@ -400,7 +409,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _children() -> dict[int, int]:
-    """Return the process group of each child of this process, zombies too."""
+    """Return the process group of each child of this process by process id, zombies included."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,16 +1,17 @@
-"""A pool of processes in which a user's functions run, so that a call can hurt only itself.
+"""A pool of worker processes for a user's functions, so that a call can harm only itself.
 
     found = await pool().call("my.py:score", {"completion": "7"}, limit_s=5)
 
-A call runs in the main thread of a worker that has no other call. A call that does not end within
-its limit is ended with its process and all that it has started; one that ends its process itself
-fails alone. Others wait for another worker. What has to keep state between calls lives in a `Home`,
-which is a place in a worker that several episodes share. Workers are forked from a process that has
-imported the functions' modules (`worker_process`). Functions of a module that was made in this
-process (`is_importable`) cannot be called in another.
+`Pool.call` runs a function in the main thread of a worker that runs no other call. If the call
+exceeds its limit, the pool kills the worker and every process that the worker has started. If a
+function ends its own process, only that call fails; waiting calls get another worker. Instances
+that keep state between calls live in a `Home`, a place in a worker that several episodes share.
+Workers are forked from a process that has imported the functions' modules (`worker_process`). A
+function cannot be called in a worker if its module was made in this process (`is_importable`).
 
-Invariant: when this process ends, however it does, no worker and nothing of a worker is left.
-Called by reward functions, tools, a user's environments and the checks before the start.
+Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
+has started. Called by reward functions, tools, a user's environments and the checks before the
+start.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from actors.environment.user_names import BadName, module_of
 from actors.environment.worker_process import HEAD, LENGTH, MAX_CONTROL_BYTES
 
 LOAD_LIMIT_S = 120.0
-"""For the import of the functions' modules, which no call's limit includes."""
+"""Seconds that importing a function's module may take; a call's own limit does not include them."""
 GROW_AFTER_S = 0.05
-"""How long a call waits for a worker before the pool grows beyond the cores."""
+"""Seconds for which calls wait before the pool may grow beyond twice the number of cores."""
 EPISODES_PER_HOME = 4
 MAX_STARTS_IN_VAIN = 3
 MAX_COUNTED = 1000
@@ -58,30 +59,36 @@ MAX_TASKS_NAMED = 3
 _logger = logging.getLogger(__name__)
 
 task_id: ContextVar[str] = ContextVar("task_id", default="")
-"""The task that is played where a call is made, for what is counted and logged of it."""
+"""The id of the task being played in the current context, for counts and log lines; empty if there
+is none."""
 
 
 class WorkerLost(Exception):
-    """The process in which a call ran, or an episode's instances were, has ended."""
+    """The process that ran a call, or that held an episode's instances, has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCalls:
-    """Calls of one function that ended alike without an answer."""
+    """The calls of one function that gave no answer and ended in the same way."""
 
     function: str
     end: str
-    """killed, or cancelled: at its limit; died: with its process."""
+    """How the calls ended: `killed` (the pool killed the process at the call's limit), `cancelled`
+    (the pool cancelled the coroutine at its limit) or `died` (the process ended during the call).
+    """
     count: int
     why: str
-    """Of the first."""
+    """The reason of the first of these calls."""
     tasks: tuple[str, ...]
-    """The first few that are known."""
+    """The known ids of the first tasks whose calls were lost, at most MAX_TASKS_NAMED of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a call gave and is kept in its worker: an argument of later calls there."""
+    """A reference to a value that a call returned and that its worker keeps.
+
+    Later calls in the same worker take it as an argument.
+    """
 
     key: int
     home: Home
@@ -100,7 +107,10 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
 
 
 def is_importable(name: str) -> bool:
-    """Whether another process finds a function's module: it is no module made in this one."""
+    """Return whether another process can import a function's module.
+
+    It cannot if the module was made in this process.
+    """
     with suppress(BadName):
         module = sys.modules.get(module_of(name, what="function"))
         return module is None or getattr(module, "__spec__", None) is not None
@@ -108,7 +118,10 @@ def is_importable(name: str) -> bool:
 
 
 def is_contained(name: str) -> bool:
-    """Whether a function is called in a worker; an empty name is of no function of a user's."""
+    """Return whether a function is called in a worker.
+
+    An empty name means that the function is not the user's, and gives False.
+    """
     return bool(name) and not playing.get().inline and is_importable(name)
 
 
@@ -116,7 +129,10 @@ _preloaded: dict[str, None] = {}
 
 
 def preload(name: str) -> None:
-    """Have a function's module imported before workers are forked, where none was yet."""
+    """Have a function's module imported before workers are forked.
+
+    A pool that has started already imports the module in each worker, on the first call there.
+    """
     _preloaded[name] = None
 
 
@@ -136,17 +152,21 @@ class _Worker:
         self.resident_bytes = 0
         self.why = ""
         self.is_over = False
-        # Whether its end was ours, or is counted.
+        # Whether the pool ended the process itself, or has counted its end already.
         self.is_explained = False
         self.end = end
-        # At the end of this process, too.
+        # This also closes the socket when this process ends.
         weakref.finalize(self, end.close)
         self._read = bytearray()
 
     async def ask(
         self, number: int, target: str | None, arguments: Mapping[str, Any], *, keeps: bool
     ) -> Any:
-        """Raises: CallFailed; WorkerLost."""
+        """Send a call to the worker and return its answer.
+
+        Raises: CallFailed if the call cannot be sent or raises; WorkerLost if the worker has ended
+            or ends before it answers.
+        """
         if self.is_over:
             raise WorkerLost(self.why)
         try:
@@ -162,13 +182,16 @@ class _Worker:
             self.answers.pop(number, None)
 
     async def send(self, message: bytes) -> None:
-        # That its process has ended, its nursery says.
+        # An error means that the process has ended, which the nursery reports.
         async with self._sending:
             with suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self.end, message)
 
     def read(self) -> bool:
-        """Take what has come. Returns: whether the worker's end is open."""
+        """Read what the worker has sent and deliver its answers.
+
+        Returns: whether the worker's end of the socket is still open.
+        """
         try:
             part = self.end.recv(1 << 18)
         except BlockingIOError:
@@ -191,7 +214,7 @@ class _Worker:
             return
         try:
             is_answer, found = pickle.loads(message[HEAD.size :])
-        except Exception as error:  # noqa: BLE001  # the caller is told
+        except Exception as error:  # noqa: BLE001  # the caller gets it
             answer.set_exception(CallFailed(error))
             return
         if is_answer:
@@ -210,11 +233,21 @@ class _Worker:
 
 
 class Pool:
-    """Workers, made as they are needed: up to the cores' number at once, then as calls wait."""
+    """Worker processes, started when calls need them.
+
+    For calls, up to twice the number of cores start at once; more start only while calls wait and
+    the running workers leave cores free. Homes have workers of their own.
+    """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
-        """size: workers at most, and as many again for homes. memory_mib: what one may take beyond
-        what its modules have; 0: as much as there is."""
+        """Create a pool without starting a process.
+
+        Args:
+            size: Maximum number of workers for calls; homes whose calls are coroutines may have as
+                many again, and so may the other homes.
+            memory_mib: Memory in MiB that a worker may use beyond that of the imported modules; 0
+                means no limit.
+        """
         self._size = size
         self._max_bytes = memory_mib * 1024**2
         self._num_cores = os.cpu_count() or 1
@@ -223,7 +256,7 @@ class Pool:
         self._control: socket.socket | None = None
         self._finalizer: Any = None
         self._numbers = itertools.count(1)
-        # By the number of their start.
+        # Every worker by the number of the request that started it.
         self._workers: dict[int, _Worker] = {}
         self._idle: list[_Worker] = []
         self._waiting: deque[asyncio.Future[_Worker]] = deque()
@@ -231,18 +264,18 @@ class Pool:
         self._num_starts_in_vain = 0
         # Whether the nursery has imported the modules and forked a worker.
         self._has_started = False
-        # Calls, since the pool last looked whether it should grow.
+        # How often a worker became free since the pool last checked whether to grow.
         self._num_ended = 0
         self._nursery_preloads: dict[str, None] = {}
         self._path: list[str] = []
         # The event loop keeps only weak references to its tasks.
         self._dropping: set[asyncio.Future[None]] = set()
         self.faults: Counter[tuple[str, str, str]] = Counter()
-        """Calls that did not end, by function, task, and what became of them."""
+        """The number of calls that gave no answer, by function, task and `LostCalls.end`."""
         self._reasons: dict[tuple[str, str], str] = {}
-        """Of the first, by function and what became of it."""
+        """The reason of the first such call, by function and `LostCalls.end`."""
 
-    # What others call.
+    # Methods that other classes and modules call.
 
     async def call(
         self,
@@ -252,12 +285,22 @@ class Pool:
         limit_s: float,
         about: str = "",
     ) -> Any:
-        """Call a function by its name, such as my.py:score; a coroutine is awaited there.
+        """Call a function in a worker and return its answer. A coroutine is awaited in the worker.
 
-        about: the user's function that target calls, for messages; it is imported first, which the
-        limit does not include, nor the wait for a worker. Arguments and answer are pickled.
-        Raises: CallTimedOut; CallFailed for what it raises (`RaisedInWorker`), and for a call that
-        ends its process (`WorkerLost`). Cancelling ends the process, too.
+        Cancelling the caller ends the worker's process.
+
+        Args:
+            target: Name of the function, such as my.py:score.
+            arguments: Keyword arguments; they and the answer are pickled.
+            limit_s: Seconds that the call may take. They include neither the wait for a worker nor
+                the import of the function's module.
+            about: Name of the user's function that `target` calls; it is imported first, and
+                messages name it. Empty means `target` itself.
+
+        Raises:
+            CallTimedOut: The call did not end within its limit.
+            CallFailed: The function raised (`error` is a `RaisedInWorker`), or the call ended its
+                process (`error` is a `WorkerLost`).
         """
         named = about or target
         worker = await self._taken()
@@ -269,8 +312,11 @@ class Pool:
             self._give_back(worker)
 
     def home(self, *, is_loop: bool = False) -> Home:
-        """Return a place for an episode's instances. is_loop: all that is called there are
-        coroutines, which run beside those of other episodes.
+        """Return a place in a worker for an episode's instances.
+
+        Args:
+            is_loop: Whether every function called there is a coroutine. The worker then runs the
+                coroutines of several episodes concurrently.
         """
         self._attach()
         homes = [
@@ -291,12 +337,12 @@ class Pool:
         worker.lost(why)
         if worker in self._idle:
             self._idle.remove(worker)
-        # Before it is known by its number, `_on_control` kills it.
+        # If the process id is not known yet, `_on_control` kills the process once it is.
         if worker.process and self._control is not None:
             self._tell({"kill": worker.process})
 
     def leave(self, worker: _Worker, keys: list[int]) -> None:
-        """Have a worker let go of what an episode held there."""
+        """Have a worker drop the values that an episode held there."""
         worker.num_homes -= 1
         if not worker.is_over and keys:
             dropping = asyncio.ensure_future(worker.send(_message(0, (None, keys, False))))
@@ -305,12 +351,13 @@ class Pool:
 
     @property
     def resident_bytes(self) -> list[int]:
-        """What each worker has in memory, as far as it has been asked anything."""
+        """Resident memory in bytes of each worker that has answered a call."""
         return [each.resident_bytes for each in self._workers.values() if each.resident_bytes]
 
     @property
     def lost_calls(self) -> tuple[LostCalls, ...]:
-        """By function and end, in the order of the first."""
+        """The calls that gave no answer: one entry for each function and kind of end, in the order
+        in which each first occurred."""
         counts: Counter[tuple[str, str]] = Counter()
         tasks: dict[tuple[str, str], list[str]] = {}
         for (function, task, what), count in self.faults.items():
@@ -329,13 +376,14 @@ class Pool:
         )
 
     def count_on(self, other: Pool) -> None:
-        """Add to what another pool has counted, in place of which this one is."""
+        """Add the counts of another pool, which this pool replaces."""
         self.faults.update(other.faults)
         self._reasons.update(other._reasons)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it does nothing, and other modules would be imported now than when it started."""
+        """Whether the pool is idle and the import path has changed since it started, so that it
+        may import other modules than this process would."""
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
         is_idle = is_idle and not self._waiting
         return is_idle and self._control is not None and self._path != _import_path()
@@ -371,11 +419,16 @@ class Pool:
         keeps: bool = False,
         number: int | None = None,
     ) -> Any:
-        """Raises: CallTimedOut, CallFailed, WorkerLost."""
+        """Import the function's module in a worker if needed, and call the function there.
+
+        End the worker's process unless the call returns or raises; also end it for a MemoryError.
+
+        Raises: CallTimedOut, CallFailed, WorkerLost.
+        """
         is_done = False
         try:
             for name in (named, target):
-                # One of the worker's own, or one that its nursery has imported.
+                # The worker's own functions and modules that are loaded there need no import.
                 if not (name.startswith("worker:") or name in worker.loaded):
                     await self._within(
                         worker, "worker:import_name", {"name": name}, limit_s=LOAD_LIMIT_S
@@ -394,7 +447,7 @@ class Pool:
             self._count(named, "killed", str(error))
             raise
         except WorkerLost as error:
-            # Once, where several episodes have calls in it.
+            # Count the end once, also if several episodes have calls in this worker.
             if not worker.is_explained:
                 worker.is_explained = True
                 self._count(named, "died", str(error))
@@ -431,7 +484,10 @@ class Pool:
         named: str,
         keeps: bool,
     ) -> Any:
-        """As `Home.call`."""
+        """Call a function in the worker of a home, as `Home.call` does.
+
+        Returns: the function's answer; with `keeps`, the key under which the worker keeps it.
+        """
         number = next(self._numbers)
         if not worker.is_loop:
             async with worker.lock:
@@ -470,7 +526,8 @@ class Pool:
         return number if keeps else found
 
     async def _cancel(self, worker: _Worker, number: int, asking: asyncio.Future[Any]) -> None:
-        """Have a coroutine cancelled; end its process only if it does not let itself be."""
+        """Cancel a coroutine in its worker; end the worker's process only if the coroutine has not
+        ended after UNWIND_S."""
         if not worker.is_over:
             await worker.send(_message(number, (None, [], False)))
         await asyncio.wait((asking,), timeout=UNWIND_S)
@@ -539,11 +596,11 @@ class Pool:
         workers = [each for each in self._workers.values() if not each.is_home]
         num_starting = sum(not each.process for each in workers)
         bound = self._num_at_once
-        # At this rate, those that wait would wait for more than a second.
+        # At this rate the waiting calls would wait for more than a second.
         is_slow = is_late and self._num_ended < len(waiting) * GROW_AFTER_S
         self._num_ended = 0 if is_late else self._num_ended
         if is_slow and not num_starting and self._num_running(workers) < self._num_cores:
-            # Those that are there wait for something, and leave cores free.
+            # The workers wait for something themselves, and leave cores free.
             bound = min(self._size, max(bound, len(workers) + self._num_cores))
         for _ in range(min(len(waiting) - num_starting, bound - len(workers))):
             self._start(is_home=False, is_loop=False)
@@ -572,14 +629,18 @@ class Pool:
     def _on_readable(self, worker: _Worker) -> None:
         if not worker.read():
             self._unread(worker.end)
-            # It has ended, which the nursery says with its status, or has closed its end.
+            # The process has ended, which the nursery reports with its status, or it has closed
+            # its end of the socket.
             if worker.process and not worker.is_over:
                 self._tell({"kill": worker.process})
 
     # The nursery.
 
     def _attach(self) -> None:
-        """Read in the event loop that runs; calls that another one began have ended with it."""
+        """Read the sockets in the running event loop.
+
+        Calls that another event loop began have ended with it; their workers are killed.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -611,7 +672,7 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        # After a start in vain, the modules may be why: each worker imports them itself.
+        # A module may have caused a failed start. Each worker then imports the modules itself.
         self._nursery_preloads = {} if self._num_starts_in_vain else dict(_preloaded)
         self._path = _import_path()
         told = {
@@ -628,7 +689,7 @@ class Pool:
         return own
 
     def _check_start(self, control: socket.socket) -> None:
-        """A module that does not end its import holds the nursery up."""
+        """End a nursery that is still importing its modules."""
         if self._control is control and not self._has_started:
             self._nursery_ended()
 
@@ -663,7 +724,7 @@ class Pool:
         self._grow()
 
     def _drop(self, worker: _Worker, why: str) -> None:
-        # What it answered before its end.
+        # Read the answers that the worker sent before it ended.
         while worker.answers and worker.read():
             pass
         self._unread(worker.end)
@@ -692,7 +753,7 @@ class Pool:
 
 
 class Home:
-    """A place in a worker for one episode's instances, which end with that worker."""
+    """A place in a worker for one episode's instances. They are lost when that worker ends."""
 
     def __init__(self, pool: Pool, worker: _Worker) -> None:
         self._pool = pool
@@ -709,10 +770,15 @@ class Home:
         about: str = "",
         keeps: bool = False,
     ) -> Any:
-        """As `Pool.call`, in the worker of this place, with `Held` arguments in place of what they
-        refer to. keeps: leave the answer there and return a `Held`.
+        """Call a function in this home's worker, as `Pool.call` does.
 
-        Raises: also WorkerLost, for this call's end of the worker or one of another episode's.
+        The function gets the kept value in place of each `Held` argument.
+
+        Args:
+            keeps: Whether to keep the answer in the worker and return a `Held` that refers to it.
+
+        Raises: CallTimedOut and CallFailed, as `Pool.call`; WorkerLost if this call or one of
+            another episode ended the worker.
         """
         found = await self._pool.ask_home(
             self._worker,
@@ -728,7 +794,7 @@ class Home:
         return Held(found, self)
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Drop the values that the worker keeps for this episode."""
         if not self._is_closed:
             self._is_closed = True
             self._pool.leave(self._worker, self._held)
@@ -753,7 +819,7 @@ def _how(status: int) -> str:
 
 
 def _end_nursery(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Its workers end with it."""
+    """End the nursery, and with it its workers."""
     control.close()
     try:
         process.wait(timeout=2)
@@ -772,7 +838,10 @@ def configure(*, size: int, memory_mib: int) -> None:
 
 
 def pool() -> Pool:
-    """Return this thread's pool, made when it is first asked for."""
+    """Return this thread's pool.
+
+    The first call makes the pool; a later one replaces it if it is outdated.
+    """
     made: Pool | None = getattr(_pools, "own", None)
     if made is None or made.is_outdated:
         outdated, made = made, Pool(**_options)
@@ -784,8 +853,10 @@ def pool() -> Pool:
 
 
 def report() -> tuple[tuple[LostCalls, ...], int]:
-    """Return what this thread's pool has counted, and the bytes in memory of its largest worker; 0:
-    no worker was asked anything."""
+    """Return the lost calls of this thread's pool, and the resident memory of its largest worker.
+
+    The memory is in bytes; 0 means that no worker has answered a call.
+    """
     made: Pool | None = getattr(_pools, "own", None)
     if made is None:
         return (), 0

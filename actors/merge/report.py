@@ -110,8 +110,8 @@ class StepReport:
     """By name as the environment gives it, the mean over the graded trajectories that have it, each
     the sum over its turns; the first MAX_COMPONENTS names."""
     logged_metrics: Mapping[str, float] = field(default_factory=dict)
-    """By name, the mean over the trajectories whose environment logged it; it is not rewarded. The
-    first MAX_COMPONENTS names."""
+    """The mean of each logged number over the trajectories whose environment logged it, by name;
+    only the first MAX_COMPONENTS names. These numbers are not rewarded."""
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By name, where the step has trajectories of several."""
 
@@ -234,7 +234,10 @@ def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _means(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, sorted, the mean of those that have it; names are cut and bounded."""
+    """Return the mean of the values under each name, sorted by name.
+
+    Names are cut to MAX_COMPONENT_NAME characters, and only the first MAX_COMPONENTS are kept.
+    """
     sums: dict[str, list[float]] = {}
     for own in named:
         for name, value in own.items():

@@ -56,7 +56,8 @@ class Progress:
     critic_updates: int | None = None
     """Optimiser updates applied to the critic that is in it; None: there is none."""
     chat_template: str | None = None
-    """As of the run: Jinja's text, or none for raw prompts; None: the base model's own."""
+    """The run's chat template: Jinja text, or the word "none" for raw prompts. None means the base
+    model's own template."""
 
     @property
     def directory_name(self) -> str:

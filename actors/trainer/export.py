@@ -2,9 +2,9 @@
 
 The weights, and whether the head is the embedding, come from the checkpoint; configuration,
 tokenizer, processor, chat templates and generation defaults come from the base model, byte for
-byte, so that an answer ends on the tokens on which the run's ended. A run with a chat template of
-its own has that one in the place of the base model's. Invariant: the directory
-appears whole or not at all, and nothing is ever overwritten. Called by the command line.
+byte, so that an answer ends on the tokens on which the run's ended. If the run has a chat template
+of its own, it replaces the base model's. Invariant: the directory appears whole or not at all, and
+nothing is ever overwritten. Called by the command line.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def _copy_companions(base: str, output: Path) -> None:
 
 
 def _write_template(base: str, chat_template: str, output: Path) -> None:
-    """Replace the model's chat templates by the run's, where transformers and others look."""
+    """Replace the model's chat templates with the run's, in every file that transformers and other
+    tools read."""
     shutil.rmtree(output / "additional_chat_templates", ignore_errors=True)
     (output / "chat_template.json").unlink(missing_ok=True)
     text: str = load_tokenizer(base, chat_template=chat_template).chat_template

@@ -1,7 +1,7 @@
-"""How the learning rate moves from one update to the next: a pure function of the update's number.
+"""The schedule of the learning rate: a pure function of the update's number.
 
-A scheduler would have a state, and a checkpoint would have to hold it. Here a resumed run computes
-the rate of its next update as a run that was never interrupted does. Called by
+A scheduler object would have a state, which checkpoints would have to hold. With a pure function, a
+resumed run computes the same rate for its next update as an uninterrupted run. Called by
 `sharded_model.TrainedModel`, for the policy and for a critic. Imports no torch.
 """
 
@@ -30,15 +30,15 @@ class ScheduleSettings:
     __pydantic_config__ = STRICT
 
     kind: ScheduleKind = ScheduleKind.CONSTANT
-    """constant: not at all; linear, cosine: from the warm-up on; wsd: constant, and linear over the
-    last decay_updates."""
+    """constant: no decay; linear, cosine: decay from the end of the warm-up; wsd: constant, then
+    linear decay over the last decay_updates."""
     updates: Positive | None = None
-    """Updates after which the rate is at its minimum and stays there, warm-up counted; null: those
-    of run.steps."""
+    """Number of updates, including the warm-up, after which the rate stays at its minimum; null:
+    all updates of run.steps."""
     decay_updates: Positive | None = None
-    """Updates of the decay, the last ones of `updates`; with wsd only."""
+    """Number of updates of the decay, at the end of `updates`; only with wsd."""
     min_ratio: Fraction = 0.0
-    """The minimum, in parts of the learning rate."""
+    """The minimum rate, as a fraction of the learning rate."""
 
 
 def learning_rate_at(
@@ -48,20 +48,20 @@ def learning_rate_at(
     warmup_updates: int,
     schedule: ScheduleSettings,
 ) -> float:
-    """Return the rate of the update that follows `num_updates` applied ones.
+    """Return the learning rate of the update after `num_updates` applied updates.
 
-    n = num_updates, W = warmup_updates, N = updates; the decay begins at B = W, with wsd at
-    B = N - decay_updates; p = (n - B) / (N - B), held to [0, 1]:
+    Let n = num_updates, W = warmup_updates, N = updates. The decay begins at B = W, or for wsd at
+    B = N - decay_updates. Let p = (n - B) / (N - B), clipped to [0, 1].
 
-    n < W: rate = learning_rate (n + 1) / W.   Else rate = learning_rate (m + (1 - m) f), with
+    If n < W: rate = learning_rate (n + 1) / W. Otherwise rate = learning_rate (m + (1 - m) f), with
     m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
 
-    Source: transformers' `get_scheduler` (deviations: its warm-up begins with an update of rate 0,
-    ours with learning_rate / W; its wsd warms up from the minimum, ours from 0).
+    Source: transformers' `get_scheduler`. Deviations: its warm-up begins with an update of rate 0,
+    ours with learning_rate / W; its wsd warms up from the minimum, ours from 0.
 
-    Args: schedule: with `updates`, unless it is constant.
-    Examples: rates of 1.0 warmed up over 4: .25, .5, .75, 1, 1, …; with linear and 8 updates
-    .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
+    Args: schedule: Its `updates` must be set, unless it is constant.
+    Examples: learning_rate 1.0 and warmup_updates 4: .25, .5, .75, 1, 1, …; also linear with
+    updates 8: .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
     """
     if num_updates < warmup_updates:
         return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)

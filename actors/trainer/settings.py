@@ -107,10 +107,11 @@ class RankSettings:
     """How published weights travel."""
     seed: int
     chat_template: str | None = None
-    """Recorded in checkpoints, for their export; None: the tokenizer's own."""
+    """The run's chat template, which checkpoints record for their export: Jinja text, or the word
+    "none" for raw prompts. None means the tokenizer's own template."""
     max_context_tokens: int | None = None
-    """The engines' longest context. It selects the table of a RoPE that depends on it. None: as
-    many positions as the model has."""
+    """The engines' longest context, in tokens. It selects the table of a RoPE that depends on it.
+    None means as many positions as the model has."""
     logprob_chunk: int = LOGPROB_CHUNK
     """Loss positions whose logits are alive at once."""
     shard_between_micro_batches: bool = False

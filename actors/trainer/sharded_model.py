@@ -120,7 +120,7 @@ class ShardedModel(Generic[Model]):
 class TrainedModel(ShardedModel[Model]):
     """A sharded model with AdamW over its parameters.
 
-    num_updates: applied so far; the learning rate is a function of them.
+    num_updates: number of updates applied so far, which determines the learning rate.
     """
 
     def __init__(

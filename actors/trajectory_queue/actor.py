@@ -126,8 +126,9 @@ class TrajectoryQueue:
     async def take_group(
         self, actor_id: str, timeout_s: float, environments: Collection[str]
     ) -> GroupToScore | None:
-        """A group to be scored together, waited for up to timeout_s; None: there is none.
+        """Wait up to timeout_s for a group that is to be scored together, and hand it out.
 
+        Returns: the group; None if there is none within that time.
         Raises: ActorReleased, as `take_rollouts`.
         """
         await self._opened.wait()
@@ -154,9 +155,10 @@ class TrajectoryQueue:
         block: TrajectoryBlock | None,
         summaries: Sequence[TrajectorySummary],
     ) -> bool:
-        """Take in a group that was scored; a block of None: its payloads were lost.
+        """Accept a group that an actor has scored.
 
-        Returns: False for a late result, which changes nothing.
+        Args: block: The scored trajectories; None if their payloads were lost.
+        Returns: whether the group was accepted; False for a late result, which changes nothing.
         """
         await self._opened.wait()
         if block is None:
@@ -247,14 +249,17 @@ class TrajectoryQueue:
         return self._cut()
 
     async def _stored(self, block: TrajectoryBlock, num_summaries: int) -> list[BlockRow]:
-        """Store a block as the queue's own. Raises: ValueError, as `put`."""
+        """Store a block so that the queue owns it, and return its rows.
+
+        Raises: ValueError if rows and summaries differ in number.
+        """
         if block.num_rows != num_summaries:
             raise ValueError(
                 f"queue: a block of {block.num_rows} rows with {num_summaries} summaries, "
                 "expected one for each row"
             )
         async with self._storing:
-            # In a thread: copying a large block would hold up every other call.
+            # A thread does this, because copying a large block would block every other call.
             reference = await asyncio.to_thread(ray.put, block)
         num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
         return [
@@ -328,7 +333,7 @@ def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
 def _described(
     groups: Sequence[Sequence[Rollout]],
 ) -> tuple[tuple[tuple[StepTrajectory, ...], ...], tuple[Any, ...]]:
-    """Return where rollouts lie, and the blocks; rows of one block share its reference."""
+    """Return the block and row of each rollout, and the blocks, each of them once."""
     blocks: dict[object, int] = {}
 
     def describe(rollout: Rollout) -> StepTrajectory:

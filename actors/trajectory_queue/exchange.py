@@ -31,7 +31,7 @@ Play = Callable[[RolloutAssignment], Awaitable[Trajectory]]
 
 
 ScoreGroup = Callable[[GroupToScore, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
-# Of one actor at once.
+# The number of groups that one actor scores at once.
 MAX_GROUPS_IN_SCORING = 16
 
 
@@ -262,10 +262,10 @@ class RolloutExchange:
 
 
 class GroupExchange:
-    """Takes closed groups that are to be scored together, and hands them back, beside the plays.
+    """Takes groups that are to be scored together from the queue, and returns them scored.
 
-    A group that is cut off here is handed out again once the queue knows that this actor died, so
-    that its functions may be called twice.
+    This runs concurrently with the episodes. If the actor dies while it scores a group, the queue
+    hands the group out again, so that its functions may be called twice.
     """
 
     def __init__(
@@ -277,7 +277,12 @@ class GroupExchange:
         environments: Collection[str],
         settings: ExchangeSettings,
     ) -> None:
-        """score: gives the group's trajectories with their rewards, or as reward errors."""
+        """Create an exchange; `run` starts it.
+
+        Args:
+            score: Function that returns the group's trajectories with the rewards of the group, or
+                as reward errors.
+        """
         self._score_group = score
         self._actor_id = actor_id
         self._queue = queue
@@ -286,7 +291,8 @@ class GroupExchange:
         self._scoring: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Take, score and hand back until cancelled; an error of the queue is tried again."""
+        """Take, score and return groups until cancelled. A call of the queue that fails is
+        repeated."""
         try:
             while True:
                 await self._take()
@@ -303,7 +309,7 @@ class GroupExchange:
         try:
             group = await within(settings.poll_s + settings.queue_deadline_s, call)
         except (RayError, TimeoutError) as error:
-            # A queue that is gone for good ends the exchange of rollouts, and this with it.
+            # If the queue is lost for good, the exchange of rollouts ends, which cancels this one.
             logger.warning("take_group: %s", describe(error))
             await asyncio.sleep(settings.poll_s)
             return
@@ -332,7 +338,7 @@ class GroupExchange:
             call = self._queue.put_group.remote(self._actor_id, group.group_id, block, summaries)
             await within(limit_s, call)
 
-        # Put twice, it is taken once.
+        # The queue accepts a group once, even if it is put twice.
         with suppress(RayError, TimeoutError):
             await retry(put, on=(RayError, TimeoutError), limit_s=limit_s, first_pause_s=0.5)
 

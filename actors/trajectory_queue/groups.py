@@ -136,7 +136,7 @@ class Group:
     policy: OutcomePolicy
     min_usable_samples: int | None = None
     is_scored: bool = False
-    """Whether what its environment gives for the whole group is in its rollouts' returns."""
+    """Whether the returns of the rollouts include the environment's rewards for the whole group."""
     rollouts: dict[str, Rollout] = field(default_factory=dict)
 
     @property

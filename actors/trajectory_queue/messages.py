@@ -62,15 +62,15 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupToScore:
-    """A group of which all rollouts have ended, for an environment actor to score together."""
+    """A group whose rollouts have all ended, and which an environment actor scores together."""
 
     group_id: str
     group_number: int
     task: Task
     trajectories: tuple[StepTrajectory, ...]
-    """Its usable members, in the order of the group."""
+    """The usable members of the group, in its order."""
     blocks: tuple[Any, ...]
-    """As in `StepInput`."""
+    """References to the blocks that hold the trajectories, as in `StepInput`."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:

@@ -48,7 +48,8 @@ class QueueStateSettings:
     """Environments whose turns are stored as they are sampled: an actor that dies takes none with
     it, so that its rollouts are handed out again without a failed attempt."""
     scores_groups: frozenset[str] = frozenset()
-    """Environments whose groups are scored together, once all their rollouts have ended."""
+    """Names of the environments whose groups are scored together, once all rollouts of a group have
+    ended."""
 
     @property
     def max_items(self) -> int:

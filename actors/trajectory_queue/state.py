@@ -83,10 +83,10 @@ class QueueState:
         self._waiting: dict[str, BlockRow] = {}
         """Where each finished rollout lies that no step has taken."""
         self._unscored: dict[int, str] = {}
-        """By number, the groups that are to be scored together, and the actor that does; empty:
-        none yet."""
+        """The actor that scores each group that is to be scored together, by the group's number;
+        empty if no actor does yet."""
         self._untold: dict[str, TrajectorySummary] = {}
-        """By rollout id, what is drained once the rollout's group is scored."""
+        """The summaries that are drained once their rollout's group is scored, by rollout id."""
         self._waiting_rows: Counter[Any] = Counter()
         """By block, its rows in `_waiting`."""
         self._waiting_bytes = 0
@@ -194,7 +194,7 @@ class QueueState:
         return True
 
     def take_group(self, actor_id: str, *, environments: Collection[str]) -> Group | None:
-        """Hand out a group that is to be scored together, the oldest first; None: there is none.
+        """Hand out the oldest group that is to be scored together; None if there is none.
 
         Raises: ActorReleased, as `take_rollouts`.
         """
@@ -208,9 +208,10 @@ class QueueState:
     def put_group(
         self, actor_id: str, group_id: str, scored: Sequence[tuple[TrajectorySummary, BlockRow]]
     ) -> bool:
-        """Take in a group's usable members with what was given for the whole group.
+        """Accept the usable members of a group with the rewards for the whole group.
 
-        Returns: False when the actor does not score this group now, or other attempts of it.
+        Returns: whether they were accepted; False if this actor does not score the group now, or if
+            the group now has other members or attempts.
         """
         group = self._scored_by(actor_id, group_id)
         wanted = {(r.rollout_id, r.attempt) for r in group.usable()} if group else set()
@@ -229,14 +230,17 @@ class QueueState:
         return True
 
     def lose_group(self, actor_id: str, group_id: str) -> bool:
-        """Play a group again whose payloads were lost before it was scored; as `replay_lost`."""
+        """Have a group played again, as `replay_lost` does, because its payloads were lost.
+
+        Returns: whether this actor was scoring the group; False changes nothing.
+        """
         group = self._scored_by(actor_id, group_id)
         if group is not None:
             self.replay_lost(list(group.rollouts))
         return group is not None
 
     def _scored_by(self, actor_id: str, group_id: str) -> Group | None:
-        """Return the group if this actor scores it now."""
+        """Return the group if this actor scores it now; None otherwise."""
         held = (self._groups[number] for number, by in self._unscored.items() if by == actor_id)
         return next((group for group in held if group.group_id == group_id), None)
 
@@ -255,7 +259,7 @@ class QueueState:
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
 
     def _tell(self, rollout: Rollout) -> None:
-        """Have what waited for the score of its group drained."""
+        """Release a rollout's summary that waited for its group's score, so that it is drained."""
         if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -325,7 +329,7 @@ class QueueState:
         # A step that an earlier queue took has no payload left.
         lost = {r.rollout_id: r for r in rollouts}
         for group in {id(g): g for g in map(self._group_of, rollouts) if g.is_scored}.values():
-            # Their returns hold what was given for a group that is not there any more.
+            # Their returns include rewards for a whole group that no longer exists.
             lost |= {r.rollout_id: r for r in group.finished()}
         for rollout in map(self._find, list(self._waiting)):
             if rollout is not None and rollout.payload is LOST_ROW:

@@ -56,12 +56,19 @@ class SingleTurnEnvironment:
         answer_pattern: str | None = None,
         group_reward: str | Sequence[str] | Mapping[str, float] = (),
     ) -> None:
-        """reward: as `load_functions`. system: a message before every prompt; None: none. judges:
-        by name, as `load_judges`. answer_pattern: a regular expression with one group, what of the
-        text is the answer that majority votes count; None: all of it. group_reward: as
-        `load_group_functions`; reward, judges or it is needed.
+        """Load the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, BadJudge; ValueError for the pattern.
+        At least one of `reward`, `judges` and `group_reward` is needed.
+
+        Args:
+            reward: Reward functions, as for `load_functions`.
+            system: Text of a system message before every prompt; None for no such message.
+            judges: Options of each judge by its name, as for `load_judges`.
+            answer_pattern: Regular expression whose one group matches the answer in the text, which
+                majority votes count. None means that the whole text is the answer.
+            group_reward: Functions that score a group together, as for `load_group_functions`.
+
+        Raises: BadRewardFunction, BadJudge; ValueError if the pattern cannot be used.
         """
         if answer_pattern is not None and (problem := problem_of(answer_pattern)) is not None:
             raise ValueError(f"answer_pattern: {problem}; correct it")
@@ -92,7 +99,10 @@ class SingleTurnEnvironment:
         return Observation(messages=tuple(self.first_messages(task.data)))
 
     def _check_group(self, columns: Mapping[str, Any]) -> None:
-        """Raises: ValueError where the data have not what a group function needs."""
+        """Check that the data have every column that the group functions need.
+
+        Raises: ValueError if a column is missing.
+        """
         for function in self._group_functions:
             function.check(columns, extras=frozenset(f"{name}s" for name in columns))
 
@@ -108,21 +118,22 @@ class SingleTurnEnvironment:
         try:
             return await self._scored(action.text)
         except RewardError as error:
-            # A call that was ended at its limit would take as long again.
+            # A call that exceeded its limit would take as long again.
             is_final = isinstance(error.__cause__, CallTimedOut)
             rescore = None if is_final else partial(self._scored, action.text)
             raise RewardError(str(error), rescore=rescore) from error
 
     @property
     def functions(self) -> tuple[RewardFunction | JudgeReward, ...]:
-        """What scores the answer to the task that has begun."""
+        """The functions and judges that score the answer to the current task."""
         return (*self._functions, *self._group_functions)
 
     async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
-        """Score an answer to the task that has begun by one of its functions.
+        """Score an answer to the current task by one of its `functions`.
 
-        A group function gets a group of two such answers.
-        Raises: RewardError, and whatever the function raises.
+        A group function is called with a group that has the answer twice.
+
+        Raises: RewardError if there is no score; any exception that the function raises.
         """
         if isinstance(function, RewardFunction) and function in self._group_functions:
             return (await function.score_group([completion, completion], self._columns))[0]
@@ -134,7 +145,11 @@ class SingleTurnEnvironment:
         return await function.score(completion, self._columns, extras=extras)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """Raises: ValueError if the functions, or the prompt, cannot do with a task's data."""
+        """Check that a task's data have the columns that the functions need, and that tool calls in
+        the prompt are readable.
+
+        Raises: ValueError if a check fails.
+        """
         for function in self._functions:
             function.check(data)
         self._check_group(data)
@@ -162,10 +177,10 @@ class SingleTurnEnvironment:
         )
 
     async def score_group(self, task: Task, completions: Sequence[str]) -> list[StepResult]:
-        """Score the answers of a group together; the environment need not have begun the task.
+        """Score the answers of a group together. A call needs no `reset` before it.
 
-        Returns: for each what the group functions add to the reward of its last turn.
-        Raises: RewardError.
+        Returns: for each answer, the reward that the group functions add to its last turn.
+        Raises: RewardError if a function raises, or if nothing scores an answer.
         """
         scores: list[_Scores] = [{} for _ in completions]
         for function in self._group_functions:
@@ -216,9 +231,9 @@ _Scores = dict[RewardFunction | JudgeReward, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
-    """Raise what a user's function raises as a RewardError: the score is missing, not the answer.
+    """Turn an exception of a user's function into a RewardError: only the score is missing.
 
-    Any type of exception can come.
+    RewardError and WorkerLost are raised unchanged.
     """
     try:
         yield
@@ -229,7 +244,7 @@ def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
 
 
 def has_calls(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a prompt has a history with calls, which may not be readable."""
+    """Return whether a prompt's messages contain tool calls, which may be unreadable."""
     return not isinstance(prompt, str) and any(
         "tool_calls" in each or "function_call" in each for each in prompt
     )

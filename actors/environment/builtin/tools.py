@@ -67,11 +67,17 @@ class ToolsEnvironment(SingleTurnEnvironment):
         answer_pattern: str | None = None,
         group_reward: str | Sequence[str] | Mapping[str, float] = (),
     ) -> None:
-        """reward, system, judges, answer_pattern, group_reward: as `single_turn`. tools: as
-        `load_tools`. mcp: by name, as `server_options`. call_limit_s: of each call.
-        max_answer_chars: of a tool's answer, without the note that the rest was cut off.
+        """Load the tools, and the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, BadTool, BadServer; ValueError for the others.
+        Args:
+            reward, system, judges, answer_pattern, group_reward: As for `SingleTurnEnvironment`.
+            tools: Names of functions and classes, as for `load_tools`.
+            mcp: Options of each MCP server by its name, as for `server_options`.
+            call_limit_s: Seconds that one tool call may take.
+            max_answer_chars: Characters of a tool's answer that are kept; the note that the rest
+                was cut off is not counted.
+
+        Raises: BadRewardFunction, BadTool, BadServer; ValueError for the other arguments.
         """
         names = [tools] if isinstance(tools, str) else list(tools)
         self._toolset = load_tools(names)
@@ -97,7 +103,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
         self._malformed = MalformedTurns(at_most=max_malformed, penalty=None)
-        # Each in this process, or `workers.Held` at home.
+        # Either instances in this process, or `workers.Held` references to those in `_home`.
         self._instances: list[Any] = []
         self._home: workers.Home | None = None
         self._own_servers: list[McpServer] = []
@@ -113,7 +119,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return bool(judges) or any(each.has_reward for each in self._toolset.classes)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """As `single_turn`; the methods `reset` of the classes have to find their columns too."""
+        """Check a task's data as `SingleTurnEnvironment` does, and that they have the columns that
+        the methods `reset` of the tool classes need.
+
+        Raises: ValueError if a check fails.
+        """
         for function in self._configured:
             function.check(data, extras=EXTRAS)
         for each in self._toolset.classes:
@@ -165,8 +175,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError; ServerLost and WorkerLost, which end the episode and have it played
-        again."""
+        """Answer the turn's tool calls, or score the turn if it has none.
+
+        Raises: RewardError if only the score is missing; ServerLost and WorkerLost, after which the
+            episode ends and is played again.
+        """
         self._messages.append(_told(action))
         if action.calls:
             return await self._answer_calls(action.calls)
@@ -198,7 +211,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         if settings.parallel_calls:
             answers = await _together([self._answer(call) for call in taken])
         else:
-            # The policy has written them in an order.
+            # Make the calls in the order in which the policy has written them.
             answers = [await self._answer(call) for call in taken]
         num_malformed = len(calls) - len(taken) + sum(is_malformed for _, is_malformed in answers)
         messages = tuple(message for message, _ in answers)
@@ -257,7 +270,7 @@ def _text_of(error: BaseException | None) -> str:
 
 
 async def _together(answers: Sequence[Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
-    """Await all; the first that raises ends the others."""
+    """Await all answers concurrently; if one raises, cancel the others."""
     tasks = [asyncio.ensure_future(answer) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

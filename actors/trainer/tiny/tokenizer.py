@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 MAX_POSITIONS = 2048
-"""Of the tiny model; here, where no torch is needed to know it."""
+"""Number of positions of the tiny model, defined here so that reading it does not import torch."""
 END_OF_TEXT = "<|endoftext|>"
 TURN_END = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
