@@ -22,8 +22,11 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-# Written before files had digests.
-_READ_FORMATS = (2, FORMAT)
+"""Of a manifest that may be without digests: an older version, or another program, wrote it."""
+# What `finish` writes: without digests it is not what was written.
+_DIGESTED_FORMAT = 4
+_READ_FORMATS = (2, FORMAT, _DIGESTED_FORMAT)
+_DIGEST_FIELDS = ("digests", "digest_s")
 _READ_BYTES = 2**22
 _TEMPORARY = ".tmp-"
 CLAIM = ".term"
@@ -73,7 +76,8 @@ def read_manifest(path: Path) -> Progress:
 
 
 def has_digests(path: Path) -> bool:
-    """Whether changed bytes would be noticed; False for a checkpoint of an older version.
+    """Whether changed bytes would be noticed; False for a checkpoint of an older version, or of
+    another program.
 
     Raises: as `read_manifest`.
     """
@@ -129,18 +133,19 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     found = fields.get("format") if isinstance(fields, dict) else None
     if found not in _READ_FORMATS:
         raise CheckpointError(
-            f"checkpoint {path}: got manifest format {found}, expected {FORMAT}; it was written "
-            "by another version"
+            f"checkpoint {path}: got manifest format {found}, expected {_READ_FORMATS[0]} to "
+            f"{_READ_FORMATS[-1]}; it was written by another version"
         )
+    is_digested = found == _DIGESTED_FORMAT or bool({"sha256", *_DIGEST_FIELDS} & fields.keys())
     written = fields.pop("sha256", None)
-    has_digest = written is not None or "digests" in fields
-    if has_digest and written != _digest_of_fields(fields):
+    is_whole = written == _digest_of_fields(fields) and "digests" in fields
+    if is_digested and not is_whole:
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} is not what was written; the disk or a copy has "
             "changed it: use an older one"
         )
-    digests = fields.pop("digests", {})
-    for name in ("format", "digest_s"):
+    digests = fields.get("digests", {})
+    for name in ("format", *_DIGEST_FIELDS):
         fields.pop(name, None)
     try:
         return Progress(**fields), digests
@@ -195,7 +200,7 @@ def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest
     """
     _claim(root, progress.term)
     aside, final = temporary_path(root, progress), root / progress.directory_name
-    fields = {"format": FORMAT, **asdict(progress), "digests": dict(digests)}
+    fields = {"format": _DIGESTED_FORMAT, **asdict(progress), "digests": dict(digests)}
     fields["digest_s"] = round(digest_s, 3)
     with (aside / MANIFEST).open("w") as file:
         json.dump({**fields, "sha256": _digest_of_fields(fields)}, file, indent=1)
