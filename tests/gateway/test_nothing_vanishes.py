@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds.episode_builders import reply
+from worlds.examples import examples
 from worlds.gateway_world import Gateway, Policy
 from worlds.trait_templates import TEMPLATES, renderer, tokenizer
 
@@ -302,7 +303,7 @@ def texts_of(messages: Sequence[Message]) -> list[str]:
 
 
 @pytest.mark.parametrize("trait", sorted(TEMPLATES))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(turns=chats())
 def test_every_text_is_in_the_prompt_or_the_request_is_refused(
     trait: str, turns: list[tuple[list[Message], Message]]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from worlds.examples import examples
 from worlds.same import assert_same_samples
 from worlds.session_player import SessionPlayer, call, result, says, system, user
 
@@ -198,7 +199,7 @@ def assert_trained_once(player: SessionPlayer, samples: Sequence[Sample]) -> Non
 
 @pytest.mark.parametrize("family", ["tiny", "qwen3", "mistral"])
 @given(script=asks)
-@settings(max_examples=40)
+@examples(40)
 def test_every_sampled_token_is_trained_once_however_clients_write_it(
     family: str, script: list[Ask]
 ) -> None:
@@ -231,7 +232,7 @@ def test_every_sampled_token_is_trained_once_however_clients_write_it(
 
 @pytest.mark.parametrize("family", ["tiny", "mistral"])
 @given(script=asks)
-@settings(max_examples=30)
+@examples(30)
 def test_replies_of_one_text_are_told_apart_where_their_ids_come_back(
     family: str, script: list[Ask]
 ) -> None:
@@ -276,7 +277,7 @@ calls_of_agents = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(calls_of_agents, st.booleans(), st.sampled_from([0.0, 1.0, -3.0]), st.integers(0, 9))
 def test_with_many_agents_a_turn_is_trained_once_or_listed_and_no_reward_is_lost(
     script: list[Call], leaves_titles_out: bool, reward: float, named: int
