@@ -1,8 +1,12 @@
-"""A run that an earlier commit began goes on as a whole: it is resumed, and trains on."""
+"""A run that an earlier commit began is copied, moved over every step of the migrations, resumed,
+and trains."""
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -13,12 +17,20 @@ from worlds.run_driver import START_S, STEP_S, running
 from worlds.stored_run import unpack_run
 
 from service.gateway.keys import REWARD, session_key
+from service.store import tables
+from service.store.migrations import FIRST_FORMAT, STEPS
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(900)]
 
 
 def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
     run_dir = unpack_run(tmp_path)
+    before, copy = (
+        tmp_path / "before.db",
+        run_dir.database_file.with_name("rayloom.db.format-9.bak"),
+    )
+    shutil.copy(run_dir.database_file, before)
+    assert (FIRST_FORMAT, list(STEPS)) == (9, list(range(9, tables.FORMAT)))
     with running(None, run_dir.path, ["--resume"], command="serve") as run:
         address = run.api_address(limit_s=START_S)
         with httpx.Client(base_url=address, timeout=START_S) as client:
@@ -41,5 +53,19 @@ def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
             assert (views[0]["reward"], views[1]["turns"]) == (0.0, 3)
         run.interrupt()
         assert run.wait(limit_s=START_S) == 130, run.log()
+    columns = {"stop_string", "ignored", "template_options", "is_instructed"}
+    assert stored(copy) == stored(before)
+    assert stored(before)[0] == FIRST_FORMAT and not columns & stored(before)[1]
+    assert stored(run_dir.database_file)[0] == tables.FORMAT
+    assert columns <= stored(run_dir.database_file)[1]
     check_lineage(run.events())
     assert [record.step for record in run.history().steps][:3] == [1, 2, 3]
+
+
+def stored(file: Path) -> tuple[int, set[str], int]:
+    """Of a database: its format, the columns of a session's turn, and how many turns it has."""
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+        (number,) = connection.execute("SELECT number FROM format").fetchone()
+        rows = connection.execute("PRAGMA table_info(session_turns)").fetchall()
+        (turns,) = connection.execute("SELECT count(*) FROM session_turns").fetchone()
+    return number, {name for _, name, *_ in rows}, turns
