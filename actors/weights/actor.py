@@ -39,6 +39,7 @@ from actors.weights.board import (
     NotPublished,
     Publication,
     Seat,
+    StartStages,
     WeightGroup,
 )
 from actors.weights.logprob_check import CheckSample, CheckText
@@ -210,6 +211,10 @@ class WeightBoard:
     async def starting(self, replica_id: str, work: float) -> None:
         """A replica is still starting. work: grows while it gets on."""
         self._board.starting(replica_id, work=work, now=self._clock())
+
+    async def started(self, replica_id: str, stages: StartStages) -> None:
+        """A replica has started: the stages of its start."""
+        self._board.started(replica_id, stages)
 
     async def poll(
         self,

@@ -94,6 +94,10 @@ class Publication:
         return any(group.buffer is None for group in self.groups)
 
 
+StartStages = tuple[tuple[str, float], ...]
+"""Of an engine's start: each stage's name and seconds."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """A member's place in one broadcast of the current publication; rank 0 is the trainer's."""
@@ -129,6 +133,8 @@ class ReplicaReport:
     """
     is_held: bool = False
     """It samples nothing: its turns wait."""
+    stages: StartStages = ()
+    """Of its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +204,8 @@ class Board:
         self._current: Publication | None = None
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
+        self._stages: dict[str, StartStages] = {}
+        """By replica that has started and not yet joined, the stages of its start."""
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
         """Of any replica, since `_settle`."""
@@ -259,6 +267,10 @@ class Board:
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
 
+    def started(self, replica_id: str, stages: StartStages) -> None:
+        """A replica has started, and will join with its first poll."""
+        self._stages[replica_id] = stages
+
     def heartbeat(
         self,
         replica_id: str,
@@ -272,7 +284,9 @@ class Board:
     ) -> None:
         """A replica polls; a new one joins. It is live for lease_s and POLL_GRACE_S."""
         known = self._replicas.get(replica_id) or ReplicaReport(
-            replica_id=replica_id, num_workers=num_workers
+            replica_id=replica_id,
+            num_workers=num_workers,
+            stages=self._stages.pop(replica_id, ()),
         )
         self._replicas[replica_id] = replace(known, term=term, version=version, is_held=is_held)
         self._extend(replica_id, lease_s=lease_s, now=now)

@@ -33,6 +33,7 @@ from actors.weights.board import WeightError, WeightGroup
 from service import units
 from service.cli.artifacts import checkpoint_of, export_to
 from service.cli.outlet import say, warn
+from service.cli.stages import Stages
 from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.file import ConfigError
 from service.config.preflight import check_with_model, check_without_model
@@ -88,13 +89,16 @@ class _Policy:
     version: int = 0
 
 
-def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
+def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages) -> int:
     """Play, print and write; returns the exit code.
+
+    stages: the progress of the start, whose current stage is the loading of packages.
 
     Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
     """
     signals.check()
     config = _without_trainer(request.config)
+    stages.next("reading rows")
     _chosen_set(config, request)  # refused at once, but for what the model's tokenizer has to say
     checkpoint = _checkpoint(request)
     out = _out(request, checkpoint)
@@ -102,10 +106,13 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
         if checkpoint is not None:
             # So that the checks see the model that will play.
             config = _with_model(config, str(Path(scratch) / "model"))
+        stages.next("exporting the checkpoint" if checkpoint else "looking for the model")
         policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
+        stages.next("checking the model and the prompts")
         observations = check_without_model(config, tell=warn)
         check_with_model(config, observations, model_path=policy.model)
         played_set = _chosen_set(config, request, model_path=policy.model)
+        stages.next("starting Ray")
         # A local Ray that is half up is started to the end and then stopped.
         signals.hold()
         with joined(config, address=None):
@@ -113,7 +120,7 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals) -> int:
             # What Serve has to say to its developers goes to its own log files.
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             try:
-                return _play_and_tell(config, policy, played_set, out, signals)
+                return _play_and_tell(config, policy, played_set, out, signals, stages)
             finally:
                 # What is left is to end Ray, which a further signal would only leave half done.
                 signals.ignore()
@@ -221,12 +228,19 @@ def _dtype(config: Config) -> torch.dtype:
 
 
 def _play_and_tell(
-    config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, signals: StopSignals
+    config: Config,
+    policy: _Policy,
+    played_set: EvaluationSet,
+    out: Path,
+    signals: StopSignals,
+    stages: Stages,
 ) -> int:
     sampling = played_set.sampling
     try:
         signals.check()
-        played = asyncio.run(_unless_asked(_play(config, policy, played_set, out), signals))
+        playing = _play(config, policy, played_set, out, stages)
+        played = asyncio.run(_unless_asked(playing, signals))
+        stages.end()
         record = evaluation_record(
             policy.step,
             [each.summary for each in played],
@@ -262,7 +276,7 @@ def _play_and_tell(
 
 
 async def _play(
-    config: Config, policy: _Policy, played_set: EvaluationSet, out: Path
+    config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
     """Start the parts, play, write what was played, and end them again.
 
@@ -277,16 +291,21 @@ async def _play(
     members: list[Member] = []
     tasks, sampling = played_set.tasks, played_set.sampling
     try:
+        stages.next("deploying the engines")
         await engines.open_term(TERM, resources={})
+        stages.next(f"starting engines with {policy.label}, version {policy.version}")
         for number in range(config.num_environment_actors):
             members.append(_member(config, policy, engines, number))
-        say(f"starting engines with {policy.label}, version {policy.version}", err=True)
         groups = await asyncio.to_thread(_put_weights, policy.model, dtype=_dtype(config))
         board = board_handle(engines.board, deadline_s=PUBLISH_LIMIT_S)
         await board.publish(TERM, policy.version, groups)
         await engines.wait_ready()
+        status = await engines.status()
+        for replica in () if status is None else status.replicas:
+            for name, seconds in replica.stages:
+                stages.ended(name, seconds)
         plays = plays_of(tasks, sampling.num_samples)
-        say(f"playing {len(plays)} rollouts of {len(tasks)} tasks", err=True)
+        stages.next(f"playing {len(plays)} rollouts of {len(tasks)} tasks")
         settings = PlaySettings(
             sampling=sampling, idle_s=evaluation_idle_s(config), keeps_tokens=True
         )

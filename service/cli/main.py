@@ -610,6 +610,8 @@ def evaluate(
 
     Ends with 0 when all were played, 1 when rollouts are missing or none was scored, 2 refused.
     """
+    # The result is on standard output, for other programs.
+    stages = Stages(f"reading {source}", tell=partial(say, err=True))
     with stop_signals() as signals:
         try:
             if checkpoint is not None and model is not None:
@@ -626,6 +628,7 @@ def evaluate(
                 if value is not None:
                     given.append(f"{section}.{key}={value}")
             config = _converted(load_config(file, given))
+            stages.next("loading packages")
             from service.cli.evaluate import EvaluateRequest, run_evaluate
 
             request = EvaluateRequest(
@@ -637,7 +640,7 @@ def evaluate(
                 num_tasks=tasks,
                 out=_path("--out", out, what="a file"),
             )
-            code = run_evaluate(request, signals)
+            code = run_evaluate(request, signals, stages)
         except KeyboardInterrupt:
             say("rayloom: interrupted before the evaluation began", err=True)
             code = EXIT_INTERRUPTED

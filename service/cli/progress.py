@@ -89,6 +89,7 @@ class ProgressState:
             told = [*self._ended_stage(previous, now), news]
             lines[index:index] = [StoryLine(text=visible_lines(text)) for text in told]
             self._phase_since = now
+        lines[:0] = [StoryLine(text=visible_lines(text)) for text in status.stages]
         self._add_totals(status, now)
         return lines
 

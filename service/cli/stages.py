@@ -36,6 +36,10 @@ class Stages:
         self._tell(f"{self._ended()}; next: {name}")
         self._name, self._since = name, self._clock()
 
+    def ended(self, name: str, seconds: float) -> None:
+        """Print a stage that ran beside the current one and has ended."""
+        self._tell(f"{name}: {seconds:.1f} s")
+
     def end(self) -> None:
         """End the last stage."""
         self._tell(self._ended())

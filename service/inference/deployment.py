@@ -175,16 +175,19 @@ class InferenceReplica:
         self._num_failed_broadcasts = self._num_loaded = 0
         await self._meet_board()
         os.environ.update(settings.environment)
+        began = time.time()
         with _StartReports(board, self._name):
             # Seven seconds of imports, which the process that deploys should not wait for.
             with quick_imports():
                 from service.inference.engine import PolicyEngine
 
             # Replicas with one seed would sample the same tokens for members of a group.
+            imported = time.time()
             seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
             directory = make_engine_directory(session_directory(), self._name)
             self._engine = PolicyEngine(replace(settings, seed=seed), directory)
-            await self._engine.start()
+            stages = await self._engine.start()
+        self._board.started.remote(self._name, (("engine: packages", imported - began), *stages))
         self._pushing = asyncio.create_task(
             push_forever(run_id, role=self._name, read=self._read_metrics)
         )

@@ -39,7 +39,7 @@ from actors.environment.settings import KeptTokens
 from actors.expert_records import routed_layers, sampled_experts
 from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason, VersionSpan
-from actors.weights.board import Publication, Seat, check_tokens
+from actors.weights.board import Publication, Seat, StartStages, check_tokens
 from actors.weights.buffers import Bytes
 from actors.weights.collective import STALL_S, read_progress
 from actors.weights.logprob_check import CheckSample, CheckText, EngineScores
@@ -80,11 +80,13 @@ class PolicyEngine:
         self._broken: str | None = None
         self._request_ids = itertools.count()
 
-    async def start(self) -> None:
+    async def start(self) -> StartStages:
         """Start the engine process with the weights that lie in the model's directory.
 
-        Raises: ValueError for a parser that the settings name and that cannot be used.
+        Returns: the stages of the start. Raises: ValueError for a parser that the settings name
+            and that cannot be used.
         """
+        began = time.time()
         check_installed()
         register()
         os.environ.update(self.settings.environment)
@@ -101,6 +103,7 @@ class PolicyEngine:
         # A million objects of the imported libraries never die; collections need not visit them.
         gc.collect()
         gc.freeze()
+        return _stages(began, time.time(), await self._llm.collective_rpc("start_marks"))
 
     def shutdown(self) -> None:
         """End the engine process; requests in flight fail."""
@@ -381,31 +384,58 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
     return routed_layers(AutoConfig.from_pretrained(settings.model).get_text_config())
 
 
-def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:
+def engine_options(settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's options of an engine that anybody would start with these settings."""
     inference = settings.inference
-    return AsyncEngineArgs(
-        model=settings.model,
+    return {
+        "model": settings.model,
         # Token ids in and out: without stop strings and structured outputs the engine needs no
         # tokenizer. It never needs default sampling parameters.
-        skip_tokenizer_init=not settings.reads_text,
-        generation_config="vllm",
-        dtype=settings.dtype.value,
-        max_model_len=settings.max_context_tokens,
-        max_num_seqs=inference.max_num_seqs,
-        kv_cache_memory_bytes=inference.kv_cache_bytes,
-        gpu_memory_utilization=inference.gpu_memory_fraction,
-        tensor_parallel_size=inference.tensor_parallel_size,
-        enforce_eager=inference.enforce_eager,
-        block_size=inference.block_size,
-        enable_prefix_caching=True,
+        "skip_tokenizer_init": not settings.reads_text,
+        "generation_config": "vllm",
+        "dtype": settings.dtype.value,
+        "max_model_len": settings.max_context_tokens,
+        "max_num_seqs": inference.max_num_seqs,
+        "kv_cache_memory_bytes": inference.kv_cache_bytes,
+        "gpu_memory_utilization": inference.gpu_memory_fraction,
+        "tensor_parallel_size": inference.tensor_parallel_size,
+        "enforce_eager": inference.enforce_eager,
+        "block_size": inference.block_size,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
+        "seed": settings.seed,
+    }
+
+
+def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:
+    backend = settings.inference.weight_backend.value
+    return AsyncEngineArgs(
+        **engine_options(settings),
         enable_return_routed_experts=records_experts,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=inference.weight_backend.value),
-        seed=settings.seed,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        worker_extension_cls="service.inference.weight_transfer.StartMarks",
         # Of its own metrics the replica pushes some.
         disable_log_stats=False,
         enable_log_requests=False,
     )
+
+
+def _stages(
+    began: float, ended: float, workers: Sequence[tuple[float, float, float]]
+) -> StartStages:
+    """Return the stages of a start, whose times are in seconds since 1970.
+
+    workers: the marks of each worker (`StartMarks`); the slowest one counts. Stages that took no
+    time, as the compilation of an eager engine, are left out.
+    """
+    imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))
+    stages = (
+        ("engine: process", imported - began),
+        ("engine: loading the model", loaded - imported),
+        ("engine: compiling", compile_s),
+        ("engine: warm-up", ended - loaded - compile_s),
+    )
+    return tuple((name, seconds) for name, seconds in stages if seconds > 0)
 
 
 def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> SamplingParams:

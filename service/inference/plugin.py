@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from importlib.metadata import entry_points
 
 from tqdm import tqdm
@@ -22,15 +23,16 @@ BACKENDS = {
 ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
-_registered = False
+registered_at = 0.0
+"""When this process had imported vLLM and called `register`, seconds since 1970; 0: not yet."""
 
 
 def register() -> None:
     """Register the backends and start the watch on the owner; a second call does nothing."""
-    global _registered
-    if _registered:
+    global registered_at
+    if registered_at:
         return
-    _registered = True
+    registered_at = time.time()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for backend, class_name in BACKENDS.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,6 +38,7 @@ from vllm.model_executor.model_loader.reload import (
 from actors.weights.board import Seat, WeightManifest
 from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
 from actors.weights.collective import Reception
+from service.inference import plugin
 
 _Init = TypeVar("_Init", bound=WeightTransferInitInfo)
 _Update = TypeVar("_Update", bound=WeightTransferUpdateInfo)
@@ -122,10 +125,30 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
     index: int
 
 
+class StartMarks:
+    """What vLLM adds to its worker's class, so that the replica can ask how its start went."""
+
+    vllm_config: VllmConfig
+    weight_transfer_engine: WeightTransferEngine[Any, Any]
+
+    def start_marks(self) -> tuple[float, float, float]:
+        """Return when vLLM was imported and when the model was loaded, both in seconds since 1970,
+        and the seconds of the compilation."""
+        transfer = self.weight_transfer_engine
+        assert isinstance(transfer, _LayerwiseReload)
+        compilation = self.vllm_config.compilation_config
+        return plugin.registered_at, transfer.made_at, compilation.compilation_time
+
+
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
     """Loads packed weight groups between the start and the end of a layerwise reload."""
 
     supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        """Called once the worker has loaded the model."""
+        super().__init__(*arguments)
+        self.made_at = time.time()
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)

@@ -74,6 +74,7 @@ class Cursor:
     steps: int = 0
     evaluations: int = 0
     notices: int = 0
+    stages: int = 0
 
 
 class Tail(Generic[Item]):
@@ -139,6 +140,9 @@ class RunStatus:
 
     notices: tuple[str, ...] = ()
     """New ones, in order."""
+
+    stages: tuple[str, ...] = ()
+    """Stages of a start that have ended, new ones, in order: a line each."""
 
     cursor: Cursor = Cursor()
     """What the next question asks from."""

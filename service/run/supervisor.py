@@ -331,10 +331,12 @@ class Supervisor:
             records=recorder.steps.since(cursor.steps),
             evaluations=recorder.evaluations.since(cursor.evaluations),
             notices=recorder.notices.since(cursor.notices),
+            stages=recorder.stages.since(cursor.stages),
             cursor=Cursor(
                 steps=recorder.steps.length,
                 evaluations=recorder.evaluations.length,
                 notices=recorder.notices.length,
+                stages=recorder.stages.length,
             ),
             ledger=self._ledger,
             queue_items=stats.num_waiting if stats else 0,
@@ -710,6 +712,8 @@ class Supervisor:
         watch = self._engine_watch
         change = watch.check(status, now=time.monotonic())
         replicas = () if status is None else status.replicas
+        for replica in replicas:
+            self._recorder.engine_started(replica.replica_id, replica.stages)
         self._engine_versions = {r.replica_id: r.version for r in replicas if r.version is not None}
         self._recorder.engines(
             None if status is None else watch.num_current,

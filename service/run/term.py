@@ -303,7 +303,8 @@ class Term:
         await self._claim_checkpoints()
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
         # First the engines, which take longest.
-        await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
+        with self._recorder.stage("deploying the engines"):
+            await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
         # Then the ranks' places, which must be on one node. Then the queue and environment actors
         # import while ranks and engines start; `EnvironmentPool.watch` lets them play.
         await self._trainer.reserve()
@@ -359,11 +360,14 @@ class Term:
             check_every=config.trainer.logprob_check_every,
             dtype=bounds_dtype(config.model.dtype, config.trainer.dtype),
         )
-        await publisher.publish(version)
+        with self._recorder.stage("first publication and the trainer's check"):
+            await publisher.publish(version)
         await self._cancel_again()
         self._recorder.starting("waiting for the engines")
         await self._engines.wait_ready()
-        self._heed_check(await publisher.check_start(version))
+        with self._recorder.stage("comparing engines and trainer"):
+            check = await publisher.check_start(version)
+        self._heed_check(check)
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
@@ -498,7 +502,8 @@ class Term:
     async def _start_trainer(self) -> None:
         parent = self._lease.parent
         try:
-            await self._trainer.start()
+            with self._recorder.stage("trainer"):
+                await self._trainer.start()
         except CheckpointError as error:
             assert parent is not None
             raise ParentUnusable(parent.directory, str(error)) from error

@@ -21,6 +21,7 @@ from actors.outcomes import UNSCORED
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
+from actors.weights.board import StartStages
 from service.hacking.findings import Finding
 from service.intake.feed import FeedEntry
 from service.intake.queue import SubmissionQueue
@@ -106,6 +107,9 @@ class RunRecorder:
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
+        self.stages = Tail[str](limit=KEPT_NOTICES)
+        """Of starts, those that have ended: a line each."""
+        self._started_engines: set[str] = set()
         self.current_phase, self.phase_detail = Phase.STARTING, ""
         metrics.run.phase_time.set(time.time())
         self.phase(Phase.STARTING, "")
@@ -165,6 +169,25 @@ class RunRecorder:
         """Parts are being started; after a fault that belongs to the recovery."""
         is_recovery = self.current_phase is Phase.RECOVERING
         self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record the stage of a start that ends with the block; not one that fails."""
+        began = time.monotonic()
+        yield
+        self.stage_ended(name, time.monotonic() - began)
+
+    def stage_ended(self, name: str, seconds: float) -> None:
+        line = f"{name}: {seconds:.1f} s"
+        log.info("start: %s", line)
+        self.stages.append(line)
+
+    def engine_started(self, replica_id: str, stages: StartStages) -> None:
+        """Record the stages of an engine's start; nothing for an engine that is known."""
+        if replica_id not in self._started_engines:
+            self._started_engines.add(replica_id)
+            for name, seconds in stages:
+                self.stage_ended(name, seconds)
 
     def notice(self, text: str) -> None:
         """Something a user should see: a fault, a recovery, a warning."""

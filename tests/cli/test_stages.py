@@ -13,5 +13,10 @@ def test_each_stage_is_told_with_its_seconds_and_the_next_one() -> None:
     stages = Stages("reading CONFIG", tell=lines.append, clock=lambda: next(moments))
     assert lines == ["rayloom: reading CONFIG"]
     stages.next("starting Ray")
+    stages.ended("engine: loading the model", 0.31)
     stages.end()
-    assert lines[1:] == ["reading CONFIG: 1.5 s; next: starting Ray", "starting Ray: 0.2 s"]
+    assert lines[1:] == [
+        "reading CONFIG: 1.5 s; next: starting Ray",
+        "engine: loading the model: 0.3 s",
+        "starting Ray: 0.2 s",
+    ]

@@ -375,3 +375,13 @@ def test_replicas_are_told_to_hold_those_that_join_too_and_load_what_is_publishe
     board.hold(False)
     assert poll(board, "a", (1, 1), is_held=True) == HoldOrder(is_held=False)
     assert poll(board, "a", (1, 1)) is None
+
+
+def test_the_stages_of_a_start_are_in_the_report_of_the_replica_that_joins() -> None:
+    board = Board(now=0.0)
+    stages = (("engine: packages", 8.0), ("engine: warm-up", 1.5))
+    board.started("a", stages)
+    assert board.status(now=1.0).replicas == ()
+    for name in ("a", "b"):
+        board.heartbeat(name, None, version=None, num_workers=1, lease_s=5.0, now=1.0)
+    assert [replica.stages for replica in board.status(now=1.0).replicas] == [stages, ()]
