@@ -17,11 +17,19 @@ from hashlib import blake2b
 from pathlib import Path
 
 from actors.trainer.checkpoint import CLAIM
+from actors.trainer.tiny.built import (
+    MARKER,
+    WARMUP_STEPS,
+    TinyModelReport,
+    build_name,
+    copy_built,
+)
 from service.config.file import ConfigError, dump_config, load_config
 from service.config.preflight import check_with_model, check_without_model
 from service.config.resumable import refused_changes, refused_temperature
 from service.config.tree import Config, TinyModelSettings
 from service.config.trial import Trial
+from service.launch.gguf_models import models_directory
 from service.launch.sources import check_sources, sources_of, write_sources
 from service.store.place import (
     DATABASE,
@@ -292,9 +300,6 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
-        # Seconds of imports, which most refusals do not need.
-        from actors.trainer.tiny.model import MARKER
-
         return (path / MARKER).is_file()
     if path in (run_dir.store_file, run_dir.sources_file):
         return True
@@ -477,25 +482,25 @@ def model_path(config: Config, run_dir: RunDir) -> str:
 
 
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
-    """Build the tiny model where it is not there yet; returns a sentence. Raises: ConfigError."""
-    # Two seconds of imports, needed for the built-in model alone.
-    from safetensors import SafetensorError
-    from transformers.utils import logging
+    """Put the tiny model where it is not yet. Raises: ConfigError.
 
-    from actors.trainer.tiny.model import WARMUP_STEPS, build_tiny_model
-
-    logging.disable_progress_bar()
+    It is built once, in the user's cache directory, and copied from there.
+    Returns: a phrase that says where the model is.
+    """
     warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
+    cached = models_directory() / build_name(
+        seed=settings.seed,
+        tie_word_embeddings=settings.tie_word_embeddings,
+        warmup_steps=warmup_steps,
+    )
     try:
-        report = build_tiny_model(
-            directory,
-            seed=settings.seed,
-            tie_word_embeddings=settings.tie_word_embeddings,
-            warmup_steps=warmup_steps,
-        )
+        if not (cached / MARKER).is_file() and not _is_built(cached, settings, warmup_steps):
+            report = _built(directory, settings, warmup_steps)
+        else:
+            report = copy_built(cached, directory)
     except FileExistsError as error:
         raise ConfigError(f"model tiny: {error}") from error
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ConfigError(
             f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
             "be made; choose another"
@@ -505,3 +510,33 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
         f"{verb} in {report.directory}: {report.num_parameters / 1e6:.2f} M parameters, "
         f"{report.vocab_size} tokens, {report.warmup_steps} warm-up steps"
     )
+
+
+def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
+    """Build the tiny model in the cache. Returns: whether it is there now."""
+    try:
+        _built(cached, settings, warmup_steps)
+    except OSError:
+        # The cache cannot be written, or another process has built the model meanwhile.
+        return (cached / MARKER).is_file()
+    return True
+
+
+def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> TinyModelReport:
+    """Raises: FileExistsError if the directory holds something else; OSError."""
+    # Two seconds of imports, which a copy does not need.
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from actors.trainer.tiny.model import build_tiny_model
+
+    logging.disable_progress_bar()
+    try:
+        return build_tiny_model(
+            directory,
+            seed=settings.seed,
+            tie_word_embeddings=settings.tie_word_embeddings,
+            warmup_steps=warmup_steps,
+        )
+    except SafetensorError as error:
+        raise OSError(str(error)) from error

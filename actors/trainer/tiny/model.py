@@ -19,11 +19,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from actors.trainer.tiny.built import (
+    MARKER,
+    WARMUP_STEPS,
+    TinyModelReport,
+    put_in_place,
+    read_marker,
+)
 from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, MAX_POSITIONS, build_tokenizer, corpus
 from actors.trainer.tiny.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
 
-WARMUP_STEPS = 60
-MARKER = "tiny_model.json"
 _BUILD_VERSION = 2
 """Counted up when the warm-up's texts change, so that an older directory is built anew."""
 
@@ -42,22 +47,6 @@ class TinyShape:
     embedding_std: float = 0.3
     """Ten times and more the usual: with small embeddings the policy took twice as many steps to
     begin to read the hints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinyModelReport:
-    """What was built, or found already built."""
-
-    directory: Path
-    num_parameters: int
-    vocab_size: int
-    warmup_steps: int
-    first_loss: float | None
-    """Nats a token, the mean of the first five warm-up steps; None without a warm-up."""
-    last_loss: float | None
-    """Likewise, of the last five."""
-    was_reused: bool
-    """The directory held this model already."""
 
 
 def build_tiny_model(
@@ -89,7 +78,7 @@ def build_tiny_model(
         "warmup": asdict(warmup) | {"malformed_share": MALFORMED_SHARE},
         "texts": hashlib.sha256("\n".join([CHAT_TEMPLATE, *corpus()]).encode()).hexdigest(),
     }
-    found = _read_marker(directory)
+    found = read_marker(directory)
     if found is not None and found["settings"] == settings:
         return TinyModelReport(directory=directory, was_reused=True, **found["report"])
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -111,9 +100,7 @@ def build_tiny_model(
             )
         marker = {"settings": settings, "report": report}
         (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        if directory.exists():
-            directory.rename(scratch / "old")
-        made.rename(directory)
+        put_in_place(made, directory, scratch=scratch)
     return TinyModelReport(directory=directory, was_reused=False, **report)
 
 
@@ -176,19 +163,3 @@ def _one_thread() -> Iterator[None]:
 
 def _mean(values: tuple[float, ...]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _read_marker(directory: Path) -> dict[str, Any] | None:
-    """Return what an earlier build wrote; None where the directory is free."""
-    if not directory.exists():
-        return None
-    if directory.is_dir() and not any(directory.iterdir()):
-        return None
-    marker = directory / MARKER
-    if not marker.is_file():
-        raise FileExistsError(
-            f"tiny model: {directory} exists and is no tiny model (it has no {MARKER}); "
-            "name another directory or remove it"
-        )
-    found: dict[str, Any] = json.loads(marker.read_text())
-    return found

@@ -1,0 +1,96 @@
+"""Directories of tiny models that were built before: what marks them, and copies of them.
+
+This module imports neither torch nor transformers, so that a start that copies a model needs
+neither of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from actors.environment.builtin import calculator, guessing
+
+WARMUP_STEPS = 60
+MARKER = "tiny_model.json"
+# What decides the weights, beside the settings: these packages, and the sources of the build.
+_PACKAGES = ("torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModelReport:
+    """What was built, or found already built."""
+
+    directory: Path
+    num_parameters: int
+    vocab_size: int
+    warmup_steps: int
+    first_loss: float | None
+    """Nats a token, the mean of the first five warm-up steps; None without a warm-up."""
+    last_loss: float | None
+    """Likewise, of the last five."""
+    was_reused: bool
+    """The directory held this model already."""
+
+
+def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> str:
+    """Return a name for the model that a build with these settings makes here.
+
+    Builds of other sources or with other packages have other names.
+    """
+    digest = hashlib.sha256(repr((seed, tie_word_embeddings, warmup_steps)).encode())
+    digest.update(repr([(package, version(package)) for package in _PACKAGES]).encode())
+    texts = [Path(inspect.getfile(module)) for module in (calculator, guessing)]
+    for file in [*sorted(Path(__file__).parent.glob("*.py")), *texts]:
+        digest.update(file.read_bytes())
+    return f"tiny-{digest.hexdigest()[:16]}"
+
+
+def read_marker(directory: Path) -> dict[str, Any] | None:
+    """Return what an earlier build wrote; None if the directory is free.
+
+    Raises: FileExistsError if the directory holds anything else.
+    """
+    if not directory.exists():
+        return None
+    if directory.is_dir() and not any(directory.iterdir()):
+        return None
+    marker = directory / MARKER
+    if not marker.is_file():
+        raise FileExistsError(
+            f"tiny model: {directory} exists and is no tiny model (it has no {MARKER}); "
+            "name another directory or remove it"
+        )
+    found: dict[str, Any] = json.loads(marker.read_text())
+    return found
+
+
+def copy_built(source: Path, directory: Path) -> TinyModelReport:
+    """Copy a built model. The directory appears whole or not at all.
+
+    Returns: the report of the build. Raises: FileExistsError as `read_marker`; OSError.
+    """
+    built = read_marker(source)
+    assert built is not None, "the source has been built"
+    found = read_marker(directory)
+    if found == built:
+        return TinyModelReport(directory=directory, was_reused=True, **built["report"])
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as name:
+        shutil.copytree(source, Path(name) / "new")
+        put_in_place(Path(name) / "new", directory, scratch=Path(name))
+    return TinyModelReport(directory=directory, was_reused=False, **built["report"])
+
+
+def put_in_place(made: Path, directory: Path, *, scratch: Path) -> None:
+    """Rename `made` to `directory`; what the directory held before moves to `scratch`."""
+    if directory.exists():
+        directory.rename(scratch / "old")
+    made.rename(directory)

@@ -1,0 +1,55 @@
+"""The tiny model is built once for a user; a run gets a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.config.file import ConfigError
+from service.config.tree import TinyModelSettings
+from service.launch.run_dir import build_tiny
+
+SETTINGS = TinyModelSettings(warmup_steps=0)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_the_second_run_copies_what_the_first_has_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert build_tiny(one, SETTINGS).startswith("built in")
+    (cached,) = (tmp_path / "cache" / "rayloom" / "models").iterdir()
+    # A file that a build would not write shows that the directory was copied.
+    (cached / "mark").write_text("of the cache")
+    assert build_tiny(other, SETTINGS).startswith("built in")
+    assert files_of(other) == {**files_of(one), "mark": b"of the cache"}
+    assert build_tiny(other, SETTINGS).startswith("is already in")
+    # Other settings are another model, which replaces the first.
+    build_tiny(other, TinyModelSettings(warmup_steps=0, seed=1))
+    assert files_of(other)["model.safetensors"] != files_of(one)["model.safetensors"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert build_tiny(tmp_path / "model", SETTINGS).startswith("built in")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_directory_with_something_else_is_refused_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is no tiny model"):
+        build_tiny(other, SETTINGS)
+    assert files_of(other) == {"notes.txt": b"mine"}
