@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery lint lock page clean
+.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ bench-trl: setup build/peers/trl/.installed ## whole trainings beside TRL 1.16.0
 
 bench-recovery: setup ## kill -9 of every part of a run, to the next finished step
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.recovery
+
+bench-start: setup ## from the command to the first step, stage by stage; MODEL=DIR: of SmolLM2 too
+	$(BIN)/python -m benchmarks.start $(if $(MODEL),--model $(MODEL))
 
 build/peers/%/.installed: benchmarks/peers/%.txt
 	$(PYTHON) -m venv $(@D)
