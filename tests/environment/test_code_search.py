@@ -25,6 +25,7 @@ from actors.environment.builtin.code_search.grading import canonical_path, grade
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.settings import RolloutSettings, playing
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
@@ -135,7 +136,7 @@ async def test_malformed_turns_are_told_cost_and_end_the_task_in_a_row_alone(sta
         call("answer", files=["x" * 2000]): f"error: {BAD_ANSWER}",
         call("answer", files=[]) + call("answer", files=TRUTH): "error: Call answer once",
         call("grep", pattern="x") + call("answer", files=TRUTH): "error: Call answer once",
-        call("grep", pattern="x") * 5: "error: At most 4 calls",
+        call("grep", pattern="x") * 9: "error: At most 8 calls",
         call("grep", pattern="("): "error: The pattern is no regular expression",
         call("read_file", path="/etc/passwd"): "error: Paths are relative",
         call("grep", pattern="Cart") + "<tool_call>{": "shop/cart.py",
@@ -160,6 +161,14 @@ async def test_calls_beyond_the_limit_are_not_run_and_say_so(start) -> None:  # 
         assert not found.is_malformed
     done = await step(environment, call("answer", files=TRUTH))
     assert done.reward == 1.0 and done.reward_components["num_calls"] == 2.0
+
+
+async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(start) -> None:  # type: ignore[no-untyped-def]
+    environment = await start()
+    assert not (await step(environment, call("list_files") * 8)).is_malformed
+    playing.set(RolloutSettings(max_calls_per_turn=2))
+    result = await step(environment, call("list_files") * 3)
+    assert result.is_malformed and "2" in result.messages[0].content
 
 
 async def test_a_task_that_is_none_is_refused_with_what_is_wrong(start) -> None:  # type: ignore[no-untyped-def]

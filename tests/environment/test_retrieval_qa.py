@@ -32,6 +32,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.settings import RolloutSettings, playing
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
@@ -177,6 +178,15 @@ async def _played(
     return await environment.step(Action(text=answer))
 
 
+async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(corpus: str) -> None:
+    environment = RetrievalQaEnvironment(corpus=corpus)
+    await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
+    playing.set(RolloutSettings(max_calls_per_turn=2))
+    calls = tuple(_call("search", query="Rome") for _ in range(3))
+    result = await environment.step(Action(text="", calls=calls))
+    assert result.is_malformed and len(result.messages) == 2
+
+
 async def test_an_episode_searches_reads_and_answers(corpus: str) -> None:
     environment = RetrievalQaEnvironment(corpus=corpus, snippet_chars=20, max_calls=4)
     start = await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
@@ -230,7 +240,7 @@ async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: s
     broken = MalformedCall(reason=MalformedReason.INVALID_JSON, message="no JSON.")
     result = await environment.step(Action(text="", calls=(broken,)))
     assert result.is_malformed and result.reward == -0.1 and not result.terminated
-    many = tuple(_call("read", id="a") for _ in range(5))
+    many = tuple(_call("read", id="a") for _ in range(9))
     result = await environment.step(Action(text="", calls=many))
     assert result.ended_by_malformed
 

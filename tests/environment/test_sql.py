@@ -24,6 +24,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.settings import RolloutSettings, playing
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.types import Task
 
@@ -286,6 +287,16 @@ async def test_an_episode_looks_and_answers() -> None:
     assert not result.terminated and not result.is_malformed
     result = await environment.step(Action(text="SELECT 3"))
     assert result.reward == 1.0 and result.reward_components["num_queries"] == 2.0
+    await environment.close()
+
+
+async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
+    environment = SqlEnvironment()
+    await environment.reset(_task(**GIVEN))
+    look = ToolCall(name="run_sql", arguments={"query": "SELECT a FROM t"})
+    playing.set(RolloutSettings(max_calls_per_turn=2))
+    result = await environment.step(Action(text="", calls=(look, look, look)))
+    assert result.is_malformed and len(result.messages) == 2
     await environment.close()
 
 

@@ -43,6 +43,7 @@ from actors.environment.protocol import (
     StepResult,
     ToolCall,
 )
+from actors.environment.settings import playing
 from actors.types import Task
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
@@ -86,7 +87,6 @@ class CodeSearchEnvironment:
         *,
         root: str,
         max_calls: int = 24,
-        max_calls_per_turn: int = 4,
         max_lines: int = 60,
         max_chars: int = 4_000,
         call_limit_s: float = 5.0,
@@ -99,11 +99,11 @@ class CodeSearchEnvironment:
                 f"code_search: got root={root!r}; expected the directory that the tasks' "
                 "repositories lie in"
             )
-        counts = (max_calls, max_calls_per_turn, max_lines, max_chars, max_repository_mib)
+        counts = (max_calls, max_lines, max_chars, max_repository_mib)
         if min(counts) < 1 or call_limit_s <= 0:
             raise ValueError(
-                "code_search: got a limit of 0 or less; expected max_calls, max_calls_per_turn, "
-                "max_lines, max_chars, call_limit_s and max_repository_mib above 0"
+                "code_search: got a limit of 0 or less; expected max_calls, max_lines, "
+                "max_chars, call_limit_s and max_repository_mib above 0"
             )
         if max_malformed < 0 or not 0 <= malformed_penalty < 10:
             raise ValueError(
@@ -118,7 +118,6 @@ class CodeSearchEnvironment:
             max_repository_bytes=max_repository_mib * 2**20,
         )
         self._max_calls = max_calls
-        self._max_calls_per_turn = max_calls_per_turn
         self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
         self._tools: CodeTools | None = None
         self._directory = ""
@@ -153,8 +152,9 @@ class CodeSearchEnvironment:
         answers = [
             call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
         ]
-        if len(calls) > self._max_calls_per_turn:
-            told = TOO_MANY_AT_ONCE.format(most=self._max_calls_per_turn)
+        most = playing.get().max_calls_per_turn
+        if len(calls) > most:
+            told = TOO_MANY_AT_ONCE.format(most=most)
             return self._malformed.result((_told(ERROR.format(message=told), calls[0]),))
         if answers and len(calls) > 1:
             told = ERROR.format(message=ANSWER_ALONE)

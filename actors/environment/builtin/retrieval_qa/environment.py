@@ -40,6 +40,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
+from actors.environment.settings import playing
 from actors.environment.user_code import in_thread
 from actors.types import Task
 
@@ -65,7 +66,6 @@ READ = ToolSchema(
         "required": ["id"],
     },
 )
-MAX_CALLS_PER_TURN = 4
 MAX_FOUND = 20
 MAX_QUERY_CHARS = 2_000
 REWARDS = ("f1", "exact_match")
@@ -221,7 +221,7 @@ class RetrievalQaEnvironment:
         )
 
     async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        taken = calls[:MAX_CALLS_PER_TURN]
+        taken = calls[: playing.get().max_calls_per_turn]
         messages = tuple([await self._answer(call) for call in taken])
         if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
             self._malformed.begin_anew()

@@ -48,6 +48,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
+from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
 from actors.types import Task
 
@@ -64,7 +65,6 @@ RUN_SQL = ToolSchema(
         "required": ["query"],
     },
 )
-MAX_CALLS_PER_TURN = 4
 MAX_SCRIPT_CHARS = 1_000_000
 MAX_TRUE_ROWS = 1_000
 _CELL = {"type": ["null", "number", "string"]}
@@ -260,7 +260,7 @@ class SqlEnvironment:
         )
 
     async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        taken = calls[:MAX_CALLS_PER_TURN]
+        taken = calls[: playing.get().max_calls_per_turn]
         messages = tuple([await self._answer(call) for call in taken])
         if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
             self._malformed.begin_anew()
