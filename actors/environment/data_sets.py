@@ -85,7 +85,8 @@ def read_data_set(
         task = _task(entry, taken, environment=environment, where=where)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
-                f"{where}: {problem}; got the columns {', '.join(names)}; map them by tasks.columns"
+                f"{where}: {problem}; the data set has the columns {', '.join(names)}: map "
+                "them by tasks.columns"
             )
         if task.task_id in tasks:
             if "task_id" in entries:

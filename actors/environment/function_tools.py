@@ -35,7 +35,7 @@ from actors.environment import workers
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
 from actors.environment.user_code import bounded, in_thread
-from actors.environment.user_names import BadName, find
+from actors.environment.user_names import HIDES, BadName, find, hides_arguments
 
 _NOT_TAKEN = (
     inspect.Parameter.VAR_POSITIONAL,
@@ -439,7 +439,7 @@ def read_function(
     except Exception as error:
         # A name in an annotation that is not there, or whatever its evaluation raises.
         raise BadTool(f"{where}: its annotations cannot be read ({error}); mend them") from error
-    arguments = _arguments(name, parameters, types, told=told, where=where)
+    arguments = _arguments(name, parameters, types, told=told, where=where, function=function)
     try:
         schema = arguments.model_json_schema()
     # pydantic raises KeyError if a default contains "$ref".
@@ -459,6 +459,7 @@ def _arguments(
     *,
     told: Docstring,
     where: str,
+    function: Callable[..., Any],
 ) -> type[BaseModel]:
     """A model of the arguments, by whose aliases they go: pydantic keeps some names for itself.
 
@@ -471,7 +472,7 @@ def _arguments(
             named = str(parameter).partition(":")[0]
             raise BadTool(
                 f"{where} takes {named}, expected arguments that can be given by their names; "
-                "name them"
+                f"{HIDES if hides_arguments(function) else 'name them'}"
             )
         if parameter.name not in types:
             raise BadTool(

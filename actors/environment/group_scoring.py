@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace as replace_struct
 
 from actors.environment.protocol import RewardError, StepResult, reward_problem
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
+from actors.environment.user_code import CallFailed, CallTimedOut, bounded, closing, describe
 from actors.types import Outcome, Task, TokenIds, Trajectory
 
 _RETRY_DELAYS_S = (0.1, 0.5)
@@ -49,10 +49,8 @@ async def score_together(
 
     async def score() -> Sequence[StepResult]:
         environment = make_environment()
-        try:
+        async with closing(environment.close):
             return await environment.score_group(task, completions)
-        finally:
-            await environment.close()
 
     try:
         results = await _with_retries(partial(bounded, score, limit_s=limit_s))

@@ -196,8 +196,8 @@ class JudgeReward:
         if missing := sorted(self.judge.settings.fields - columns.keys() - extras):
             raise ValueError(
                 f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; map them in tasks.columns, or correct "
-                "the prompt"
+                f"{', '.join(sorted(columns)) or 'none'}; give the data such a column, or "
+                "correct the prompt"
             )
 
     async def score(

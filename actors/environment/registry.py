@@ -28,6 +28,7 @@ from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
+from actors.environment.user_names import missing_module
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -156,6 +157,10 @@ def _load(point: EntryPoint) -> EnvironmentFactory:
         for part in path.strip().split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            problem = missing_module(error, module_name.strip())
+            if problem:
+                raise UnknownEnvironment(f"environment {point.name!r}: {problem}") from error
         file, _, rest = point.value.partition(".py:")
         remedy = f"did you mean {file.replace('/', '.')}:{rest}? " if rest else ""
         raise UnknownEnvironment(

@@ -122,7 +122,7 @@ class RewardFunction:
         if missing := sorted(self.required - columns.keys() - extras):
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; map them in tasks.columns, or give the "
+                f"{', '.join(sorted(columns)) or 'none'}; give the data such a column, or the "
                 "argument a default"
             )
 

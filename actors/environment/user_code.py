@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 # What a cancelled call gets to let go of its things before its environment is closed.
 UNWIND_S = 1.0
 MAX_LOCATIONS = 100
+_CLOSE_FAILED = "its close failed too: "
 
 _Result = TypeVar("_Result")
 # Made as they are needed, and idle ones are taken first; as many as an actor has slots by default.
@@ -72,7 +73,31 @@ def describe(error: BaseException) -> str:
     with suppress(Exception, SystemExit):
         text = " ".join(str(error).split())[:300].encode(errors="replace").decode()
     kind = error.kind if isinstance(error, RaisedInWorker) else type(error).__name__
-    return f"{kind}: {text}" if text else kind
+    return f"{kind}: {text}{note_of_close(error)}" if text else f"{kind}{note_of_close(error)}"
+
+
+@asynccontextmanager
+async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Call `close` at the end.
+
+    If the body has raised, its exception is the one that is raised; what `close` raises then is a
+    note of it (`note_of_close`).
+    """
+    try:
+        yield
+    except BaseException as error:
+        try:
+            await close()
+        except (Exception, SystemExit) as second:  # noqa: BLE001  # the user's code may raise any
+            root_cause(error).add_note(f"{_CLOSE_FAILED}{describe(root_cause(second))}")
+        raise
+    await close()
+
+
+def note_of_close(error: BaseException) -> str:
+    """Return what `closing` noted of an exception, as the end of a sentence; empty: nothing."""
+    notes = getattr(error, "__notes__", ())
+    return "".join(f"; {note}" for note in notes if note.startswith(_CLOSE_FAILED))
 
 
 async def in_thread(

@@ -7,6 +7,9 @@ process of the run. Called for reward functions and tools, and by what a run kee
 from __future__ import annotations
 
 import importlib
+import inspect
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +17,12 @@ from typing import Any
 from actors.environment.user_code import describe
 
 _EXPECTED = "expected a name of a module that can be imported from where the command is started"
+
+
+HIDES = (
+    "its signature (*args, **kwargs) hides its arguments: if a decorator made it, use "
+    "functools.wraps there"
+)
 
 
 class BadName(ValueError):
@@ -39,27 +48,75 @@ def module_of(text: str, *, what: str) -> str:
 def find(text: str, *, what: str) -> Any:
     """Import what a name means. what: as `module_of`. Raises: BadName; what the import raises."""
     place, _, name = text.partition(":")
+    owner: Any
+    found: Any
     try:
         module = importlib.import_module(module_of(text, what=what))
         _check_file(module, place, what=what)
-        found: Any = module
+        owner, found = None, module
         for part in name.split("."):
-            found = getattr(found, part)
+            owner, found = found, getattr(found, part)
     except ModuleNotFoundError as error:
-        own = module_of(text, what=what)
-        if error.name is not None and not f"{own}.".startswith(f"{error.name}."):
-            raise BadName(
-                f"{what}: {text}: its module needs {error.name}, which is not installed; install it"
-            ) from error
+        if problem := missing_module(error, module_of(text, what=what)):
+            raise BadName(f"{what}: {text}: {problem}") from error
         raise BadName(f"{what}: {text}: {error}; {_EXPECTED}") from error
     except (ImportError, AttributeError) as error:
-        raise BadName(f"{what}: {text}: {error}; {_EXPECTED}") from error
+        raise BadName(f"{what}: {text}: {error}{_importing(error)}; {_EXPECTED}") from error
     except (Exception, SystemExit) as error:
         raise BadName(
-            f"{what}: {text}: its module raised {describe(error)}; expected one that can be "
-            "imported; mend it"
+            f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected one "
+            "that can be imported; mend it"
         ) from error
+    is_method = isinstance(owner, type) and inspect.isfunction(found)
+    if is_method and not isinstance(inspect.getattr_static(owner, part), staticmethod):
+        raise BadName(
+            f"{what}: {text} is a method of the class {owner.__name__} and has no instance, "
+            f"expected a function; give an instance a name in the module, such as "
+            f"own = {owner.__name__}(), and name own.{part}"
+        )
     return found
+
+
+def missing_module(error: ModuleNotFoundError, own: str) -> str:
+    """Describe an import of a missing module, with its file and the remedy.
+
+    own: name of the module that is imported first. Returns: a sentence; empty if the module itself
+    is missing.
+    """
+    missing = error.name
+    if missing is None or f"{own}.".startswith(f"{missing}."):
+        return ""
+    places = _module_frames(error)
+    at = places[-1] if places else None
+    importer = f"{at.filename}:{at.lineno} imports" if at is not None else "its module needs"
+    first = missing.partition(".")[0]
+    folder = Path(at.filename).parent if at is not None else None
+    if folder is not None and ((folder / first).is_dir() or (folder / f"{first}.py").is_file()):
+        return (
+            f"{importer} {missing}, which is not found, although {first} is in {folder}: modules "
+            f"are looked up from {Path.cwd()}, where the command is started; start it in {folder}, "
+            "or import the module by its name from here"
+        )
+    return f"{importer} {missing}, which is not installed; install it, or correct the name"
+
+
+def _importing(error: BaseException) -> str:
+    """Return the lines of the user's modules at which an import failed, the innermost first."""
+    places = [f"{each.filename}:{each.lineno}" for each in reversed(_module_frames(error))]
+    return f" ({', imported at '.join(places[:3])})" if places else ""
+
+
+def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error in which a module was being imported."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [each for each in frames if each.name == "<module>"]
+
+
+def hides_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a signature is (*args, **kwargs), as that of a decorator without
+    functools.wraps."""
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:

@@ -67,7 +67,7 @@ def test_what_a_function_needs_is_told_before_the_start(data: str) -> None:
     with pytest.raises(ConfigError, match="score needs answer, got the columns prompt, result"):
         first_observation(config)
     config = asked(data, "tasks.columns={prompt: null}")
-    with pytest.raises(ConfigError, match=r"prompt missing.*got the columns prompt, answer"):
+    with pytest.raises(ConfigError, match=r"prompt missing.*has the columns prompt, answer"):
         open_tasks(config)
 
 

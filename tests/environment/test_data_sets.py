@@ -114,7 +114,7 @@ def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_p
     tasks = read(tmp_path / "rows.csv", **asked, check=closed)
     assert [task.data for task in tasks] == [{"prompt": "What?"}, {"prompt": "Who?"}]
     needs = DataCheck({"properties": properties, "required": ["prompt"]})
-    with pytest.raises(BadTaskFile, match=r"prompt missing.*got the columns query, answer, seed"):
+    with pytest.raises(BadTaskFile, match=r"prompt missing.*has the columns query, answer, seed"):
         read(tmp_path / "rows.csv", columns={}, check=needs)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from actors.environment.builtin.single_turn import chat_message
 from actors.environment.protocol import Action, RewardError, Role
-from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.reward_functions import BadRewardFunction, load_functions
 from actors.environment.settings import RolloutSettings, playing
 from actors.environment.user_names import BadName, module_of
@@ -103,6 +103,10 @@ async def streams(completion):
 
 def yields(completion):
     yield 1.0
+
+class Exact:
+    def score(self, completion, answer):
+        return 1.0
 
 class Scorer:
     def __call__(self, completion):
@@ -295,6 +299,10 @@ async def test_what_a_function_needs_is_a_column() -> None:
     ("reward", "words"),
     [
         ("needs_ids", "needs completion_ids, which a trainer alone has"),
+        (
+            "Exact.score",
+            r"is a method of the class Exact and has no instance.*own = Exact\(\)",
+        ),
         ("other", r"takes \(text\), expected an argument completion"),
         ("streams", "yields its values, expected a number that is returned"),
         ("yields", "yields its values"),
@@ -336,7 +344,10 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import no_such_package", "its module needs no_such_package, which is not installed"),
+        (
+            "import no_such_package",
+            "/.*/broken_of_test.py:1 imports no_such_package, which is not installed",
+        ),
         ("def score(completion", "its module raised SyntaxError.*mend it"),
         ("raise SystemExit(3)", "its module raised SystemExit: 3"),
     ],
@@ -349,6 +360,67 @@ def test_a_module_that_cannot_be_imported_is_named(
     (tmp_path / "broken_of_test.py").write_text(text)
     with pytest.raises(BadRewardFunction, match=f"broken_of_test.py:score: {words}"):
         load_functions("broken_of_test.py:score")
+
+
+@pytest.mark.parametrize(
+    ("sibling", "words"),
+    [
+        (
+            None,
+            r"/mine/of_sibling\.py:1 imports helpers_of_test, which is not installed",
+        ),
+        ("", r"imports helpers_of_test, which is not found, although .*start it in .*/mine"),
+    ],
+)
+def test_a_sibling_that_is_not_found_is_named_with_its_importer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sibling: str | None, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "of_sibling.py").write_text("import helpers_of_test\n")
+    if sibling is not None:
+        (tmp_path / "mine" / "helpers_of_test.py").write_text(sibling)
+    with pytest.raises(BadRewardFunction, match=words):
+        load_functions("mine/of_sibling.py:score")
+    with pytest.raises(UnknownEnvironment, match=words):
+        resolve("mine.of_sibling:Game", {})
+    for name in ("mine.of_sibling", "mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_a_sibling_that_is_broken_is_named_with_its_importer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "of_broken_sibling.py").write_text("\nimport broken_sibling\n")
+    (tmp_path / "broken_sibling.py").write_text("raise ValueError('no key')\n")
+    words = r"ValueError: no key \(.*/broken_sibling\.py:1, imported at .*of_broken_sibling\.py:2\)"
+    with pytest.raises(BadRewardFunction, match=words):
+        load_functions("of_broken_sibling.py:score")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "user", "tool_call_id": "c1"},
+            "role user has tool_call_id, .* role tool",
+        ),
+        (
+            {"role": "system", "reasoning": "Hm."},
+            "role system has reasoning, which belongs",
+        ),
+        ({"role": "tool", "reasoning_content": "Hm."}, "role tool has reasoning_content"),
+    ],
+)
+async def test_parts_of_a_message_of_another_role_are_refused(
+    message: dict[str, Any], words: str
+) -> None:
+    prompt = [{**message, "content": "hi"}, {"role": "user", "content": "4", "tool_call_id": None}]
+    with pytest.raises(ValueError, match=words):
+        await play("parts", "4", prompt=prompt)
 
 
 def test_who_speaks_is_kept_and_calls_of_a_user_are_refused() -> None:

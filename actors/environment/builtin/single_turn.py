@@ -145,15 +145,15 @@ class SingleTurnEnvironment:
         return await function.score(completion, self._columns, extras=extras)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
-        """Check that a task's data have the columns that the functions need, and that tool calls in
-        the prompt are readable.
+        """Check that a task's data have the columns that the functions need, and that the
+        messages of the prompt are readable.
 
         Raises: ValueError if a check fails.
         """
         for function in self._functions:
             function.check(data)
         self._check_group(data)
-        if has_calls(data["prompt"]):
+        if must_be_read(data["prompt"]):
             self.first_messages(data)
 
     def _extras(self) -> Mapping[str, Any]:
@@ -243,10 +243,19 @@ def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
         raise RewardError(f"{function.name} raised {describe(root_cause(error))}") from error
 
 
-def has_calls(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a prompt's messages contain tool calls, which may be unreadable."""
+_BOUND_TO_ROLES = {
+    "function_call": Role.ASSISTANT,
+    "tool_calls": Role.ASSISTANT,
+    "tool_call_id": Role.TOOL,
+    "reasoning_content": Role.ASSISTANT,
+    "reasoning": Role.ASSISTANT,
+}
+
+
+def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a prompt's messages have parts that `chat_message` may refuse."""
     return not isinstance(prompt, str) and any(
-        "tool_calls" in each or "function_call" in each for each in prompt
+        each.get(key) for each in prompt for key in _BOUND_TO_ROLES
     )
 
 
@@ -254,7 +263,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     """Return a message of a data set's chat in OpenAI's form, with its calls and names.
 
     The role `developer` becomes `system`; parts of text are joined.
-    Raises: ValueError for a call that cannot be read.
+    Raises: ValueError for a call that cannot be read, and for a part on a message of another role.
     """
     if row.get("function_call"):
         raise ValueError(
@@ -266,20 +275,20 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
     calls = row.get("tool_calls") or ()
-    if calls and role is not Role.ASSISTANT:
-        raise ValueError(
-            f"prompt: a message of role {row['role']} has tool_calls, expected them on role "
-            "assistant alone; correct the data"
-        )
+    for name, expected in _BOUND_TO_ROLES.items():
+        if row.get(name) and role is not expected:
+            raise ValueError(
+                f"prompt: a message of role {row['role']} has {name}, which belongs to role "
+                f"{expected} alone; correct the data"
+            )
     reasoning = row.get("reasoning_content") or row.get("reasoning")
-    is_tool = role is Role.TOOL
     return Message(
         role=role,
         content=content,
         name=row.get("name") or None,
         tool_calls=tuple(_call(call) for call in calls),
-        tool_call_id=row.get("tool_call_id") if is_tool else None,
-        reasoning=reasoning if role is Role.ASSISTANT else None,
+        tool_call_id=row.get("tool_call_id") or None,
+        reasoning=reasoning or None,
     )
 
 

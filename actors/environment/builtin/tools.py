@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.environment import workers
-from actors.environment.builtin.single_turn import SingleTurnEnvironment, has_calls
+from actors.environment.builtin.single_turn import SingleTurnEnvironment, must_be_read
 from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
 from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.mcp_servers import (
@@ -130,11 +130,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
             if missing := sorted(each.required_columns - data.keys()):
                 raise ValueError(
                     f"tool {each.name}: its reset needs {', '.join(missing)}, got the columns "
-                    f"{', '.join(sorted(data)) or 'none'}; map them in tasks.columns, or give the "
-                    "argument a default"
+                    f"{', '.join(sorted(data)) or 'none'}; give the data such a column, or "
+                    "the argument a default"
                 )
         self._check_group(data)
-        if has_calls(data["prompt"]):
+        if must_be_read(data["prompt"]):
             self.first_messages(data)
 
     async def reset(self, task: Task) -> Observation:
