@@ -21,7 +21,7 @@ from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
 from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
-from service.cli.outlet import escape_unencodable, say
+from service.cli.outlet import bound_ending, escape_unencodable, leave, say
 from service.cli.stages import Stages
 from service.config.file import ConfigError, describe_config, load_config, parse_config
 from service.config.quick_start import quick_tree, tasks_of
@@ -57,6 +57,7 @@ MaybeConfigPath = Annotated[
     Path | None,
     typer.Argument(metavar="CONFIG", help="a YAML file; with --resume: default: the run's own"),
 ]
+PlainConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="such as run.steps=10")
 ]
@@ -448,7 +449,7 @@ def stop(
 
 @app.command()
 def check(
-    config: MaybeConfigPath = None,
+    config: PlainConfigPath = None,
     model: ModelOption = None,
     dataset: Dataset = None,
     reward: Rewards = None,
@@ -489,7 +490,7 @@ def check(
 
 @app.command("try")
 def try_out(
-    config: MaybeConfigPath = None,
+    config: PlainConfigPath = None,
     dataset: Dataset = None,
     reward: Rewards = None,
     tools: Tools = None,
@@ -527,7 +528,7 @@ def try_out(
         model=None,
         overrides=overrides or [],
     )
-    from service.cli.try_out import TryRequest, leave, read_schema, run_try
+    from service.cli.try_out import TryRequest, read_schema, run_try
 
     given = {
         "temperature": temperature,
@@ -885,11 +886,15 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):
         escape_unencodable(stream)
+    code: int | str | None = EXIT_REFUSED
     try:
         app()
     except ConfigError as error:
         say(f"rayloom: {error}", err=True)
-        sys.exit(EXIT_REFUSED)
+    except SystemExit as error:
+        code = error.code
+    bound_ending(code if isinstance(code, int) else int(code is not None))
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, NoReturn
 
 import typer
 from rich.console import Console
@@ -23,6 +25,7 @@ from service.visible import visible_lines
 # Of a stream that was closed by this process; io.UnsupportedOperation is one too.
 LOST = (OSError, ValueError)
 ESCAPED = "backslashreplace"
+ENDING_LIMIT_S = 2.0
 
 
 class OutletConsole(Console):
@@ -65,6 +68,35 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
     except LOST:
         if stream is not None:
             _silence(stream)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without waiting for threads that the user's code has started."""
+    for stream in (sys.stdout, sys.stderr):
+        with outlet(stream):
+            stream.flush()
+    os._exit(code)
+
+
+def bound_ending(code: int) -> None:
+    """End the process with `code` if its threads have not ended ENDING_LIMIT_S after this call.
+
+    The interpreter waits for every thread that is no daemon, and a module of the user's may have
+    started one that never ends.
+    """
+    threading.Thread(target=_end_late, args=(code,), name="ending", daemon=True).start()
+
+
+def _end_late(code: int) -> None:
+    time.sleep(ENDING_LIMIT_S)
+    main = threading.main_thread()
+    if left := [each for each in threading.enumerate() if not each.daemon and each is not main]:
+        names = ", ".join(sorted({each.name for each in left}))
+        warn(
+            f"the threads {names} are still running and end with this command; start threads of "
+            "your own with daemon=True"
+        )
+        leave(code)
 
 
 def _silence(stream: IO[str]) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.types import Trajectory
-from service.cli.outlet import say
+from service.cli.outlet import say, warn
 from service.config.file import ConfigError
+from service.config.trial import Trial, tried
 from service.hacking.shadow import ShadowVerifier
 from service.inspect.reader import config_beside, open_journal
 
@@ -49,6 +50,9 @@ def run_rescore(run: Path, *, rewards: Sequence[str], limit: int) -> int:
             "tokenizer are needed; name that"
         )
     config = config_beside(run_dir)
+    # An import that hangs or ends its process is refused with a sentence.
+    imports = Trial(begins=False, functions=False, others=dict.fromkeys(rewards, "--reward"))
+    tried(config, imports, tell=warn)
     verifiers = [
         ShadowVerifier(
             config,

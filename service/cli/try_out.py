@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
@@ -34,16 +34,24 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.environment.tool_calls import check_calls, parse_tool_calls
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe, root_cause
+from actors.environment.user_code import (
+    CallFailed,
+    CallTimedOut,
+    bounded,
+    closing,
+    describe,
+    note_of_close,
+    root_cause,
+)
 from actors.policy import ParsedCall
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
 from service import units
-from service.cli.outlet import outlet, say
+from service.cli.outlet import say, warn
 from service.config.file import ConfigError
 from service.config.tasks import maker, open_tasks
 from service.config.tree import Config
-from service.config.trial import reference_of
+from service.config.trial import Trial, has_own_code, reference_of, tried
 
 EXIT_OK, EXIT_UNSCORED = 0, 1
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -95,6 +103,9 @@ def run_try(request: TryRequest) -> int:
     """Play and show the tasks. Returns: the exit code. Raises: ConfigError."""
     request.check()
     config = request.config
+    if has_own_code(config):
+        # An import that hangs or ends its process is refused with a sentence.
+        tried(config, Trial(begins=False, functions=False), tell=warn)
     source = open_tasks(config)
     make, renderer = maker(config), _renderer(config)
     rewards: list[float] = []
@@ -106,21 +117,13 @@ def run_try(request: TryRequest) -> int:
             rewards.append(asyncio.run(_play(request, make, task, renderer)))
         except _Unplayed as error:
             is_whole = False
-            say(f"no reward: {error}\n")
+            say(f"no reward: {error}{note_of_close(root_cause(error))}\n")
         except EOFError:
             say("")
             break
     mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
     say(f"{units.plural(len(rewards), 'task')} played{mean}")
     return EXIT_OK if rewards and is_whole else EXIT_UNSCORED
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without waiting for the threads of calls that hang."""
-    for stream in (sys.stdout, sys.stderr):
-        with outlet(stream):
-            stream.flush()
-    os._exit(code)
 
 
 def _renderer(config: Config) -> ChatRenderer:
@@ -150,14 +153,12 @@ async def _play(
     """
     limit_s = request.config.rollouts.turn_deadline_s
     environment = make()
-    try:
+    async with closing(lambda: _ended("close", environment.close, limit_s=limit_s)):
         start = await _ended("reset", lambda: environment.reset(task), limit_s=limit_s)
         if not isinstance(start, Observation):
             raise _Unplayed(f"reset returned a {type(start).__name__}, expected an Observation")
         _show_prompt(renderer, start)
         return await _play_turns(request, environment, task, start)
-    finally:
-        await _ended("close", environment.close, limit_s=limit_s)
 
 
 async def _play_turns(

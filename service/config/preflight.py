@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,6 @@ from service.config.model_files import check_architecture, check_model_files, re
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
-from service.hacking.shadow import load_shadow
 from service.inference.settings import AUTO, NONE
 
 _logger = logging.getLogger(__name__)
@@ -55,9 +54,10 @@ def check_without_model(
     check_machine(config, is_local=is_local)
     check_parsers(config)
     check_model_sources(config)
-    if config.audit.shadow is not None:
-        load_shadow(config.audit.shadow)
-    if any(has_own_code(each.tasks) for each in config.members.values()):
+    shadow = config.audit.shadow
+    if shadow is not None:
+        trial = replace(trial, others={shadow: "audit.shadow"})
+    if has_own_code(config) or shadow is not None:
         return tried(config, trial, tell=tell)
     return first_observations(config)
 

@@ -19,6 +19,11 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from actors.environment.builtin.gymnasium_env import GYMNASIUM
+from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM
+from actors.environment.builtin.textarena_env import TEXTARENA
+from actors.environment.builtin.tools import TOOLS
 from actors.environment.call_forms import call_form
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
@@ -26,6 +31,7 @@ from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role, ToolSchema
 from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
 from actors.environment.rendering import ChatRenderer
+from actors.environment.reward_functions import names_of
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.environment.tasks import (
     BadTaskFile,
@@ -37,12 +43,20 @@ from actors.environment.tasks import (
     read_tasks,
 )
 from actors.environment.tokenizer import load_tokenizer
-from actors.environment.user_code import describe, location, root_cause
+from actors.environment.user_code import closing, describe, location, note_of_close, root_cause
 from actors.types import Task
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO
 
+NAMING = {
+    GYMNASIUM: ("id",),
+    SINGLE_TURN: ("reward", "group_reward"),
+    SKYRL_GYM: ("id",),
+    TEXTARENA: ("opponent",),
+    TOOLS: ("reward", "group_reward", "tools"),
+}
+"""The options of a built-in environment that name a user's own code."""
 RESET_LIMIT_S = 60.0
 """Of the first task's reset, and of its close."""
 BLOCKED_S = 5.0
@@ -336,6 +350,7 @@ def first_observation(config: Config) -> Observation:
     except _TooLong as error:
         raise ConfigError(
             f"tasks.environment: {name!r} did not begin and close task {task.task_id!r}: {error}"
+            f"{note_of_close(error)}"
         ) from error
     except BaseException as error:
         # The user's own code runs here, in this one place before the start: any type can come.
@@ -349,6 +364,19 @@ def first_observation(config: Config) -> Observation:
             "Observation of actors.environment.protocol"
         )
     return found
+
+
+def own_names(settings: TasksSettings) -> list[str]:
+    """Return the names of the user's own code in a configuration: functions, classes, modules."""
+    if ":" in settings.environment:
+        return [settings.environment]
+    return [
+        name
+        for option in NAMING.get(settings.environment, ())
+        for name in names_of(settings.options.get(option) or ())
+        # Without a colon it is a name that the environment has.
+        if ":" in name
+    ]
 
 
 def maker(config: Config) -> Callable[[], Environment]:
@@ -405,10 +433,8 @@ def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
 async def _begin(make_environment: Callable[[], Environment], task: Task) -> object:
     try:
         environment = make_environment()
-        try:
+        async with closing(lambda: _ended("close", environment.close())):
             return await _ended("reset", environment.reset(task))
-        finally:
-            await _ended("close", environment.close())
     except SystemExit as error:
         # In a task it would end the event loop, and then the command with the code it chose.
         raise _Exited from error

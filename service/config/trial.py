@@ -10,21 +10,24 @@ before the start"). Called by `service.config.preflight`.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.builtin.tools import TOOLS
@@ -38,18 +41,21 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import NoScore, RewardFunction
 from actors.environment.tasks import TaskSource
-from actors.environment.user_code import describe, location, root_cause
+from actors.environment.user_code import closing, describe, location, root_cause
+from actors.environment.user_names import HIDES, hides_arguments
 from actors.environment.worker_process import die_with
 from actors.types import Task
 from service.config import tasks
 from service.config.file import ConfigError
 from service.config.tree import Config, TasksSettings
+from service.hacking.shadow import load_shadow
 
 CALLS_LIMIT_S = 10.0
 """Time limit for all calls of a preflight together, in seconds."""
 SHARE_OF_ONE = 0.8
 """Share of the remaining time that a call may take. The last call may take all of it."""
 IMPORT_LIMIT_S = 60.0
+"""Time limit for an import, in seconds."""
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
 """Columns that are searched for a reference answer, in this order, unless one is named."""
 MADE_UP = ("I do not know.", "1")
@@ -57,19 +63,28 @@ _MAX_LOOKED_AT = 64
 _STDERR_BYTES = 500
 _TOO_SHORT_S = 0.05
 _LOOK_S = 0.1
+_DUMP_S = 1.0
+_DUMP_BYTES = 1 << 16
 # Exceptions that a call raises whatever the answer is.
+_IN_LOOP = re.compile("cannot be called from a running event loop|loop is( already)? running")
+_OTHER_ARGUMENTS = re.compile("unexpected keyword argument|missing .* argument|multiple values for")
 _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Which of the user's own functions are called before the start."""
+    """What of the user's own code is imported and called before the start."""
 
+    begins: bool = True
+    """Whether the first task of each environment is begun."""
     functions: bool = True
+    """Whether functions are called."""
     judges: bool = False
     """Whether judges are called too, over the network."""
     answer: str | None = None
     """Column that holds the reference answer; None: the first of ANSWERS that the data have."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Reward functions that are only imported, each with the setting or option that names it."""
 
 
 class Fate(StrEnum):
@@ -122,6 +137,7 @@ class _Request:
 
     config: Config
     trial: Trial
+    import_limit_s: float
     reset_limit_s: float
     blocked_s: float
     begun: frozenset[str]
@@ -129,10 +145,16 @@ class _Request:
     """Keys of the calls that earlier children made."""
     path: tuple[str, ...]
     """The child's sys.path."""
+    dump: int
+    """File descriptor to which the child writes its frames on SIGUSR1."""
 
 
-def has_own_code(settings: TasksSettings) -> bool:
+def has_own_code(config: Config) -> bool:
     """Return whether an environment is the user's own class or calls functions of the user."""
+    return any(_is_own(each.tasks) for each in config.members.values())
+
+
+def _is_own(settings: TasksSettings) -> bool:
     return settings.environment in (SINGLE_TURN, TOOLS) or ":" in settings.environment
 
 
@@ -159,7 +181,7 @@ class _Trials:
         self.calls: list[Call] = []
         self.is_done = False
         self._left_s = CALLS_LIMIT_S
-        self._doing, self._limit_s = "start", IMPORT_LIMIT_S
+        self._what, self._doing, self._limit_s = "tasks.environment", "start", IMPORT_LIMIT_S
         self._call: Call | None = None
         self._stderr = b""
 
@@ -168,6 +190,10 @@ class _Trials:
 
         Raises: ConfigError if the child reports a refusal, or fails outside of a call.
         """
+        with tempfile.TemporaryFile() as dump:
+            self._follow_child(dump)
+
+    def _follow_child(self, dump: IO[bytes]) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
         program = "from service.config.trial import main; main()"
         process = subprocess.Popen(
@@ -175,7 +201,7 @@ class _Trials:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), dump.fileno()),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_last(sys.path))},
             # Processes that the functions start are in its group and are killed with it.
             start_new_session=True,
@@ -186,8 +212,8 @@ class _Trials:
         try:
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as stdin:
-                pickle.dump(self._request(), stdin)
-            while self._take(ours, process):
+                pickle.dump(self._request(dump.fileno()), stdin)
+            while self._take(ours, process, dump):
                 pass
         except EOFError:
             with suppress(subprocess.TimeoutExpired):
@@ -200,16 +226,19 @@ class _Trials:
             process.wait()
             ours.close()
 
-    def _request(self) -> _Request:
-        self._doing, self._limit_s, self._call = "start", IMPORT_LIMIT_S, None
+    def _request(self, dump: int) -> _Request:
+        self._what, self._doing, self._limit_s = "tasks.environment", "start", IMPORT_LIMIT_S
+        self._call = None
         return _Request(
             config=self._config,
             trial=self._trial,
+            import_limit_s=IMPORT_LIMIT_S,
             reset_limit_s=tasks.RESET_LIMIT_S,
             blocked_s=tasks.BLOCKED_S,
             begun=frozenset(self.begun),
             made=frozenset(each.key for each in self.calls),
             path=tuple(sys.path),
+            dump=dump,
         )
 
     def _read_stderr(self, process: subprocess.Popen[bytes]) -> None:
@@ -218,7 +247,7 @@ class _Trials:
             while part := stream.read1(1 << 16):  # type: ignore[attr-defined]
                 self._stderr = (self._stderr + part)[-_STDERR_BYTES:]
 
-    def _take(self, ours: Connection, process: subprocess.Popen[bytes]) -> bool:
+    def _take(self, ours: Connection, process: subprocess.Popen[bytes], dump: IO[bytes]) -> bool:
         """Process the child's next message. Returns: whether more messages are expected.
 
         Raises: ConfigError, as `follow_child`; EOFError if the child has ended.
@@ -230,7 +259,7 @@ class _Trials:
             if process.poll() is not None and not ours.poll():
                 raise EOFError
             if time.monotonic() >= end:
-                self._late()
+                self._late("" if self._call else _place_of(process, dump))
                 return False
         if self._call is not None:
             self._left_s -= time.monotonic() - started
@@ -247,7 +276,7 @@ class _Trials:
             case "refused":
                 raise ConfigError(value)
             case "doing":
-                (self._doing, self._limit_s), self._call = value, None
+                (self._what, self._doing, self._limit_s), self._call = value, None
             case "begun":
                 self.begun |= value
             case "calling":
@@ -259,12 +288,16 @@ class _Trials:
             case "done":
                 self.is_done = True
 
-    def _late(self) -> None:
-        """Record that the current call took too long. Raises: ConfigError if there is no call."""
+    def _late(self, place: str) -> None:
+        """Record that the current call took too long.
+
+        place: where the child is, if there is no call. Raises: ConfigError if there is no call.
+        """
         if self._call is None:
             raise ConfigError(
-                f"tasks.environment: it took more than {self._limit_s:.0f} s to {self._doing}; "
-                "expected an import and a first task that take seconds; mend the module"
+                f"{self._what}: it took more than {self._limit_s:.3g} s to {self._doing}"
+                f"{f' (it is at {place})' if place else ''}; expected an import and a first task "
+                "that take seconds; move what takes longer into the function, or mend the module"
             )
         self._left_s -= self._limit_s
         self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
@@ -276,7 +309,7 @@ class _Trials:
         why = "; ".join([how, *last])[:_STDERR_BYTES]
         if self._call is None:
             raise ConfigError(
-                f"tasks.environment: the process ended while it was to {self._doing} ({why}); "
+                f"{self._what}: the process ended while it was to {self._doing} ({why}); "
                 "expected a module that raises an exception instead; mend it"
             )
         self._lost(self._call, Fate.ENDED, f"({why})")
@@ -314,6 +347,20 @@ def _own_last(path: Sequence[str]) -> list[str]:
     return sorted((each or here for each in path), key=lambda each: each == here)
 
 
+def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
+    """Return the line of the user's code at which a child is; empty if it cannot be found out."""
+    process.send_signal(signal.SIGUSR1)
+    end = time.monotonic() + _DUMP_S
+    frames: list[str] = []
+    while not frames and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        text = os.pread(dump.fileno(), _DUMP_BYTES, 0).decode(errors="replace")
+        # The innermost frame is the first: '  File "/path/my.py", line 2 in <module>'.
+        frames = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
+    found = next((each for each in frames if os.getcwd() in each), "".join(frames[:1]))
+    return found.removeprefix("File ").replace('"', "").replace(", line ", ":")
+
+
 def _told(call: Call) -> str:
     return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
 
@@ -345,6 +392,8 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     tasks.RESET_LIMIT_S, tasks.BLOCKED_S = request.reset_limit_s, request.blocked_s
+    # Works even if the user's code holds the interpreter's lock.
+    faulthandler.register(signal.SIGUSR1, file=request.dump, all_threads=False)
     try:
         _try_all(request, said)
         said.send(("done", None))
@@ -359,26 +408,36 @@ def main() -> None:
 
 def _try_all(request: _Request, said: Connection) -> None:
     """Import environments; begin and call what earlier children did not. Raises: ConfigError."""
-    names = request.config.members
-    for name, member in names.items():
-        what = f"mixture.{name}: " if request.config.mixture else ""
+    trial = request.trial
+    for name, key in trial.others.items():
+        said.send(("doing", (key, f"import {name}", request.import_limit_s)))
+        load_shadow(name, key=key)
+    for name, member in request.config.members.items():
+        part = f"mixture.{name}: " if request.config.mixture else ""
+        what = f"{part}tasks.environment"
         try:
-            said.send(("doing", (f"import {member.tasks.environment}", IMPORT_LIMIT_S)))
+            own = ", ".join(tasks.own_names(member.tasks)) or member.tasks.environment
+            said.send(("doing", (what, f"import {own}", request.import_limit_s)))
             tasks.maker(member)
-            if name not in request.begun:
-                # The limits inside of the child pass first, and their errors name the place.
-                limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
-                said.send(("doing", (f"begin the first task of {name}", limit_s)))
+            # The limits inside of the child pass first, and their errors name the place.
+            limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
+            if trial.begins and name not in request.begun:
+                said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
                 said.send(("begun", {name: tasks.first_observation(member)}))
-            if request.trial.functions and has_own_code(member.tasks):
-                said.send(("doing", (f"begin the first task of {name}", IMPORT_LIMIT_S)))
-                asyncio.run(_call_all(name, member, request, said))
+            if trial.functions and _is_own(member.tasks):
+                said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
+                asyncio.run(_call_all(name, member, request, said, what=what))
         except ConfigError as error:
-            raise ConfigError(f"{what}{error}") from error
+            raise ConfigError(f"{part}{error}") from error
 
 
-async def _call_all(name: str, config: Config, request: _Request, said: Connection) -> None:
-    """Call the functions of one environment with two answers each. Raises: ConfigError."""
+async def _call_all(
+    name: str, config: Config, request: _Request, said: Connection, *, what: str
+) -> None:
+    """Call the functions of one environment with two answers each.
+
+    what: the settings that name the environment, for messages. Raises: ConfigError.
+    """
     source = tasks.open_tasks(config)
     task = source.task(0)
     answers = _answers(source, task, request.trial.answer)
@@ -418,7 +477,7 @@ async def _call_all(name: str, config: Config, request: _Request, said: Connecti
         else:
             fate, words, value = await _stepped(tasks.maker(config)(), task, text)
         said.send(("called", replace(call, fate=fate, text=words, value=value)))
-    said.send(("doing", (f"close the first task of {name}", tasks.RESET_LIMIT_S)))
+    said.send(("doing", (what, f"close the first task of {name}", tasks.RESET_LIMIT_S)))
     with suppress(Exception):
         await environment.close()
 
@@ -477,7 +536,7 @@ async def _scored(
             0.0,
         )
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
-        return _fate_of(error)
+        return _fate_of(error, function)
     if score.value is None:
         return Fate.SILENT, "", 0.0
     return Fate.SCORED, "", function.weight * score.value
@@ -485,9 +544,9 @@ async def _scored(
 
 async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fate, str, float]:
     try:
-        await environment.reset(task)
-        found = await environment.step(Action(text=text))
-        await environment.close()
+        async with closing(environment.close):
+            await environment.reset(task)
+            found = await environment.step(Action(text=text))
     except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
         return _fate_of(error)
     if not isinstance(found, StepResult):
@@ -498,7 +557,9 @@ async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fat
     return Fate.SCORED, "", 0.0
 
 
-def _fate_of(error: BaseException) -> tuple[Fate, str, float]:
+def _fate_of(
+    error: BaseException, function: RewardFunction | JudgeReward | None = None
+) -> tuple[Fate, str, float]:
     root = root_cause(error)
     at = location(root)
     told = describe(root)
@@ -511,5 +572,13 @@ def _fate_of(error: BaseException) -> tuple[Fate, str, float]:
             return Fate.ENDED, f"({root})", 0.0
         case "CallTimedOut":
             return Fate.HUNG, f"({words})", 0.0
+        case "RuntimeError" if _IN_LOOP.search(told):
+            return Fate.BROKEN, f"{words} (await the coroutine in place of running it)", 0.0
+        case "TypeError" if (
+            isinstance(function, RewardFunction)
+            and hides_arguments(function.function)
+            and _OTHER_ARGUMENTS.search(told)
+        ):
+            return Fate.BROKEN, f"{words} ({HIDES})", 0.0
         case name:
             return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0

@@ -12,27 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from actors.environment.builtin.gymnasium_env import GYMNASIUM
-from actors.environment.builtin.single_turn import SINGLE_TURN
-from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM
-from actors.environment.builtin.textarena_env import TEXTARENA
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.mcp_servers import server_options
-from actors.environment.reward_functions import names_of
 from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
 from service.config.file import ConfigError
-from service.config.tasks import open_tasks
+from service.config.tasks import open_tasks, own_names
 from service.config.tree import Config, TasksSettings
-
-# The options of a built-in environment that name a user's own code.
-NAMING = {
-    GYMNASIUM: ("id",),
-    SINGLE_TURN: ("reward", "group_reward"),
-    SKYRL_GYM: ("id",),
-    TEXTARENA: ("opponent",),
-    TOOLS: ("reward", "group_reward", "tools"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,16 +69,9 @@ def user_scripts(config: Config) -> list[Path]:
 
 
 def _modules(tasks: TasksSettings) -> list[str]:
-    module, colon, _ = tasks.environment.partition(":")
-    if colon:
-        return [module]
-    return [
-        module_of(name, what=what)
-        for what in NAMING.get(tasks.environment, ())
-        for name in names_of(tasks.options.get(what) or ())
-        # Without one it is a name that the environment has.
-        if ":" in name
-    ]
+    if ":" in tasks.environment:
+        return [tasks.environment.partition(":")[0]]
+    return [module_of(name, what="tasks.options") for name in own_names(tasks)]
 
 
 def write_sources(file: Path, sources: Sources) -> None:

@@ -1,7 +1,10 @@
-"""What `rayloom train` says, and exits with, when a second signal comes."""
+"""What commands say and exit with: after a second signal, and with threads that do not end."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +107,34 @@ def test_a_supervisor_that_does_not_come_up_is_told_by_its_error_alone(
     assert code == 1
     assert told[0] == "the run failed: the supervisor is gone: OSError: no room for run.log"
     assert told[1].lstrip().startswith("log: ")
+
+
+STAYS = """
+import threading, time
+
+threading.Thread(target=time.sleep, args=(1000,), name="feeder").start()
+
+def score(completion, answer):
+    return float(completion.strip() == answer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(("check",), 0), (("try", "--answer", "answer"), 0), (("check", "--answer", "none"), 2)],
+)
+def test_a_command_ends_although_a_module_has_started_a_thread_that_does_not(
+    tmp_path: Path, command: tuple[str, ...], code: int
+) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n')
+    options = ["--dataset", "rows.jsonl", "--reward", "stays.py:score"]
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli.main", *command, *options],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    if command == ("check",):
+        assert "the threads feeder are still running and end with this command" in done.stderr
+        assert "parser of calls" in done.stdout

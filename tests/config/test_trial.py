@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from service.config.tree import Config
 from service.config.trial import Trial, reference_of, tried
 
 FUNCTIONS = """
-import os, sys, time
+import asyncio, os, sys, time
 from actors.environment.protocol import Message, Observation, Role
 
 def right(completion, answer):
@@ -68,12 +69,45 @@ def constant(completion):
 def raises(completion):
     raise KeyError("no such thing")
 
+def logged(function):
+    def inner(*args, **kwargs):
+        return function(*args, **kwargs)
+    return inner
+
+@logged
+def hidden(completion, answer):
+    return float(completion.strip() == answer)
+
+@logged
+def hidden_all(completion, answer, **columns):
+    return float(completion.strip() == answer)
+
+async def looked_up(completion):
+    return 1.0
+
+async def nests(completion):
+    return asyncio.run(looked_up(completion))
+
+def runs(completion, answer):
+    return asyncio.run(looked_up(completion)) * (completion.strip() == answer)
+
 class Game:
     async def reset(self, task):
         return Observation(messages=(Message(role=Role.USER, content="Go."),))
     async def step(self, action):
         return 1.0
     async def close(self): ...
+
+class FailsTwice(Game):
+    async def reset(self, task):
+        raise KeyError("no such board")
+    async def step(self, action):
+        raise KeyError("no such move")
+    async def close(self):
+        raise OSError("already closed")
+
+class StepsOnce(FailsTwice):
+    reset = Game.reset
 
 class Ends(Game):
     def __init__(self):
@@ -95,6 +129,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
+
+
+# A zombie has been ended too.
+GONE = ("", "Z")
+
+
+def state_of(process: str) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 STARTS = """
@@ -133,9 +178,10 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
     assert "dies_once ended its process (its process ended itself with status 11) for" in dies
     assert "silent gave None" in silent
     for child in (place / "children").read_text().split():
-        # A zombie has been ended too.
-        file = Path(f"/proc/{child}/stat")
-        assert not file.exists() or file.read_text().rpartition(")")[2].split()[0] == "Z"
+        end = time.monotonic() + 10
+        while (state := state_of(child)) not in GONE:
+            assert time.monotonic() < end, f"process {child} is left in state {state}"
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +191,14 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
         ("hangs", "hangs did not end within .*--no-call"),
         ("exits", r"exits ended its process \(SystemExit: 3 .*of_trial.py:\d+ in exits"),
         ("text", "text gave 'good', expected a number.*return a number"),
+        (
+            "hidden",
+            r"hidden cannot run: TypeError: .* unexpected keyword .*hides its .*functools\.wraps",
+        ),
+        (
+            "nests",
+            "nests cannot run: RuntimeError: .*running event loop.*await the coroutine",
+        ),
         ("imports", "imports cannot run: ModuleNotFoundError: .*no_such_package.*mend it"),
     ],
 )
@@ -161,6 +215,7 @@ def test_a_function_that_can_never_work_is_refused(
     [
         ("Game", "step of of_trial:Game gave a float, expected a StepResult"),
         ("Ends", "exit code 7"),
+        ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),
     ],
 )
 def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: str) -> None:
@@ -169,11 +224,41 @@ def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: 
         check_without_model(config)
 
 
+def test_an_import_that_does_not_end_is_refused_with_its_file_and_the_limit(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "waits.py").write_text("import time\n\ntime.sleep(1000)\n")
+    (place / "uses_waits.py").write_text("import waits\n")
+    monkeypatch.setattr(trial, "IMPORT_LIMIT_S", 6.0)
+    config = config_of(options={"reward": "uses_waits.py:score"})
+    words = r"it took more than 6 s to import uses_waits\.py:score \(it is at .*/waits\.py:3 in"
+    with pytest.raises(ConfigError, match=words):
+        tried(config, Trial(), tell=lambda _: None)
+    others = {"waits.py:score": "--reward"}
+    with pytest.raises(ConfigError, match=r"--reward: it took more than 6 s to import waits\.py"):
+        tried(config_of("right"), Trial(begins=False, others=others), tell=lambda _: None)
+
+
 def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(place: Path) -> None:
     (place / "json.py").write_text("def score(completion): return 1.0")
     config = config_of(options={"reward": "json.py:score"})
     with pytest.raises(ConfigError, match=r"json\.py is not what Python imports.*rename the file"):
         tried(config, Trial(), tell=lambda _: None)
+
+
+def test_a_step_that_raises_is_shown_before_its_close(place: Path) -> None:
+    told: list[str] = []
+    config = config_of(environment="of_trial:StepsOnce", options={}, dataset=None)
+    with pytest.raises(ConfigError, match="OSError: already closed"):
+        tried(config, Trial(), tell=told.append)
+    tried(config, Trial(begins=False), tell=told.append)
+    assert "KeyError: 'no such move'; its close failed too: OSError: already closed" in told[0]
+
+
+def test_functions_that_a_decorator_hides_work_if_they_take_every_column(place: Path) -> None:
+    told: list[str] = []
+    tried(config_of("hidden_all", "runs"), Trial(), tell=told.append)
+    assert not told
 
 
 def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Path) -> None:
