@@ -15,11 +15,12 @@ from typing import Annotated, Any, Protocol, TypeVar
 from fastapi import FastAPI, Path, Request, Response
 from pydantic import Field, model_validator
 
-from actors.environment.settings import Sampling
+from actors.environment.settings import KeptTokens, Sampling, StructuredOutputs
 from service.api.ports import PREFIX
 from service.api.problems import Problem, RunUnavailable
 from service.api.rollouts import Limit
 from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
+from service.config.kept_tokens import kept_tokens_problems
 from service.run.control_calls import (
     CheckpointView,
     ControlRefused,
@@ -51,6 +52,7 @@ _NOT_NOW: dict[int | str, dict[str, Any]] = {
 _UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
 _GONE: dict[int | str, dict[str, Any]] = {410: {"description": "its files are gone"}}
 MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
+MAX_TOP_K = 1_000_000
 # Of a body, and of an answer, so much is written down.
 MAX_NOTED_CHARACTERS = 1000
 Answer = TypeVar("Answer", bound=StrictBody)
@@ -156,6 +158,28 @@ class EvaluationBody(StrictBody):
     """Held-out tasks to be played now, beside training."""
 
     temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        strict=True,
+        allow_inf_nan=False,
+        description="sample among the likeliest tokens whose probabilities add up to this number",
+    )
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K, strict=True), WHOLE] = Field(
+        0, description="number of the likeliest tokens to sample among; 0: all"
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        strict=True,
+        allow_inf_nan=False,
+        description="lowest probability of a sampled token, as a share of the likeliest token's",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="constraint on the form of each reply; null: none"
+    )
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True), WHOLE] = Field(
         1, description="of each task: n of pass@k and avg@n"
     )
@@ -187,11 +211,22 @@ class EvaluationBody(StrictBody):
                 f"num_samples is {self.num_samples} at temperature 0, where all samples of a task "
                 "are the same; expected a temperature above 0, or one sample"
             )
+        for problem in kept_tokens_problems("", self._kept, temperature=self.temperature):
+            raise ValueError(problem)
         if (most := max(self.ks or [1])) > self.num_samples:
             raise ValueError(
                 f"ks has {most}, expected at most num_samples, which is {self.num_samples}"
             )
         return self
+
+    @property
+    def _kept(self) -> KeptTokens:
+        return KeptTokens(
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            structured_outputs=self.structured_outputs,
+        )
 
     def request(self) -> EvaluationRequest:
         ks = [1, self.num_samples] if self.ks is None else self.ks
@@ -199,6 +234,7 @@ class EvaluationBody(StrictBody):
             sampling=Sampling(
                 num_samples=self.num_samples,
                 temperature=self.temperature,
+                kept=self._kept,
                 pass_reward=self.pass_reward,
                 ks=tuple(sorted(set(ks))),
             ),

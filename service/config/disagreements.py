@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD, StructuredOutputs
+from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD
 from actors.merge.advantages import CriticSettings, Scale, Truncation
 from actors.merge.aggregation import Aggregation
 from actors.outcomes import Disposition
@@ -22,7 +22,8 @@ from actors.trainer.loss.settings import (
 from actors.trainer.schedule import ScheduleKind, ScheduleSettings
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
-from service.config.tree import Config, EvaluationSetSettings, EvaluationSettings, TasksSettings
+from service.config.kept_tokens import kept_tokens_problems
+from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import CPU_BLOCK_TOKENS
 
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
@@ -169,7 +170,8 @@ def _of_evaluation(config: Config) -> Iterator[str]:
                 f"{key}.samples is {settings.samples} with temperature 0, where all samples of a "
                 "task are the same; expected a temperature above 0, or one sample; set one of them"
             )
-        yield from _of_kept(key, settings)
+        sampling = settings.sampling
+        yield from kept_tokens_problems(key, sampling.kept, temperature=sampling.temperature)
     tasks = config.tasks
     scores_answers = any(tasks.options.get(name) for name in ("reward", "judges", "tools"))
     is_evaluated = tasks.evaluation_tasks > 0 or bool(config.evaluation.sets)
@@ -181,41 +183,6 @@ def _of_evaluation(config: Config) -> Iterator[str]:
         )
     for name, each in config.evaluation.sets.items():
         yield from _of_set(config, f"evaluation.sets.{name}", each)
-
-
-def _of_kept(key: str, settings: EvaluationSettings | EvaluationSetSettings) -> Iterator[str]:
-    for name, value, is_off in (
-        ("top_p", settings.top_p, settings.top_p == 1),
-        ("top_k", settings.top_k, settings.top_k == 0),
-        ("min_p", settings.min_p, settings.min_p == 0),
-    ):
-        if settings.temperature == 0 and not is_off:
-            yield (
-                f"{key}.{name} is {value:g} with temperature 0, which takes the likeliest token "
-                "always; expected a temperature above 0; set it, or leave the other out"
-            )
-    if settings.structured_outputs is not None:
-        yield from _of_structured(f"{key}.structured_outputs", settings.structured_outputs)
-
-
-def _of_structured(key: str, structured: StructuredOutputs) -> Iterator[str]:
-    # Imported here, because most configurations have no structured outputs.
-    import regex
-    from jsonschema import Draft202012Validator, SchemaError
-
-    if len(structured.given) != 1:
-        yield (
-            f"{key} has {', '.join(structured.given) or 'nothing'}; expected one of json, regex, "
-            "choice and grammar; set one of them"
-        )
-    try:
-        regex.compile(structured.regex or "")
-    except regex.error as error:
-        yield f"{key}.regex {structured.regex!r} is no regular expression ({error}); correct it"
-    try:
-        Draft202012Validator.check_schema(structured.json or {})
-    except SchemaError as error:
-        yield f"{key}.json is no JSON schema ({error.message}); correct it"
 
 
 def _of_audit(config: Config) -> Iterator[str]:

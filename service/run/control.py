@@ -297,6 +297,12 @@ class Control:
                 "its end",
             )
         tasks, sampling = chosen_tasks(term.evaluation_tasks, request), request.sampling
+        if sampling.kept.structured_outputs is not None and not term.engines_read_text:
+            raise ControlRefused(
+                RefusalCode.CONFLICT,
+                "structured_outputs need engines that read text, which this run's do not; set "
+                "evaluation.structured_outputs or rollouts.stop, and resume the run",
+            )
 
         async def work(operation: Operation) -> Operation:
             try:

@@ -103,6 +103,7 @@ class Term:
         roles_before: what nodes offered in earlier terms.
         """
         self._config = config
+        self.engines_read_text = config.engine_reads_text
         self._run_dir = run_dir
         self._model = model
         self._run_id = run_id

@@ -11,7 +11,7 @@ import pytest
 from worlds.control_world import LocalControl, World
 
 from actors.algorithm import AlgorithmSettings
-from actors.environment.settings import RolloutSettings
+from actors.environment.settings import KeptTokens, RolloutSettings, StructuredOutputs
 from service.api.app import create_app
 from service.api.control import add_control
 from service.api.settings import HttpSettings
@@ -88,6 +88,15 @@ async def test_checkpoints_are_asked_for_listed_and_gone_back_to(tmp_path: Path)
         ({"tasks": ["a", "a"]}, "more than once"),
         ({"num_tasks": 9}, "expected at most 3"),
         ({"policy": 3}, "policy"),
+        ({"top_p": 0.9}, "top_p is 0.9 with temperature 0"),
+        ({"top_p": 0, "temperature": 1}, "top_p"),
+        ({"top_k": 5}, "top_k is 5 with temperature 0"),
+        ({"top_k": -1, "temperature": 1}, "top_k"),
+        ({"min_p": 1.5, "temperature": 1}, "min_p"),
+        ({"structured_outputs": {}}, "structured_outputs has nothing; expected one of json"),
+        ({"structured_outputs": {"regex": "["}}, "is no regular expression"),
+        ({"structured_outputs": {"json": {"type": 3}}}, "is no JSON schema"),
+        ({"structured_outputs": {"words": []}}, "structured_outputs"),
     ],
 )
 async def test_an_evaluation_that_cannot_be_is_422(
@@ -112,6 +121,27 @@ async def test_an_evaluation_is_followed_to_its_numbers(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
     assert found["evaluation"]["pass_at"] == {"1": 0.5, "2": pytest.approx(5 / 6)}
     assert found["evaluation"]["outcomes"] == {"completed": 8}
+
+
+async def test_an_evaluation_samples_among_the_tokens_that_its_body_keeps(tmp_path: Path) -> None:
+    run, client = await served(tmp_path)
+    body = {
+        "temperature": 0.7, "num_tasks": 1, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+        "structured_outputs": {"regex": "[0-9]+"},
+    }  # fmt: skip
+    run.world.term.engines_read_text = False
+    answer = await client.post("/evaluations", json=body)
+    assert answer.status_code == 409 and "need engines that read text" in answer.text
+    run.world.term.engines_read_text = True
+    assert (await client.post("/evaluations", json=body)).status_code == 202
+    term = run.world.term
+    term.go_on.set()
+    async with asyncio.timeout(30.0):
+        while not term.asked:
+            await asyncio.sleep(0.005)
+    assert term.asked[0][1].kept == KeptTokens(
+        top_p=0.9, top_k=5, min_p=0.1, structured_outputs=StructuredOutputs(regex="[0-9]+")
+    )
 
 
 async def test_policies_and_the_stop_are_answered(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class ScriptedTerm:
     republished: tuple[int, ...] = ()
     num_held_out: int = 3
     evaluation_tasks: Sequence[Task] = field(init=False)
+    engines_read_text: bool = True
     is_held: bool = False
     commit: asyncio.Future[Commit] = field(default_factory=asyncio.Future)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
