@@ -155,6 +155,10 @@ def _read_text(path: Path) -> _Rows:
         placed = list(_written(path))
     except BadTaskFile:
         raise
+    except UnicodeDecodeError as error:
+        raise BadTaskFile(
+            f"data set {path}: it is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
     if not placed:
@@ -180,6 +184,18 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         return
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+        names = reader.fieldnames or ()
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise BadTaskFile(
+                f"data set {path}: the column {', '.join(twice)} is there twice, expected names of "
+                "their own; rename one"
+            )
+        if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
+            raise BadTaskFile(
+                f"data set {path}: the first line is one name with {found!r} in it, expected names "
+                f"separated by {reader.reader.dialect.delimiter!r}, as {suffix} files have them; "
+                "save it so"
+            )
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():

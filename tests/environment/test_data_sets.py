@@ -101,6 +101,24 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
     assert ids == [expected[0].task_id, f"{ids[0]}-2", f"{ids[0]}-3"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("twice.csv", b"prompt,answer,answer\na,1,2\n", "the column answer is there twice"),
+        ("semicolons.csv", b"prompt;answer\na;1\n", "one name with ';' in it.*separated by ','"),
+        ("commas.tsv", b"prompt,answer\na,1\n", "one name with ',' in it"),
+        ("latin.csv", "prompt\né\n".encode("latin-1"), "not UTF-8 text.*save it as UTF-8"),
+        ("wide.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "not UTF-8 text"),
+    ],
+)
+def test_a_text_file_that_would_be_read_wrongly_is_refused(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadTaskFile, match=words):
+        read(tmp_path / name)
+
+
 def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("query,answer,seed\nWhat?,4,7\nWho?,5,8\n")
     asked = {"columns": {"prompt": "query"}}
