@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import Side
-from actors.types import BranchReason, Outcome
+from actors.types import BranchReason, LeftOutReason, Outcome
 
 AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 # From a fast answer to a step of an hour and more.
@@ -426,6 +426,14 @@ class StepMetrics:
         )
         for reason in BranchReason:
             self.branches.labels(reason=reason.value)
+        self.played_tokens = registry.counter(
+            "rayloom_played_tokens",
+            "Sampled tokens by what became of them: trained, or the cause that kept them out of "
+            "the loss; of the stored steps, and of attempts that ended before and that none took.",
+            "fate",
+        )
+        for fate in (LedgerEventKind.TRAINED, *EvictionReason, *LeftOutReason):
+            self.played_tokens.labels(fate=fate.value)
 
 
 class StatisticMetrics:

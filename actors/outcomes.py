@@ -42,6 +42,11 @@ class OutcomeRule:
     penalty: NotNegative = 0.0
     """Taken off the return, with train_penalised; 0 with every other disposition."""
 
+    def masks(self, *, is_graded: bool) -> bool:
+        """Return whether the rule keeps a trajectory out of the loss that it does not drop."""
+        is_scored = self.disposition is Disposition.SCORE
+        return self.disposition is Disposition.MASK or (is_scored and not is_graded)
+
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:

@@ -294,6 +294,8 @@ class Attempt:
     render_breaks: Mapping[str, int] = field(default_factory=dict)
     """Reasons why the history could not be appended to, with their counts."""
     timings: Timings = field(default_factory=Timings)
+    left_out_tokens: Mapping[LeftOutReason, int] = field(default_factory=dict)
+    """Sampled tokens of a session's turns that are in no sample, by why they are left out."""
     detail: str = ""
     """One sentence on an outcome that is not `completed`; never a payload."""
     answer: str | None = None

@@ -8,7 +8,7 @@ gone `PayloadsLost` names the rollouts, which the loop then gives back to the qu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.settings import StepSettings
 from actors.merge.step import StepResult, build_step
 from actors.trajectory_queue.codec import TrajectoryBlock
-from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, TokenCounts
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
@@ -49,6 +49,17 @@ class BuiltStep:
     """Of each group of the step."""
     num_bytes: int = 0
     """Of all shards."""
+
+    def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
+        """Complete the report's tokens.
+
+        Args: is_all_skipped: no update of the step was applied. dropped: the tokens of attempts
+        that no step took, since the step before.
+        """
+        own = self.report.tokens
+        if is_all_skipped:
+            own = own.without_training(EvictionReason.NONFINITE_STEP)
+        return replace(self.report, tokens=own.plus(dropped))
 
     def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
         """The outcomes of the step; none is `trained` where all its updates were skipped."""

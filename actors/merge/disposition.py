@@ -65,15 +65,13 @@ def classify(
         return _bad_reward(
             left_out, f"a shaped reward of {largest:g}, expected at most {MAX_REWARD:g} in size"
         )
-    match rule.disposition:
-        case Disposition.MASK:
-            reason: EvictionReason | None = EvictionReason.MASKED
-        case Disposition.DROP:
-            reason = EvictionReason.of(trajectory.outcome)
-        case Disposition.SCORE if not trajectory.is_graded:
-            reason = EvictionReason.MASKED
-        case _:
-            reason = _nothing_to_train(trajectory)
+    reason: EvictionReason | None
+    if rule.masks(is_graded=trajectory.is_graded):
+        reason = EvictionReason.MASKED
+    elif rule.disposition is Disposition.DROP:
+        reason = EvictionReason.of(trajectory.outcome)
+    else:
+        reason = _nothing_to_train(trajectory)
     baseline_return = rule.baseline_return(
         shaped_return, is_graded=trajectory.is_graded, worst_completed=worst_completed
     )

@@ -17,7 +17,13 @@ from actors.limits import MAX_REWARD
 from actors.merge.member import Member
 from actors.policy_age import policy_ages
 from actors.statistics import STATISTICS, Reduction, Source
-from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    TokenCause,
+    TokenCounts,
+    token_cause,
+    untrained_tokens,
+)
 from actors.types import BranchReason, Outcome, Trajectory
 
 # Of a step: names are an environment's own, and may be without number.
@@ -114,6 +120,9 @@ class StepReport:
     only the first MAX_COMPONENTS names. These numbers are not rewarded."""
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By name, where the step has trajectories of several."""
+    tokens: TokenCounts = field(default_factory=TokenCounts)
+    """What became of the sampled tokens: those of the step's trajectories and, in a stored record,
+    those of attempts that ended since the step before and that no step took."""
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
@@ -166,7 +175,30 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         reward_components=mean_components(graded),
         logged_metrics=_means([each.metrics for each in trajectories]),
         environments=report_environments(trajectories),
+        tokens=count_tokens(members),
     )
+
+
+def count_tokens(members: Sequence[Member]) -> TokenCounts:
+    """Count the members' sampled tokens by what becomes of them.
+
+    Example: two members of 3 and 5 tokens, the second cut off and masked -> 3 trained, 5
+    truncated_tokens
+    """
+    counts = TokenCounts()
+    for member in members:
+        trajectory, reason = member.trajectory, member.reason
+        if reason is None:
+            # A token without a finite log-probability is out of the loss by itself.
+            num_unfit = trajectory.num_sampled - trajectory.num_trained
+            untrained: dict[TokenCause, int] = {EvictionReason.TOKEN_MISALIGNED: num_unfit}
+            untrained.update(trajectory.left_out_tokens.items())
+            own = TokenCounts(trained=trajectory.num_trained, untrained=untrained)
+            counts = counts.plus(own.known())
+        else:
+            cause = token_cause(reason, trajectory.outcome)
+            counts = counts.plus(untrained_tokens(trajectory, cause))
+    return counts
 
 
 def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, EnvironmentReport]:

@@ -25,7 +25,7 @@ from ray.actor import ActorHandle
 from actors.deadline import is_set_within
 from actors.trajectory_queue.codec import TrajectoryBlock
 from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest, Rollout
-from actors.trajectory_queue.ledger import RolloutOutcome
+from actors.trajectory_queue.ledger import RolloutOutcome, TokenCounts
 from actors.trajectory_queue.messages import (
     GroupToScore,
     OpenSlot,
@@ -180,11 +180,17 @@ class TrajectoryQueue:
         taken = await self._until(self._state.take_step, timeout_s, note_wait=note)
         return None if taken is None else _step_input(*taken), self._cut()
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> QueueCut:
-        """Let a step's rollouts leave, each once. Raises: ValueError, as QueueState.finalise."""
+    async def finalise(
+        self, step: int, outcomes: Sequence[RolloutOutcome]
+    ) -> tuple[TokenCounts, QueueCut]:
+        """Let a step's rollouts leave, each once.
+
+        Returns: the tokens of attempts that no step took, since the step before was finalised.
+        Raises: ValueError, as QueueState.finalise.
+        """
         await self._opened.wait()
-        self._state.finalise(step, outcomes)
-        return self._cut()
+        dropped = self._state.finalise(step, outcomes)
+        return dropped, self._cut()
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> QueueCut:
         """Play again rollouts whose payload was lost; the step that took them is taken again."""

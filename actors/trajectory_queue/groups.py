@@ -14,6 +14,12 @@ from enum import Enum
 from typing import Any
 
 from actors.outcomes import Disposition, OutcomePolicy, are_equal
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    TokenCounts,
+    token_cause,
+    untrained_tokens,
+)
 from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
@@ -65,6 +71,8 @@ class RolloutSnapshot:
     num_failures: int
     """Failed attempts, which the retry budget counts."""
     is_gone: bool
+    num_sampled: int = 0
+    """Tokens of the attempt that a step has taken; 0 of any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +100,13 @@ class Rollout:
     """The actor that plays it; empty unless handed out."""
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
+    num_sampled: int = 0
+    """Tokens of the finished attempt."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Of the newest attempt."""
+        return f"{self.rollout_id}.a{self.attempt}"
 
     def hand_out(self, actor_id: str) -> int:
         """Start the next attempt. Returns: its number."""
@@ -108,6 +123,7 @@ class Rollout:
     def finish(self, summary: TrajectorySummary, payload: BlockRow) -> None:
         self.state, self.actor_id = RolloutState.FINISHED, ""
         self.summary, self.payload = summary, payload
+        self.num_sampled = summary.num_sampled
 
     def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
         """End an attempt without a payload: pending again while the budget lasts, then gone."""
@@ -118,6 +134,7 @@ class Rollout:
     def clear(self, state: RolloutState) -> None:
         """Drop the attempt's result and set the state."""
         self.state, self.actor_id, self.summary, self.payload = state, "", None, None
+        self.num_sampled = 0
 
 
 def group_id(number: int, *, replacement: int) -> str:
@@ -186,13 +203,27 @@ class Group:
             task=self.task,
         )
 
-    def snapshot(self) -> GroupSnapshot:
+    def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
+        """Count the tokens of a finished attempt that no step takes, for an eviction's reason.
+
+        A trajectory that its outcome's rule masks counts under its outcome, whatever the reason.
+        """
+        summary = rollout.summary
+        if summary is None:
+            return TokenCounts(untrained={reason: rollout.num_sampled})
+        if self.policy.rule(summary.outcome).masks(is_graded=summary.is_graded):
+            reason = token_cause(EvictionReason.MASKED, summary.outcome)
+        return untrained_tokens(summary, reason)
+
+    def snapshot(self, *, is_taken: bool) -> GroupSnapshot:
+        """is_taken: a step has the group."""
         rollouts = tuple(
             RolloutSnapshot(
                 rollout_id=rollout.rollout_id,
                 next_attempt=rollout.next_attempt,
                 num_failures=rollout.num_failures,
                 is_gone=rollout.state is RolloutState.GONE,
+                num_sampled=rollout.num_sampled if is_taken else 0,
             )
             for rollout in self.rollouts.values()
         )
@@ -283,6 +314,7 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
             next_attempt=each.next_attempt,
             num_failures=each.num_failures,
             payload=LOST_ROW if is_taken and not each.is_gone else None,
+            num_sampled=each.num_sampled if is_taken else 0,
         )
     return group
 

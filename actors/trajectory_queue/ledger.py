@@ -4,7 +4,8 @@ Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A 
 flight from its admission until it is trained or evicted; how often it is attempted in between is
 not counted here. Events are numbered and drained by the caller, which stores them; an event that
 was drained and not stored before a crash comes again under the same number. Only ids in flight are
-kept, so that the ledger does not grow with the run. Called by the queue
+kept, so that the ledger does not grow with the run. Beside the rollouts it counts the sampled
+tokens of attempts that no step took, which the record of the next step holds. Called by the queue
 state; the merge actor says with the same words how the rollouts of a step left.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from actors.types import Outcome
+from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
@@ -48,6 +49,75 @@ class EvictionReason(StrEnum):
         if outcome is Outcome.COMPLETED:
             raise ValueError("ledger: a completed trajectory cannot be dropped; mask or train it")
         return cls(outcome.value)
+
+
+def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
+    """Return the cause under which the tokens of a trajectory that is not trained are counted.
+
+    It is the reason of the eviction, but for a masked trajectory the outcome that its rule masks.
+    """
+    is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
+    return EvictionReason.of(outcome) if is_masked else reason
+
+
+TokenCause = EvictionReason | LeftOutReason
+"""Why a sampled token is not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounts:
+    """Sampled tokens by what became of them: each is trained, or untrained for one cause.
+
+    The cause is the first one that kept the token out of the loss: that of its turn, then of its
+    trajectory, then of its group, then of its step.
+    """
+
+    trained: int = 0
+    untrained: Mapping[TokenCause, int] = field(default_factory=dict)
+    """Only the causes that occurred."""
+
+    @property
+    def sampled(self) -> int:
+        return self.trained + sum(self.untrained.values())
+
+    @property
+    def trained_share(self) -> float | None:
+        """Of the sampled tokens; None: nothing was sampled."""
+        return self.trained / self.sampled if self.sampled else None
+
+    def known(self) -> TokenCounts:
+        """The counts without the causes that did not occur."""
+        occurred = {cause: count for cause, count in self.untrained.items() if count}
+        return TokenCounts(trained=self.trained, untrained=occurred)
+
+    def causes(self) -> list[tuple[TokenCause, float]]:
+        """Return each cause with its share of the sampled tokens, the largest first."""
+        ordered = sorted(self.untrained.items(), key=lambda item: -item[1])
+        return [(cause, count / self.sampled) for cause, count in ordered if count]
+
+    def plus(self, other: TokenCounts) -> TokenCounts:
+        sums = dict(self.untrained)
+        for cause, count in other.untrained.items():
+            sums[cause] = sums.get(cause, 0) + count
+        return TokenCounts(trained=self.trained + other.trained, untrained=sums)
+
+    def without_training(self, cause: EvictionReason) -> TokenCounts:
+        """The counts of a step of which no update was applied."""
+        if not self.trained:
+            return self
+        return TokenCounts(untrained=self.untrained).plus(
+            TokenCounts(untrained={cause: self.trained})
+        )
+
+
+def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionReason) -> TokenCounts:
+    """Count the sampled tokens of an attempt that is not trained.
+
+    The turns of a session that are left out of training keep their own causes.
+    """
+    untrained: dict[TokenCause, int] = {cause: attempt.num_sampled}
+    untrained.update(attempt.left_out_tokens.items())
+    return TokenCounts(untrained=untrained).known()
 
 
 class LedgerEventKind(StrEnum):
@@ -127,6 +197,8 @@ class LedgerSnapshot:
     in_flight: tuple[str, ...] = ()
     next_seq: int = 0
     undrained: tuple[LedgerEvent, ...] = ()
+    dropped_tokens: TokenCounts = field(default_factory=TokenCounts)
+    """Of attempts that no step took, since the last finalised step."""
 
 
 class Ledger:
@@ -140,6 +212,7 @@ class Ledger:
         self._in_flight = dict.fromkeys(snapshot.in_flight)
         self._next_seq = snapshot.next_seq
         self._events = list(snapshot.undrained)
+        self._dropped_tokens = snapshot.dropped_tokens
 
     def admit(self, rollout_id: str) -> None:
         """Raises: LedgerError when the rollout is in flight already."""
@@ -160,6 +233,15 @@ class Ledger:
         self._leave(rollout_id, LedgerEventKind.EVICTED)
         self._evicted[reason] = self._evicted.get(reason, 0) + 1
         self._record(rollout_id, LedgerEventKind.EVICTED, reason=reason, step=step)
+
+    def drop_tokens(self, tokens: TokenCounts) -> None:
+        """Count the sampled tokens of an attempt that no step takes."""
+        self._dropped_tokens = self._dropped_tokens.plus(tokens)
+
+    def take_dropped_tokens(self) -> TokenCounts:
+        """Return the tokens that were dropped since the last call, for the record of a step."""
+        taken, self._dropped_tokens = self._dropped_tokens, TokenCounts()
+        return taken
 
     def drain(self) -> list[LedgerEvent]:
         """Events since the last call, in order."""
@@ -182,6 +264,7 @@ class Ledger:
             in_flight=tuple(self._in_flight),
             next_seq=self._next_seq,
             undrained=tuple(self._events),
+            dropped_tokens=self._dropped_tokens,
         )
 
     def _leave(self, rollout_id: str, kind: LedgerEventKind) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -28,7 +29,14 @@ from actors.trajectory_queue.groups import (
     new_group,
     restore_group,
 )
-from actors.trajectory_queue.ledger import EvictionReason, Ledger, RolloutOutcome, check_outcomes
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    Ledger,
+    RolloutOutcome,
+    TokenCounts,
+    check_outcomes,
+    untrained_tokens,
+)
 from actors.trajectory_queue.messages import (
     ActorReleased,
     Drained,
@@ -99,13 +107,20 @@ class QueueState:
         self._is_ended = self._is_held = False
         self._held_up: set[str] = set()
         """Rollout ids that were handed out while turns were held, and have not come back."""
+        self._unwanted: dict[str, str] = {}
+        """By trajectory id, the actor that still plays an attempt whose rollout was evicted."""
         self._num_changes = 0
         if not keeps_taken:
             self._window.roll_back_all()
         for each in snapshot.groups:
             is_taken = self._window.is_taken(each.number)
             policy = self._policy(each.task.environment)
-            self._add(restore_group(each, policy=policy, is_taken=is_taken))
+            group = restore_group(each, policy=policy, is_taken=is_taken)
+            self._add(group)
+            if not is_taken and not self._is_durable(group):
+                num_sampled = sum(rollout.num_sampled for rollout in each.rollouts)
+                tokens = TokenCounts(untrained={EvictionReason.CANCELLED: num_sampled})
+                self._ledger.drop_tokens(tokens.known())
 
     @property
     def num_changes(self) -> int:
@@ -179,6 +194,8 @@ class QueueState:
         rollout = self._find(summary.rollout_id)
         if rollout is None or not rollout.is_with(actor_id, attempt=summary.attempt):
             self._num_refused += 1
+            if self._unwanted.pop(summary.trajectory_id, None) is not None:
+                self._ledger.drop_tokens(untrained_tokens(summary, EvictionReason.CANCELLED))
             return False
         group = self._group_of(rollout)
         del self._handed_out[rollout.rollout_id]
@@ -186,6 +203,7 @@ class QueueState:
         self._held_up.discard(rollout.rollout_id)
         if was_held_up and summary.outcome in HELD_UP and not self._is_durable(group):
             self._num_retries += 1
+            self._drop_tokens(summary)
             rollout.clear(RolloutState.PENDING)
             self._make_ready(rollout)
             return True
@@ -254,9 +272,16 @@ class QueueState:
         else:
             self._untold.pop(rollout.rollout_id, None)
             self._summaries.append(summary)
+        if rollout.state is not RolloutState.FINISHED:
+            self._drop_tokens(summary)
         self._after_attempt(rollout, summary.outcome)
         if not group.is_usable(rollout):
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
+
+    def _drop_tokens(self, summary: TrajectorySummary) -> None:
+        """Count the tokens of an attempt that ended without a result for its group."""
+        cause = EvictionReason.of(summary.outcome)
+        self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _tell(self, rollout: Rollout) -> None:
         """Release a rollout's summary that waited for its group's score, so that it is drained."""
@@ -293,9 +318,10 @@ class QueueState:
             self._drop_waiting(rollout.rollout_id)
         return taken[0], groups
 
-    def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+    def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
         """Let a step's rollouts leave the ledger; all or none. Steps are finalised in order.
 
+        Returns: the tokens of attempts that no step took, since the step before was finalised.
         Raises: ValueError when a rollout of the step is missing, named twice or not in the step,
         when the step is not taken, and after cancel_all.
         """
@@ -313,6 +339,7 @@ class QueueState:
             self._forget(group)
             self._replacements.pop(group.number, None)
             self._refills.forget(group.number)
+        return self._ledger.take_dropped_tokens()
 
     def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
         """Play again the rollouts whose payload was lost; each counts as an infrastructure error,
@@ -409,14 +436,32 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """The state, from which another queue can go on."""
+        """The state, from which another queue can go on.
+
+        The tokens of the trajectories that wait for a step count as dropped, because that queue has
+        them played again.
+        """
+        ledger = self._ledger.snapshot()
         return QueueSnapshot(
             window=self._window.snapshot(),
-            ledger=self._ledger.snapshot(),
-            groups=tuple(self._groups[number].snapshot() for number in sorted(self._groups)),
+            ledger=replace(
+                ledger, dropped_tokens=ledger.dropped_tokens.plus(self._tokens_waiting())
+            ),
+            groups=tuple(
+                self._groups[number].snapshot(is_taken=self._window.is_taken(number))
+                for number in sorted(self._groups)
+            ),
             replacements=dict(self._replacements),
             variance_refills=self._refills.counts(),
         )
+
+    def _tokens_waiting(self) -> TokenCounts:
+        """Count the tokens of the trajectories that nobody would deliver again."""
+        tokens = TokenCounts()
+        for rollout in map(self._find, self._waiting):
+            if rollout is not None and not self._is_durable(group := self._group_of(rollout)):
+                tokens = tokens.plus(group.tokens_without_step(rollout, EvictionReason.CANCELLED))
+        return tokens
 
     def _is_durable(self, group: Group) -> bool:
         return group.task.environment in self.settings.durable
@@ -511,6 +556,7 @@ class QueueState:
 
     def _take_back(self, actor_id: str, *, detail: str) -> int:
         self._num_changes += 1
+        self._unwanted = {each: by for each, by in self._unwanted.items() if by != actor_id}
         for number, scored_by in self._unscored.items():
             if scored_by == actor_id:
                 self._unscored[number] = ""
@@ -533,6 +579,9 @@ class QueueState:
                 self._make_ready(rollout)
             else:
                 outcome = Outcome.INFRASTRUCTURE_ERROR
+                if rollout.state is RolloutState.FINISHED:
+                    lost = group.tokens_without_step(rollout, EvictionReason.of(outcome))
+                    self._ledger.drop_tokens(lost)
                 rollout.fail(outcome, group.policy)
                 self._after_attempt(rollout, outcome)
                 self._failures.add_attempt(outcome, detail=detail, task=group.task)
@@ -579,6 +628,10 @@ class QueueState:
 
     def _evict(self, rollout: Rollout, reason: EvictionReason) -> None:
         self._tell(rollout)
+        if rollout.state is RolloutState.HANDED_OUT:
+            self._unwanted[rollout.trajectory_id] = rollout.actor_id
+        elif rollout.state is RolloutState.FINISHED:
+            self._ledger.drop_tokens(self._group_of(rollout).tokens_without_step(rollout, reason))
         self._handed_out.pop(rollout.rollout_id, None)
         self._held_up.discard(rollout.rollout_id)
         self._drop_waiting(rollout.rollout_id)

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.limits import MIB
+from actors.trajectory_queue.ledger import TokenCounts
 from service import units
 from service.cli.outlet import OutletConsole, outlet
 from service.cli.progress import ProgressState, StoryLine
@@ -36,6 +37,7 @@ LABEL_WIDTH = 11
 STAGE_BAR_WIDTH = 20
 WIDE = 100
 MIN_WIDTH = 50
+SHOWN_CAUSES = 3
 # Set where nobody looks at a terminal, or where it is no terminal's screen.
 PLAIN = ("NO_COLOR", "CI", "JPY_PARENT_PID")
 SHOWN_STAGE_S = 0.05
@@ -251,6 +253,7 @@ def _facts(state: ProgressState, status: RunStatus, *, width: int) -> Renderable
             (_rate(rates.tokens if rates else None), "tokens a second"),
         ),
     )
+    table.add_row("tokens", _tokens(state.tokens))
     table.add_row(
         "queue",
         _amounts(
@@ -295,6 +298,14 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
             ("k3", units.significant(last.value("mismatch_k3_mean"), digits=1)),
         ]
     return _joined(Text.assemble((f"{name} ", DIM), value) for name, value in facts)
+
+
+def _tokens(tokens: TokenCounts) -> Text:
+    """What became of the sampled tokens, the most frequent causes first."""
+    if not tokens.sampled:
+        return Text(units.UNKNOWN, style=DIM)
+    shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]
+    return _amounts(*((units.percent(share), str(what)) for what, share in shares))
 
 
 def _ledger(status: RunStatus) -> Text:

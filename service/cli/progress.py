@@ -11,7 +11,9 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
+from actors.trajectory_queue.ledger import TokenCounts
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import (
     EvaluationRecord,
@@ -137,6 +139,12 @@ class ProgressState:
         return StageSeconds(
             **{name: statistics.fmean(stages[name] for stages in shown) for name in shown[0]}
         )
+
+    @property
+    def tokens(self) -> TokenCounts:
+        """What became of the tokens that were sampled for the last SHOWN_STEPS steps."""
+        shown = [record.tokens for record in list(self.recent)[-SHOWN_STEPS:]]
+        return reduce(TokenCounts.plus, shown, TokenCounts())
 
     @property
     def _pace_s(self) -> float:

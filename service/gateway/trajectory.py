@@ -40,6 +40,7 @@ def trajectory_of(
         ),
         was_rewarded=end.reward is not None,
         left_out=counts.left_out,
+        left_out_tokens=counts.left_out_tokens,
         num_inserted_tokens=counts.num_inserted,
         render_breaks=counts.render_breaks,
         timings=Timings(wall_s=max(0.0, end.ended_at - (stored.opened_at or end.ended_at))),

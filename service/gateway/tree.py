@@ -92,6 +92,8 @@ class SessionCounts:
     """Trained."""
     left_out: Mapping[int, LeftOutReason]
     """By the number of the turn, in order."""
+    left_out_tokens: Mapping[LeftOutReason, int]
+    """Sampled tokens of these turns."""
     num_malformed: int
     """Of the counted ones, as are the rest."""
     num_inserted: int
@@ -541,9 +543,15 @@ class SessionTree:
         """The turns by what becomes of them, as it stands."""
         counted = self._counted()
         breaks = [n.turn.break_reason for n in counted if n.turn.break_reason is not None]
+        left_out = self.left_out()
+        left_out_tokens: Counter[LeftOutReason] = Counter()
+        for node in self._nodes:
+            if (reason := left_out.get(node.turn.number)) is not None:
+                left_out_tokens[reason] += node.turn.sampled_token_ids.shape[0]
         return SessionCounts(
             num_counted=len(counted),
-            left_out=self.left_out(),
+            left_out=left_out,
+            left_out_tokens=dict(left_out_tokens),
             num_malformed=sum(node.turn.is_malformed for node in counted),
             num_inserted=sum(node.turn.num_inserted for node in counted),
             render_breaks=Counter(reason.value for reason in breaks),

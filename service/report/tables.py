@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.statistics import BY_NAME, GROUPS, STATISTICS
+from actors.trajectory_queue.ledger import TokenCounts
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
@@ -170,8 +171,8 @@ def tiles(summary: RunSummary) -> tuple[Tile, ...]:
         ),
         (
             "Sampled tokens",
-            units.short_count(summary.sampled_tokens),
-            f"{units.short_count(summary.trained_tokens)} trained",
+            units.short_count(summary.tokens.sampled or summary.sampled_tokens),
+            f"{units.percent(summary.tokens.trained_share)} trained",
         ),
         (
             "Rollouts trained",
@@ -208,6 +209,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
     """The tables of the run as a whole that have a row."""
     found = (
         _ledger_table(summary),
+        _fate_table(summary.tokens),
         _counted("Outcomes", "trajectories", summary.outcomes),
         _evaluations("Last evaluations", _last_of_sets(summary.evaluation)),
         _evaluations("Evaluations that were asked for", summary.evaluation.asked),
@@ -321,6 +323,23 @@ def _ledger_table(summary: RunSummary) -> Table:
     )
 
 
+def _fate_table(tokens: TokenCounts) -> Table:
+    counts = {"trained": tokens.trained}
+    counts |= {f"untrained: {words(cause)}": count for cause, count in tokens.untrained.items()}
+    return Table(
+        caption="What became of the sampled tokens",
+        header=("tokens", "count", "share"),
+        rows=tuple(
+            (name, *_count_and_share(count, tokens.sampled))
+            for name, count in counts.items()
+            if tokens.sampled
+        ),
+        total=("sampled", units.full_count(tokens.sampled), ""),
+        note="Those of attempts that no step took are included; each token counts under the first "
+        "cause that kept it out of the loss.",
+    )
+
+
 def _stages_table(summary: RunSummary) -> Table:
     total, steps = summary.stage_seconds.total, max(summary.steps, 1)
     return Table(
@@ -342,7 +361,7 @@ def _stages_table(summary: RunSummary) -> Table:
 
 def _tokens_table(summary: RunSummary) -> Table:
     counts = {
-        "tokens sampled": summary.sampled_tokens,
+        "tokens sampled, in the steps' trajectories": summary.sampled_tokens,
         "tokens trained": summary.trained_tokens,
         "tokens in packed rows": summary.packed_tokens,
         "tokens inserted, never trained": summary.inserted_tokens,
@@ -457,7 +476,11 @@ def definitions() -> tuple[tuple[str, str], ...]:
             "every admitted rollout leaves exactly once: trained, or evicted with one reason.",
         ),
         ("Merge ratio", "turns divided by the training samples that they became."),
-        ("Sampled tokens", "in the trajectories of the trained steps; engine output only."),
+        (
+            "Sampled tokens",
+            "engine output of all attempts, also of those that no step took; \"in the steps' "
+            'trajectories" counts only the others.',
+        ),
         ("Trained tokens", "tokens with a place in the loss."),
         ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
         ("Loss", help_of("loss")),

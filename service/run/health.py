@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import reduce
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -21,10 +22,16 @@ from actors.environment.settings import RolloutSettings
 from actors.merge.report import StepReport
 from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.groups import FailedGroups
-from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
-from actors.types import Outcome
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    LedgerCounts,
+    TokenCause,
+    TokenCounts,
+)
+from actors.types import LeftOutReason, Outcome
 from actors.weights.board import BoardStatus
 from actors.weights.logprob_check import LogprobCheck
+from service import units
 from service.inference.settings import InferenceSettings
 from service.telemetry.records import EvaluationRecord, StepRecord
 
@@ -44,6 +51,32 @@ REMEDIES = {
     Outcome.EMPTY: "look at the model: it ends its answers before the first token",
     Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
 }
+# By why sampled tokens are not trained; of an outcome that is not here, REMEDIES has it.
+TOKEN_REMEDIES: Mapping[TokenCause, str] = {
+    EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or have cut-off answers "
+    "trained: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
+    "train_clamped}",
+    EvictionReason.TRUNCATED_CONTEXT: "raise model.max_context_tokens, shorten the prompts, or set "
+    "rollouts.outcomes.truncated_context to {disposition: score} or {disposition: train_clamped}",
+    EvictionReason.ZERO_VARIANCE: "all answers to a task get the same reward: take harder tasks "
+    "where they are right and easier ones where they are wrong, raise algorithm.group_size, or "
+    "grade in finer steps",
+    EvictionReason.GROUP_TOO_SMALL: "too few members of a group were usable: raise "
+    "algorithm.group_size, and look at the outcomes of the others with `rayloom inspect`",
+    EvictionReason.NEGATIVE_RETURN: "shift the rewards to 0 and above, or set algorithm.scale to "
+    "none",
+    EvictionReason.NONFINITE_STEP: "lower trainer.learning_rate",
+    EvictionReason.CANCELLED: "their groups were cancelled or closed early "
+    "(algorithm.min_usable_samples), or a part of the run ended: look at the notices before",
+    LeftOutReason.AUXILIARY: "the agent marks these turns as not part of its task; see whether it "
+    "has to",
+    LeftOutReason.UNSEEN: "look at why the agents end their requests before the answers come",
+    LeftOutReason.TITLE: "turn off titles in the agent, or set sessions.titles to train",
+}
+# Steps over which the share of trained tokens is watched, and the share below which there is a
+# notice.
+SHARE_STEPS = 5
+LOW_SHARE = 0.5
 # Steps without a difference in reward after which there is a notice.
 CONSTANT_STEPS = 3
 OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
@@ -375,6 +408,29 @@ class FailureWatch:
         self._num_constant = 0
         self._num_unequal = 0
         self._last_unequal = ""
+        self._tokens: deque[TokenCounts] = deque(maxlen=SHARE_STEPS)
+        self._is_share_low = False
+
+    def untrained_tokens(self, step: int, report: StepReport) -> str | None:
+        """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained.
+
+        Returned once for each stretch of SHARE_STEPS steps and more.
+        """
+        self._tokens.append(report.tokens)
+        if len(self._tokens) < SHARE_STEPS:
+            return None
+        tokens = reduce(TokenCounts.plus, self._tokens)
+        was_low, share = self._is_share_low, tokens.trained_share
+        self._is_share_low = share is not None and share < LOW_SHARE
+        if was_low or not self._is_share_low:
+            return None
+        (cause, of_cause), *others = tokens.causes()
+        rest = "".join(f", {units.percent(part)} {other}" for other, part in others[:2])
+        return (
+            f"step {step}: {units.percent(share)} of the tokens sampled for the last {SHARE_STEPS} "
+            f"steps were trained; {units.percent(of_cause)} were not because of {cause}{rest}; "
+            f"{_token_remedy(cause)}"
+        )
 
     def constant_reward(self, step: int, report: StepReport) -> str | None:
         """Return a notice if no group of the last CONSTANT_STEPS steps had returns that differ.
@@ -472,6 +528,13 @@ class FailureWatch:
             )
         # The count starts again when an engine is back.
         self._failing_since, self._num_uncounted = now, failed.num_groups
+
+
+def _token_remedy(cause: TokenCause) -> str:
+    if (remedy := TOKEN_REMEDIES.get(cause)) is not None:
+        return remedy
+    outcome = Outcome(cause.value) if cause.value in set(Outcome) else Outcome.COMPLETED
+    return REMEDIES.get(outcome, OTHER_REMEDY)
 
 
 def _failure_text(

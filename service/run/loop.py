@@ -446,20 +446,23 @@ class Loop:
         await self._join_loading()
         version = await self._publish()
         outcomes = built.outcomes_after(is_all_skipped=stats.is_all_skipped)
-        await handles.queue.finalise(step, outcomes)
+        dropped = await handles.queue.finalise(step, outcomes)
+        report = built.report_after(is_all_skipped=stats.is_all_skipped, dropped=dropped)
         if handles.curriculum is not None:
             handles.curriculum.learn(built.returns)
         stages = replace(stages, publish=watch.lap())
-        trained = TrainedStep(
-            step=step, version=version, report=built.report, stats=stats, stages=stages
-        )
+        trained = TrainedStep(step=step, version=version, report=report, stats=stats, stages=stages)
         # Synchronous training samples nothing while the engines load, so it waits for them here.
         if not self._settings.algorithm.is_synchronous and not self._is_any_due(step):
             self._loading = asyncio.create_task(self._load_and_record(trained), name="load")
         else:
             await self._load_and_checkpoint(trained)
-        if (notice := self._failures.constant_reward(step, built.report)) is not None:
-            handles.recorder.notice(notice)
+        for notice in (
+            self._failures.constant_reward(step, report),
+            self._failures.untrained_tokens(step, report),
+        ):
+            if notice is not None:
+                handles.recorder.notice(notice)
         self._failures.check_merge(step, built.report, notices=built.notices)
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 

@@ -23,7 +23,7 @@ from actors.deadline import ActorLost, retry
 from actors.metrics import Part
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
-from actors.trajectory_queue.ledger import RolloutOutcome
+from actors.trajectory_queue.ledger import RolloutOutcome, TokenCounts
 from actors.trajectory_queue.messages import (
     OpenSlot,
     QueueCut,
@@ -91,9 +91,10 @@ class RestartableQueue:
         taken: StepInput | None = await self._change("take_step", timeout_s)
         return taken
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
-        await self._change("finalise", step, outcomes)
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
+        dropped: TokenCounts = await self._change("finalise", step, outcomes)
         self._deaths.progressed()
+        return dropped
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
         await self._change("replay_lost", rollout_ids)

@@ -24,8 +24,9 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
     """Return the numbers of a step by name; None: the step does not know the number.
 
     Counts have the names of the record's fields, and statistics have their own. The others are
-    `stages.NAME`, `outcomes.NAME`, `rewards.NAME`, `metrics.NAME`, for a mixture
-    `environments.NAME/…`, and values that are computed from several of these.
+    `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
+    `rewards.NAME`, `metrics.NAME`, for a mixture `environments.NAME/…`, and values that are
+    computed from several of these.
     """
     counts = {
         each.name: value
@@ -38,6 +39,7 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
         **counts,
         **{f"stages.{name}": value for name, value in record.stages.by_name().items()},
         **{f"outcomes.{name}": float(count) for name, count in record.outcomes.items()},
+        **{f"untrained.{cause}": share for cause, share in record.tokens.causes()},
         **{f"rewards.{name}": value for name, value in record.reward_components.items()},
         **{f"metrics.{name}": value for name, value in record.logged_metrics.items()},
         **_environment_numbers(record.environments),
@@ -51,6 +53,7 @@ def step_numbers(record: StepRecord) -> dict[str, float | None]:
         "tokens_per_second": _share(record.num_sampled_tokens, seconds),
         "tokens_per_trajectory": _share(record.num_sampled_tokens, record.num_trajectories),
         "turns_per_trajectory": _share(record.num_turns, record.num_trajectories),
+        "trained_token_share": record.tokens.trained_share,
     }
 
 

@@ -18,7 +18,12 @@ from actors.deadline import ActorLost
 from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part, PublishPhase
 from actors.outcomes import UNSCORED
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    LedgerEvent,
+    LedgerEventKind,
+    TokenCounts,
+)
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
 from actors.weights.board import StartStages
@@ -444,6 +449,7 @@ class StoredMetrics:
                 counter.inc(totals.summed.get(field, 0))
             if totals.num_steps:
                 self._count_merge(totals.merge)
+                self._count_tokens(totals.tokens)
                 self._show_totals(totals)
             for (kind, reason), count in count_events(store).items():
                 self._count_events(kind, reason, count)
@@ -463,6 +469,7 @@ class StoredMetrics:
             for field, counter in steps.counted.items():
                 counter.inc(getattr(record, field))
             self._count_merge(record.merge)
+            self._count_tokens(record.tokens)
             self._show_totals(totals)
             self._show_step(record)
 
@@ -483,6 +490,12 @@ class StoredMetrics:
         steps.samples.labels(side="after").inc(merge.samples_after)
         for reason, count in merge.branches.items():
             steps.branches.labels(reason=reason).inc(count)
+
+    def _count_tokens(self, tokens: TokenCounts) -> None:
+        counter = self._metrics.steps.played_tokens
+        counter.labels(fate=LedgerEventKind.TRAINED.value).inc(tokens.trained)
+        for cause, count in tokens.untrained.items():
+            counter.labels(fate=cause.value).inc(count)
 
     def _show_totals(self, totals: RunTotals) -> None:
         steps, age = self._metrics.steps, totals.policy_age

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from actors.merge.report import StepReport
 from actors.statistics import BY_NAME, only_known
 from actors.trainer.statistics import StepStats
+from actors.trajectory_queue.ledger import TokenCounts
 from actors.types import Outcome, SampledText
 from actors.weights.logprob_check import LogprobCheck
 from service import units
@@ -169,8 +170,8 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
     """One step as a person reads it, in LINE_WIDTH characters; what was not measured is left out.
 
     Args: steps: planned ones. left_s: seconds until the last of them; None: not known.
-    Example: step  12/120  reward 0.41  loss 0.012  k3 2e-9  3.1k tok/s  1.4 s (collect 0.8)
-    256 rollouts, 6 max_turns  4 min left
+    Example: step  12/120  reward 0.41  loss 0.012  3.1k tok/s  1.4 s (collect 0.8)
+    256 rollouts, 6 max_turns  trained 94 %  4 min left
     """
     width = len(str(steps))
     # The least important go first where the line is too long.
@@ -194,6 +195,8 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
             (6, f"{units.duration(seconds)} ({slowest} {its_s:.1f})"),
         ]
     parts.append((7, _rollouts(record.num_trajectories, record.outcomes)))
+    if record.tokens.sampled:
+        parts.append((5, _trained(record.tokens)))
     if record.is_skipped:
         parts.append((9, "update skipped: not finite"))
     if left_s is not None:
@@ -237,6 +240,15 @@ def evaluation_line(record: EvaluationRecord) -> str:
 def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
     scale = "" if scaled is None else " (best 1)"
     return f"reward {units.reward(record.best_known_reward)}{scale}"
+
+
+def _trained(tokens: TokenCounts) -> str:
+    """Return the trained share of the sampled tokens; a low one with the main cause of the rest."""
+    text = f"trained {units.percent(tokens.trained_share)}"
+    if 2 * tokens.trained >= tokens.sampled:
+        return text
+    cause, share = tokens.causes()[0]
+    return f"{text} ({cause} {units.percent(share)})"
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from actors.merge.report import MergeReport
-from actors.trajectory_queue.ledger import LedgerCounts
+from actors.trajectory_queue.ledger import LedgerCounts, TokenCounts
 from actors.types import Outcome
 from service.hacking.findings import Finding
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
@@ -129,6 +129,8 @@ class RunSummary:
     malformed_share: FirstAndLast
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
+    tokens: TokenCounts
+    """What became of the sampled tokens, those of attempts included that no step took."""
     zero_variance_groups: int
     negative_return_groups: int
     skipped_steps: int
@@ -151,6 +153,7 @@ class RunSummary:
         tree: dict[str, Any] = json.loads(_SUMMARY.dump_json(self))
         tree["merge"]["ratio"] = self.merge.ratio
         tree["ledger"]["is_balanced"] = self.ledger.is_balanced
+        tree["tokens"]["trained_share"] = self.tokens.trained_share
         return tree
 
 
@@ -220,6 +223,7 @@ def summarize_run(
         ),
         malformed_rewarded=summed["num_malformed_rewarded"],
         outcomes=_ordered(totals.outcomes),
+        tokens=replace(totals.tokens, untrained=_ordered(totals.tokens.untrained)),
         zero_variance_groups=summed["num_zero_variance_groups"],
         negative_return_groups=summed["num_negative_return_groups"],
         skipped_steps=summed["is_skipped"],

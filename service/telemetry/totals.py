@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from actors.merge.report import MergeReport
 from actors.metrics import AGE_BUCKETS, SECONDS_BUCKETS, STEP_COUNTERS
+from actors.trajectory_queue.ledger import TokenCounts
 from actors.types import Outcome
 from service.telemetry.records import StepRecord
 
@@ -68,6 +69,7 @@ class RunTotals:
     """By the field of a record, those of SUMMED."""
     merge: MergeReport = _NO_TURNS
     outcomes: Mapping[Outcome, int] = field(default_factory=dict)
+    tokens: TokenCounts = field(default_factory=TokenCounts)
     stage_seconds: Mapping[str, Distribution] = field(default_factory=dict)
     policy_age: Distribution = field(default_factory=Distribution)
     """Versions; of the steps that trained any token."""
@@ -107,6 +109,7 @@ class RunTotals:
             summed={name: self.summed.get(name, 0) + int(getattr(record, name)) for name in SUMMED},
             merge=_merged(self.merge, record.merge),
             outcomes=_added(self.outcomes, record.outcomes),
+            tokens=self.tokens.plus(record.tokens),
             stage_seconds={
                 stage: self.stage_seconds.get(stage, Distribution()).plus(seconds, SECONDS_BUCKETS)
                 for stage, seconds in record.stages.by_name().items()

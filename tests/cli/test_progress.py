@@ -40,8 +40,8 @@ def lines_of(statuses: list[RunStatus]) -> list[str]:
 def test_step_line_tells_the_step_on_one_line_and_how_long_is_left() -> None:
     record = step_record(12, scaled_reward_mean=0.412, mismatch_k3_mean=2e-9)
     assert step_line(record, 120, left_s=252.4) == (
-        "step  12/120  reward 0.41  loss 0.01  k3 2e-9  267 tok/s  1.5 s (collect 0.8)"
-        "  16 rollouts, 2 max_turns  4 min left"
+        "step  12/120  reward 0.41  loss 0.01  267 tok/s  1.5 s (collect 0.8)"
+        "  16 rollouts, 2 max_turns  trained 89\u00a0%  4 min left"
     )
     aged = step_record(12, scaled_reward_mean=0.412, policy_version=13, policy_age_max=1)
     line = step_line(aged, 120, left_s=40)

@@ -56,7 +56,8 @@ NOT_SHOWN = {
 # slow steps.
 OF_STEPS = {
     "rayloom_ledger_events", "rayloom_merge_samples", "rayloom_merge_branches",
-    "rayloom_train_steps", "rayloom_stage_seconds", "rayloom_publish_seconds",
+    "rayloom_played_tokens", "rayloom_train_steps", "rayloom_stage_seconds",
+    "rayloom_publish_seconds",
     *(name for name, _ in STEP_COUNTERS.values()),
 }  # fmt: skip
 

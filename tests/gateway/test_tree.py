@@ -300,6 +300,11 @@ def test_a_title_is_not_the_judged_turn_and_is_left_out_on_request_case_13() -> 
         assert sample.turns[1].reward_components == {"hit": 1.0}
         counts = player.tree.counts()
         assert (counts.num_counted, counts.left_out) == (2, {2: reason})
+        in_all = (turn for each in play().samples(reward=1.0) for turn in each.turns)
+        num_left_out = sum(turn.num_sampled for turn in in_all) - sum(
+            turn.num_sampled for turn in sample.turns
+        )
+        assert counts.left_out_tokens == {reason: num_left_out} and num_left_out > 0
         assert player.tree.num_counted == 2
     player = play()
     rewards = [turn.reward for each in player.samples(reward=1.0) for turn in each.turns]

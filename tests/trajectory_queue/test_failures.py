@@ -15,11 +15,11 @@ from actors.environment.settings import RolloutSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.groups import BlockRow, FailedGroups
-from actors.trajectory_queue.ledger import EvictionReason
+from actors.trajectory_queue.ledger import EvictionReason, TokenCause, TokenCounts
 from actors.trajectory_queue.state import QueueState
-from actors.types import Outcome, RolloutAssignment
+from actors.types import LeftOutReason, Outcome, RolloutAssignment
 from service.inference.settings import InferenceSettings
-from service.run.health import FailureLimits, FailureWatch, RunFailed
+from service.run.health import OTHER_REMEDY, FailureLimits, FailureWatch, RunFailed
 
 LIMITS = FailureLimits(
     rollouts=RolloutSettings(max_failed_groups=4, failed_groups_grace_s=30.0),
@@ -236,3 +236,37 @@ def test_a_reward_that_stays_constant_is_noticed_once_after_three_steps() -> Non
     notices = [watch.constant_reward(step, each) for step, each in enumerate(steps, start=1)]
     assert [step for step, notice in enumerate(notices, start=1) if notice] == [6]
     assert "nothing is learnt" in str(notices[5])
+
+
+def notices_of(shares: list[tuple[int, dict[TokenCause, int]]]) -> dict[int, str]:
+    """By step, the notices of a watch that is shown these trained and untrained tokens."""
+    watch = FailureWatch(LIMITS)
+    found = {}
+    for step, (trained, untrained) in enumerate(shares, start=1):
+        tokens = TokenCounts(trained=trained, untrained=untrained)
+        notice = watch.untrained_tokens(step, replace(report(step), tokens=tokens))
+        found |= {step: notice} if notice else {}
+    return found
+
+
+def test_a_low_share_of_trained_tokens_is_noticed_once_with_its_main_cause_and_remedy() -> None:
+    cut, alone = EvictionReason.TRUNCATED_TOKENS, EvictionReason.GROUP_TOO_SMALL
+    low: tuple[int, dict[TokenCause, int]] = (31, {cut: 58, alone: 11})
+    high: tuple[int, dict[TokenCause, int]] = (100, {})
+    assert notices_of([low] * 4) == {}
+    found = notices_of([low] * 12)
+    assert list(found) == [5]
+    text = found[5].replace("\u00a0", " ")
+    assert text.startswith("step 5: 31 % of the tokens sampled for the last 5 steps were trained; ")
+    for words in ("58 % were not because of truncated_tokens, 11 % group_too_small; ", "score"):
+        assert words in text
+    assert list(notices_of([low] * 5 + [high] * 5 + [low] * 5)) == [5, 14]
+    assert notices_of([(50, {cut: 50})] * 6) == notices_of([(0, {})] * 6) == {}
+
+
+@pytest.mark.parametrize("cause", [*EvictionReason, *LeftOutReason])
+def test_every_cause_has_a_remedy(cause: TokenCause) -> None:
+    (notice,) = notices_of([(1, {cause: 9})] * 5).values()
+    is_plain = cause in (EvictionReason.MASKED, EvictionReason.MAX_TURNS)
+    is_plain = is_plain or cause is EvictionReason.MALFORMED_TOOL_CALL
+    assert (OTHER_REMEDY in notice) == is_plain

@@ -25,6 +25,7 @@ from actors.merge.groups import PayloadsLost
 from actors.trajectory_queue import actor as queue_actor
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode
 from actors.trajectory_queue.groups import GroupRequest
+from actors.trajectory_queue.ledger import TokenCounts
 from actors.trajectory_queue.messages import ActorReleased, QueueSnapshot, Side, StepInput
 from actors.types import Outcome
 
@@ -103,7 +104,8 @@ def test_finished_trajectories_outlive_their_player_and_its_rollouts_are_played_
     assert [shard.step for shard in shards] == [1, 1]
     trained = sum(row.num_trained for s in shards for m in s.minibatches for row in m.micro_batches)
     assert trained == reply.report.num_trained_tokens == 8 * 2 * sampled
-    cut = get(queue.finalise.remote(1, reply.outcomes))
+    dropped, cut = get(queue.finalise.remote(1, reply.outcomes))
+    assert dropped == TokenCounts()
     ledger = get(queue.stats.remote()).ledger
     assert ledger.is_balanced and (ledger.trained, ledger.in_flight) == (8, 0)
     assert len(cut.drained.events) == 8 and {e.kind for e in cut.drained.events} == {"trained"}

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worlds.queue_builders import (
     end,
     fill,
-    finalise_all,
     make_settings,
     restart,
     take,
@@ -21,7 +20,7 @@ from worlds.queue_builders import (
 )
 
 from actors.trajectory_queue.groups import Group, Rollout
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind, RolloutOutcome
 from actors.trajectory_queue.messages import ActorReleased
 from actors.trajectory_queue.state import QueueState
 from actors.types import SESSION, Outcome, RolloutAssignment
@@ -45,6 +44,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.num_exits: Counter[str] = Counter()
         self.version_when_taken: dict[str, int] = {}
         self.lost_attempts: set[str] = set()
+        self.num_sampled = self.num_recorded = 0
+        """Tokens of the attempts that came back, and of those in the records of steps."""
         self.num_deaths = 0
 
     @initialize(
@@ -87,7 +88,18 @@ class QueueMachine(RuleBasedStateMachine):
             actor, assignment = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
             reward = data.draw(st.sampled_from([0.0, 0.0, 1.0]))
             outcome = data.draw(OUTCOMES)
-            assert end(self.queue, assignment, actor=actor, outcome=outcome, reward=reward)
+            # A session's turns are delivered again where their payload is lost: the same tokens.
+            is_session = assignment.task.environment == SESSION
+            num_sampled = 0 if is_session else data.draw(st.integers(0, 9))
+            assert end(
+                self.queue,
+                assignment,
+                actor=actor,
+                outcome=outcome,
+                reward=reward,
+                num_sampled=num_sampled,
+            )
+            self.num_sampled += num_sampled
 
     @rule()
     def take_step(self) -> None:
@@ -154,7 +166,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.hold("willing", taken)
             assert self.held, "deadlock: nothing to play and no step to train"
             for actor, assignment in self.held:
-                end(self.queue, assignment, actor=actor)
+                end(self.queue, assignment, actor=actor, num_sampled=0)
             self.held = []
         self.finalise(*step)
 
@@ -172,6 +184,15 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_balances(self) -> None:
         assert self.queue.stats().ledger.is_balanced
+
+    @invariant()
+    def every_sampled_token_is_counted_once(self) -> None:
+        """In a step's record, in a step in hand, or as dropped if another queue went on now."""
+        snapshot = self.queue.snapshot()
+        taken = sum(each.num_sampled for group in snapshot.groups for each in group.rollouts)
+        dropped = snapshot.ledger.dropped_tokens
+        assert self.num_recorded + taken + dropped.sampled == self.num_sampled
+        assert not dropped.trained and all(dropped.untrained.values())
 
     @invariant()
     def no_place_is_refilled_more_often_than_the_limit(self) -> None:
@@ -192,6 +213,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.held: list[tuple[str, RolloutAssignment]] = []
         self.taken: list[tuple[int, Sequence[Group]]] = []
 
+    def tokens_of(self, groups: Sequence[Group]) -> int:
+        return sum(rollout.num_sampled for group in groups for rollout in group.finished())
+
     def hold(self, actor: str, assignments: Sequence[RolloutAssignment]) -> None:
         version = self.queue.stats().loaded_version
         for assignment in assignments:
@@ -205,7 +229,10 @@ class QueueMachine(RuleBasedStateMachine):
             assert attempt not in self.lost_attempts
             age = step - 1 - self.version_when_taken[attempt]
             assert age <= self.queue.settings.algorithm.max_policy_age
-        finalise_all(self.queue, step, groups)
+        self.num_recorded += self.tokens_of(groups)
+        finished = [rollout.rollout_id for group in groups for rollout in group.finished()]
+        outcomes = [RolloutOutcome(rollout_id=each) for each in finished]
+        self.num_recorded += self.queue.finalise(step, outcomes).sampled
         self.queue.set_loaded_version(step)
 
     def drain(self) -> None:

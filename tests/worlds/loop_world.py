@@ -23,7 +23,7 @@ from actors.trainer.abandon import StepAbandoned
 from actors.trainer.settings import Dtype, TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
-from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome
+from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, TokenCounts
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
 from actors.types import Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
@@ -66,7 +66,7 @@ def report(step: int, *, scaled_return: float | None = None) -> StepReport:
         num_turns=2, num_malformed_turns=0, num_inserted_tokens=0,
         num_sampled_tokens=4, num_trained_tokens=4, num_packed_tokens=8, num_micro_batches=1,
         num_padding_rows=0,
-        num_overruled_records=0,
+        num_overruled_records=0, tokens=TokenCounts(trained=4),
     )  # fmt: skip
 
 
@@ -136,9 +136,10 @@ class World:
         self.num_taken += 1
         return StepInput(step=self.num_taken, groups=(), blocks=())
 
-    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> None:
+    async def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
         self.calls.append(f"finalise {step}")
         self.finalised[step] = list(outcomes)
+        return TokenCounts(untrained={EvictionReason.GROUP_TOO_SMALL: 5})
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> None:
         self.calls.append(f"replay_lost {','.join(rollout_ids)}")

@@ -50,6 +50,9 @@ def of_steps(records: Sequence[StepRecord]) -> dict[Series, float]:
         for reason, count in record.merge.branches.items():
             key = series("rayloom_merge_branches_total", reason=reason)
             found[key] = found.get(key, 0) + count
+        for fate, count in {"trained": record.tokens.trained, **record.tokens.untrained}.items():
+            key = series("rayloom_played_tokens_total", fate=fate)
+            found[key] = found.get(key, 0) + count
     ages = [record.policy_age_max for record in records if record.num_trained_tokens]
     found |= _histogram("rayloom_policy_age_versions", ages, AGE_BUCKETS)
     for stage in records[0].stages.by_name() if records else ():

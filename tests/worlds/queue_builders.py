@@ -81,6 +81,7 @@ def end(
     num_bytes: int = 100,
     version: int = 0,
     reward: float = 0.0,
+    num_sampled: int = 2,
     arrived_at: float = 0.0,
 ) -> bool:
     """Bring an assignment back; whether the queue took it."""
@@ -92,6 +93,7 @@ def end(
         version=version,
         reward=reward,
     )
+    summary = replace(summary, num_sampled=num_sampled)
     payload = BlockRow(block=object(), row=0, num_bytes=num_bytes, arrived_at=arrived_at)
     return queue.put(actor, summary, payload)
 

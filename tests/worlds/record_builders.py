@@ -8,8 +8,8 @@ from typing import Any
 from actors.environment.workers import LostCalls
 from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
-from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts
-from actors.types import Outcome
+from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts, TokenCounts
+from actors.types import LeftOutReason, Outcome
 from service.run.health import Phase, RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.summary import RunSummary, summarize_run
@@ -83,6 +83,9 @@ def step_record(step: int, **changes: Any) -> StepRecord:
         num_micro_batches=1,
         num_padding_rows=0,
         num_overruled_records=0,
+        tokens=TokenCounts(
+            trained=360, untrained={EvictionReason.ZERO_VARIANCE: 40, LeftOutReason.UNSEEN: 5}
+        ),
         learning_rate=1e-3,
         is_skipped=False,
         stages=StageSeconds(collect=0.8, merge=0.05, train=0.5, publish=0.15),
@@ -105,6 +108,7 @@ def unmeasured_step(step: int) -> StepRecord:
         num_turns=0,
         num_sampled_tokens=0,
         num_trained_tokens=0,
+        tokens=TokenCounts(),
         samples_before=0,
         samples_after=0,
         stages=StageSeconds(),
