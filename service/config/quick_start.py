@@ -20,10 +20,12 @@ from actors.environment.settings import GROUP_REWARD
 MAX_TOOL_TURNS = 8
 # Of a model that somebody has trained.
 _LEARNING_RATE = 1e-6
+# Not masked: docs/reward-functions.md, "Answers that were cut off", has what was measured.
+_CUT_OFF: dict[str, Any] = {"truncated_tokens": {"disposition": "train_clamped"}}
 # What the tiny model learns by: deploy/configs/guessing-cpu.yaml says why.
 _TINY: dict[str, Any] = {
     "model": {"tiny": {}},
-    "rollouts": {"max_turns": 1, "max_tokens_per_turn": 16},
+    "rollouts": {"max_turns": 1, "max_tokens_per_turn": 16, "outcomes": _CUT_OFF},
     "algorithm": {
         "scale": "none",
         "loss": {"kl": {"coefficient": 0.01, "estimator": "k3"}},
@@ -83,7 +85,11 @@ def _tree(dataset: str, *, model: str | None, has_gpu: bool) -> dict[str, Any]:
     tree: dict[str, Any] = {
         **named,
         "model": {"path": model},
-        "rollouts": {"max_turns": 1, "max_tokens_per_turn": 512},
+        "rollouts": {
+            "max_turns": 1,
+            "max_tokens_per_turn": 512,
+            "outcomes": deepcopy(_CUT_OFF),
+        },
         "trainer": {"num_ranks": 1, "learning_rate": _LEARNING_RATE},
     }
     if has_gpu:

@@ -79,6 +79,9 @@ def test_a_model_of_ones_own_is_trained_gently_and_a_gpu_is_shared() -> None:
     # The tiny model is for the CPU.
     tiny = quick_tree("d.csv", model=None, has_gpu=True, has_tools=True)
     assert "device" not in tiny["trainer"] and tiny["rollouts"]["max_turns"] == MAX_TOOL_TURNS
+    for each in (tree, tiny):
+        cut_off = {"truncated_tokens": {"disposition": "train_clamped"}}
+        assert each["rollouts"]["outcomes"] == cut_off
     two = tasks_of("d.csv", ["a.py:f", "b.py:g"], [])
     assert two["options"] == {"reward": ["a.py:f", "b.py:g"]}
     with_tools = tasks_of("d.csv", ["a.py:f"], ["t.py:search"])
