@@ -1,0 +1,11 @@
+"""What `make demo` learns: the last number of an answer, and nothing else, is right or wrong."""
+
+from __future__ import annotations
+
+import re
+
+
+def right(completion: str, answer: str) -> float:
+    """Return 1 if the last number of the answer is the sum."""
+    numbers = re.findall(r"\d+", completion)
+    return float(numbers[-1:] == [answer])
