@@ -32,7 +32,7 @@ PAGES = ("README.md", "docs")
 # Each phrase with what to write. A phrase is here because it was used for something else than an
 # English reader takes it for.
 PHRASES = {
-    r"(is|are|was|were|be|been|been|get|gets) told": "is shown, is notified, receives",
+    r"(is|are|was|were|be|been|get|gets) told": "is shown, is notified, receives",
     r"told (as|of|by|in|what|whether|how|that|to)": "reported, shown, stored",
     r"tells? (of|apart)": "reports, distinguishes",
     r"go(es)? on": "continues, resumes",
@@ -53,9 +53,8 @@ PHRASES = {
     r"whose it is": "the owner",
     r"(the|this|these|that|its|their|a) \w+ alone": "only the ...",
     r"behind (it|them|the (last|first|step|turn|end|prompt|token|version)|each|every)": "after",
-    r"where (it|one|none|there|they|nothing|nobody|somebody|that) (is|are|has|have|was|does|can)": (
-        "if, when"
-    ),
+    r"where (one|none|there|nothing|nobody|somebody|that) (is|are|has|have|was|does|can)": "if, when",
+    r"where (it|they) (has|have|does|do|can)": "if, when",
     r"what (is|was|there is|it is|they are) (left|there|so|known|to be)": "name the thing",
     r"(?<!there )(?<!There )(?<!that )(is|are) no (?!longer|more|less|such|need|way|other)\w+": (
         "is not a"
@@ -68,9 +67,9 @@ WAIVER = re.compile(r"english: *\S+ +\S+")
 FRAGMENT = frozenset(
     "of as how those that which where who whose why by for from in into with without within at on to "
     "under over until behind beside told none its it this these each every all no nothing once so "
-    "and or but if when one two three what".split()
+    "and or but if when two three what".split()
 )
-NOUN = frozenset("the a an".split())
+NOUN = frozenset("the a an one".split())
 
 
 class Finding(NamedTuple):

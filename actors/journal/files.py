@@ -1,10 +1,11 @@
-"""The journal: a file a step and term, written aside and renamed, the newest kept.
+"""The journal: a file for each step and term, of which the newest are kept.
 
-A file is a line with the format's number, then two sections, each with its length and a checksum:
-who is in the step, and the step itself, compressed. A step that is played again in a later term
-gets a file of its own; which of them is the run's is the question of `service.store.lineage`. What
-cannot be written is reported once and never ends a run: the journal is for people, the training
-needs none of it. Written by the merge actor, read by `rayloom inspect`.
+A file holds a line with the format's number, then two sections, each with its length and a
+checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
+under a temporary name and renamed. A step that is played again in a later term gets another file;
+`service.store.lineage` decides which of them belongs to the run. A failure to write is reported
+once and never ends a run: the journal is for people, the training does not need it. Written by the
+merge actor, read by `rayloom inspect`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, wit
 FORMAT = 2
 _FIRST_WORDS = b"rayloom journal "
 _SECTION = struct.Struct("<QI")
-# A training step waits for it.
+# The training step waits for the compression.
 _COMPRESSION = 1
 _NAME = re.compile(r"step-([0-9]+)-term-([0-9]+)\.journal")
 
 
 class JournalDamaged(ValueError):
-    """The bytes are no journal step of this format; the text says why."""
+    """The bytes are not a journal step of this format; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepIndex:
-    """Who is in a step. trajectory_ids: in the order of the entries."""
+    """The ids of a step's trajectories, in the order of its entries."""
 
     step: int
     term: int
@@ -78,7 +79,7 @@ def read_step(file: IO[bytes]) -> JournalStep:
 
 
 def read_index(file: IO[bytes]) -> StepIndex:
-    """Read who is in it. Raises: JournalDamaged; OSError."""
+    """Read the ids of a step's trajectories. Raises: JournalDamaged; OSError."""
     _check_format(file)
     try:
         index: StepIndex = _INDICES.decode(_read_section(file))
@@ -116,16 +117,16 @@ def _read_section(file: IO[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSettings:
-    """What a journal is written with; a run that keeps none has no settings of one."""
+    """The settings of a run's journal; a run without a journal has none."""
 
     directory: Path
-    """Of the run, as the merge actor's node sees it."""
+    """The journal's directory in the run directory, as the merge actor's node sees it."""
     term: int
     keep_steps: int
-    """The newest so many."""
+    """Number of the newest steps whose files are kept."""
     max_policy_age: int
     group_rule: GroupRule | None
-    """These two, of the run, are written into each file."""
+    """This and max_policy_age are the run's; both are written into each file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +137,15 @@ class JournalFile:
 
 
 def file_name(step: int, *, term: int) -> str:
-    """Example: file_name(12, term=2) -> step-000012-term-0002.journal"""
+    """Return the name of a step's file.
+
+    Example: file_name(12, term=2) -> step-000012-term-0002.journal
+    """
     return f"step-{step:06d}-term-{term:04d}.journal"
 
 
 def named_file(path: Path) -> JournalFile | None:
-    """What a journal file's name says of it; None for another name."""
+    """Read step and term from a journal file's name; return None for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return None
@@ -149,19 +153,23 @@ def named_file(path: Path) -> JournalFile | None:
 
 
 def list_files(directory: Path) -> list[JournalFile]:
-    """The journal's files by step, then term; none where there is no directory."""
+    """List the journal's files by step, then term; the list is empty if there is no directory."""
     found = [file for path in directory.glob("step-*.journal") if (file := named_file(path))]
     return sorted(found, key=lambda file: (file.step, file.term))
 
 
 def write_file(directory: Path, step: JournalStep) -> Path:
-    """Write a step aside and rename it. Raises: OSError, with nothing left behind."""
-    # The run's directory is not made: where it is not seen, nothing of it is to be invented.
+    """Write a step under a temporary name and rename the file; return its path.
+
+    Raises: OSError; then the temporary file is removed.
+    """
+    # Parents are not created: if the run's directory is not visible here, it must not be invented.
     directory.mkdir(exist_ok=True)
     path = directory / file_name(step.step, term=step.term)
     aside = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
-        # Not synced to the disk: after a loss of power a file may be damaged, and is found so.
+        # Not synced to the disk: after a power failure a file may be damaged, which reading it
+        # detects.
         with aside.open("wb") as file:
             write_step(file, step)
         aside.replace(path)
@@ -180,14 +188,14 @@ def prune(directory: Path, *, newest: int, keep_steps: int) -> None:
 
 
 class Journal:
-    """Writes the steps of one term."""
+    """The writer of one term's steps."""
 
     def __init__(self, settings: JournalSettings) -> None:
         self._settings = settings
         self._is_told = False
 
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
-        """Write a step; returns a warning, once, when it cannot be written, else an empty text.
+        """Write a step; return a warning the first time it cannot be written, else an empty string.
 
         republished: as `policy_ages`.
         """

@@ -1,8 +1,8 @@
-"""What the journal keeps of a training step: its trajectories, and what was decided on each.
+"""The journal's record of a training step: its trajectories, and what was decided on each.
 
 A trajectory's samples are those that were packed for the trainer, with every sampled token's
-log-probability and version; beside them stand the advantages that its trained tokens were given.
-Made by the merge actor of a step's result; read by `rayloom inspect` and `rayloom explain`.
+log-probability and version. The record also holds the advantages of the trained tokens. The merge
+actor makes it from a step's result; `rayloom inspect` and `rayloom explain` read it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from actors.types import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryEntry:
-    """One trajectory of the step."""
+    """A trajectory of a step, with its return in the baseline and its advantages."""
 
     trajectory: Trajectory
     reason: EvictionReason | None
     """Why it is not in the loss. None: trained."""
     baseline_return: float | None
-    """What it brought to its group's baseline. None: it was not in it."""
+    """Its return in its group's baseline. None: it was not in the baseline."""
     advantages: tuple[Float32s, ...]
-    """Of each sample [M] float32, of its trained tokens in order, as the trainer was given them.
-    Empty where the trajectory is not in the loss."""
+    """One array for each sample, [M] float32: the advantages of its trained tokens in order, as the
+    trainer received them. Empty if the trajectory is not in the loss.
+    """
     problem: str = ""
-    """What is wrong with it; mostly empty."""
+    """A sentence on its fault; empty if it has none."""
 
     @property
     def num_trained(self) -> int:
-        """Tokens that were handed to the trainer."""
+        """The number of tokens that were given to the trainer."""
         return sum(int(each.shape[0]) for each in self.advantages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRule:
-    """How advantages came of a group's returns, one number for each trajectory."""
+    """The rule that turns a group's returns into one advantage for each trajectory."""
 
     baseline: Baseline
     scale: Scale
@@ -52,16 +53,18 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStep:
-    """One training step, played in one term."""
+    """A training step as it was played in one term."""
 
     step: int
     """1, 2, ..., as in the run's records and its ledger's rows."""
     term: int
     trainer_version: int
     max_policy_age: int
-    """The run's bound, versions; those included that were published once more for their step."""
+    """The run's bound, in versions. It counts versions that were published again for the same
+    step.
+    """
     group_rule: GroupRule | None
-    """None where advantages are no function of the group's returns alone."""
+    """None if advantages depend on more than the group's returns."""
     num_packed_trained: int
     """Trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]
@@ -70,7 +73,7 @@ class JournalStep:
 def journal_step(
     result: StepResult, *, term: int, max_policy_age: int, group_rule: GroupRule | None
 ) -> JournalStep:
-    """Lay out a built step for the journal."""
+    """Convert a built step to the journal's record."""
     report = result.report
     return JournalStep(
         step=report.step,
@@ -94,12 +97,15 @@ def journal_step(
     )
 
 
-# Why a group gives no training signal. Such members are in no row, but count in the loss weights.
+# Reasons why a group gives no training signal. Its members are not in the rows, but count in the
+# loss weights.
 _NO_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 
 
 def members_of(step: JournalStep) -> tuple[Member, ...]:
-    """The members that the step's rows were made of, with all that `weigh_updates` reads."""
+    """Rebuild the members that the step's rows were made of, with all that `weigh_updates`
+    reads.
+    """
     return tuple(
         Member(
             trajectory=entry.trajectory,

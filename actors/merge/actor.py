@@ -1,8 +1,8 @@
 """The merge actor: fetches a step's payloads, builds the batch (`step`), stores the shards.
 
 The loop calls `plan` (only with a critic or a reference) and then `build`, once a step. Payloads
-are read in place (views of shared memory), and the reply holds references. For payloads that are
-gone `PayloadsLost` names the rollouts, which the loop then gives back to the queue.
+are read without a copy (as views of shared memory), and the reply holds references. If payloads are
+gone, `PayloadsLost` names their rollouts, which the loop then gives back to the queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, Token
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
-# After one payload is found lost: the others have had FETCH_DEADLINE_S already, or are local.
+# Used after one payload was found lost: the others were waited for FETCH_DEADLINE_S already, or are
+# local.
 PROBE_DEADLINE_S = 5.0
 
 
@@ -36,7 +37,7 @@ class BuiltStep:
     """A step whose batch is in the object store."""
 
     step: int
-    """Counted from 1."""
+    """The step's number, counted from 1."""
     shards: tuple[Any, ...]
     """A reference to each rank's RankShard, in the order of ranks."""
     outcomes: tuple[RolloutOutcome, ...]
@@ -46,9 +47,9 @@ class BuiltStep:
     notices: tuple[str, ...] = ()
     """Sentences for the user on faults; usually empty."""
     returns: tuple[GroupReturns, ...] = ()
-    """Of each group of the step."""
+    """The returns of each group of the step."""
     num_bytes: int = 0
-    """Of all shards."""
+    """Bytes of all shards."""
 
     def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
         """Complete the report's tokens.
@@ -62,7 +63,7 @@ class BuiltStep:
         return replace(self.report, tokens=own.plus(dropped))
 
     def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
-        """The outcomes of the step; none is `trained` where all its updates were skipped."""
+        """Return the step's outcomes; none is `trained` if all the step's updates were skipped."""
         if not is_all_skipped:
             return self.outcomes
         reason = EvictionReason.NONFINITE_STEP
@@ -74,10 +75,10 @@ class BuiltStep:
 
 @ray.remote
 class MergeActor:
-    """Keeps no state from one call to the next."""
+    """The actor that builds batches. It keeps no state from one call to the next."""
 
     def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
-        """journal: where each step is recorded; None: nowhere."""
+        """Create the actor. journal: settings of the journal; None: steps are not recorded."""
         self._settings = settings
         self._journal = Journal(journal) if journal is not None else None
 
@@ -105,11 +106,10 @@ class MergeActor:
     ) -> BuiltStep:
         """Build the batch of a taken step.
 
-        Args: trainer_version: the policy version that the trainer holds. scores: of each rank, a
+        Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
         reference to its RowScores for the plan; empty without a plan. republished: versions that
-        were published for the same step as the one before them.
-        Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError, as build_step and
-        read_scores.
+        were published for the same step as the version before them. Raises: PayloadsLost, naming
+        the rollouts; ScoresLost; ValueError, as build_step and read_scores.
         """
         groups = self._read(step_input)
         if scores:
@@ -148,7 +148,9 @@ class MergeActor:
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
-    """The blocks in their order; None for one that is lost or not here in time."""
+    """Fetch the blocks in their order, with None for one that is lost or does not arrive in
+    time.
+    """
     references = list(blocks)
     try:
         return list(ray.get(references, timeout=FETCH_DEADLINE_S))

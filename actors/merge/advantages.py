@@ -1,14 +1,14 @@
-"""How each trained token gets its advantage: from its trajectory's return, its turn, or a critic.
+"""The advantage of each trained token: from its trajectory's return, from its turn, or by a critic.
 
 `credit_group` is the entry; it chooses by baseline and turn_discount. baseline and scale are
-separate choices. Statistics are over trajectories, never over rows, so that how turns were cut into
-samples changes no advantage. With a group baseline a return is compared with those of its group,
-once a trajectory or (turn_discount) once a turn; with baseline none a KL in the reward counts from
-each token on; with the baseline critic GAE runs over the action tokens of one trajectory, as they
-were played: values and the decay by lambda step from one action token to the next and skip
-observations, so that an environment's long answer does not wash credit out. Where a trajectory
-branched (a sub-agent, a compacted history), each token's state is the one that it was sampled in,
-in its own sample. Called by `step`.
+separate choices. Statistics are over trajectories, never over rows, so that the way in which turns
+were cut into samples changes no advantage. With a group baseline a return is compared with the
+returns of its group, once for each trajectory or (turn_discount) once for each turn. With baseline
+none a KL in the reward counts from each token onwards. With the baseline critic GAE runs over the
+action tokens of one trajectory, as they were played: values and the decay by lambda step from one
+action token to the next and skip observations, so that an environment's long answer does not dilute
+credit. If a trajectory branched (a sub-agent, a compacted history), each token's state is the one
+that it was sampled in, in its own sample. Called by `step`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STD_EPSILON = 1e-6
 
 
 class Baseline(StrEnum):
-    """What a return is compared with."""
+    """The number that a return is compared with."""
 
     MEAN = "mean"
     LEAVE_ONE_OUT = "leave_one_out"
@@ -39,7 +39,7 @@ class Baseline(StrEnum):
 
 
 class Scale(StrEnum):
-    """What the difference is divided by."""
+    """The number that the difference is divided by."""
 
     NONE = "none"
     STD = "std"
@@ -47,11 +47,11 @@ class Scale(StrEnum):
 
 
 class Truncation(StrEnum):
-    """With a critic, how a trajectory that was cut off is treated.
+    """The treatment, with a critic, of a trajectory that was cut off.
 
-    bootstrap: trained, with V(s_T) behind the last token. terminal: trained, with 0 there. mask:
-    not in the loss. penalty: as terminal, with an amount off the return. drop: in neither loss nor
-    baseline.
+    bootstrap: trained, with V(s_T) after the last token. terminal: trained, with 0 there. mask: not
+    in the loss. penalty: as terminal, with an amount subtracted from the return. drop: in neither
+    loss nor baseline.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -65,29 +65,32 @@ class Truncation(StrEnum):
 class CriticSettings:
     """A value model and GAE over its values (PPO); read only with baseline critic.
 
-    Its other optimiser settings are the policy's (`trainer`).
+    The other settings of its optimiser are the policy's (`trainer`).
     """
 
     __pydantic_config__ = STRICT
 
     model: ModelName | None = None
-    """The model it starts from, directory or hub name; null: the one that training starts from."""
+    """Directory or hub name of the model that the critic starts from; null: the model that training
+    starts from.
+    """
     discount: Fraction = 1.0
     """Gamma, from one sampled token to the next."""
     decay: Fraction = 1.0
-    """Lambda of GAE, likewise."""
+    """Lambda of GAE, from one sampled token to the next."""
     truncation: Truncation = Truncation.BOOTSTRAP
-    """How a trajectory that was cut off is treated: its end worth V(s_T), or worth 0; masked; worth
-    0 less truncation_penalty; or dropped."""
+    """Treatment of a trajectory that was cut off: its end is worth V(s_T), or is worth 0; it is
+    masked; its end is worth 0 and truncation_penalty is subtracted; or it is dropped.
+    """
     truncation_penalty: NotNegative = 0.0
-    """Taken off the return, with truncation penalty."""
+    """Subtracted from the return, with truncation penalty."""
     learning_rate: Rate = 1e-4
     """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
-    """Updates of linear warm-up, one a step."""
+    """Number of updates over which the learning rate grows linearly; one update a step."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     value_clip: Rate | None = 0.2
-    """How far a value may move in one step; null: no clip."""
+    """Largest change of a value in one step; null: no clip."""
 
     @property
     def truncation_rule(self) -> OutcomeRule:
@@ -106,12 +109,12 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """The advantages of one group's returns."""
+    """The advantages that one group's returns give."""
 
     values: Float64s
-    """[G]."""
+    """[G] float64."""
     no_signal: EvictionReason | None = None
-    """Why all of them are 0 (zero_variance, negative_return); None: they are not."""
+    """Why all values are 0 (zero_variance, negative_return); None: they are not."""
 
 
 def credit_group(
@@ -124,8 +127,8 @@ def credit_group(
 ) -> tuple[list[Member], EvictionReason | None]:
     """Give the trained tokens of one group's baseline their advantages.
 
-    Args: members: of the baseline, at least one; with a critic, with its values.
-    Returns: the members with advantages, and why all of these are 0, as `GroupAdvantages`.
+    Args: members: those in the baseline, at least one; with a critic, with its values. Returns: the
+    members with advantages, and the reason if all of these are 0, as `GroupAdvantages`.
     """
     if baseline is Baseline.CRITIC:
         return [_credit_tokens(member, critic) for member in members], None
@@ -159,14 +162,14 @@ def group_advantages(
 
     A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
     (none); s: 1 (none), sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std), mean of the group (mean).
-    All 0: for returns that are all equal, as those of a group of one are; under scale mean also
-    where one is negative.
-    Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
-    scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
+    All are 0 if the returns are all equal (also in a group of one), or, under scale mean, if a
+    return is negative. Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv
+    2402.14740, 3; scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1
+    in std).
 
-    Args: returns: [G] float, finite, of the members of the baseline, G >= 1. scale: none with the
-    baseline none, which has no group to divide by.
-    Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
+    Args: returns: [G] float, finite, of the members in the baseline, G >= 1. scale: must be none
+    with the baseline none, which has no group to divide by. Example: group_advantages([1, 0, 0,
+    0]).values -> [1.499997, -.499999, -.499999, -.499999]
     """
     values = np.asarray(returns, np.float64)
     if baseline is Baseline.NONE:
@@ -183,7 +186,7 @@ def group_advantages(
         case Baseline.MEAN:
             differences = values - mean
         case Baseline.LEAVE_ONE_OUT:
-            # Returns that are not all equal are at least two.
+            # Returns that are not all equal are at least two: the divisor is not 0.
             differences = values - (values.sum() - values) / (values.size - 1)
         case Baseline.CRITIC:
             raise AssertionError("advantages: a critic's are per token")
@@ -197,13 +200,13 @@ def group_advantages(
 
 
 def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
-    """Sum what comes from each index on: S_t = sum_k factor^k x_{t+k}.
+    """Sum the discounted values from each index onwards: S_t = sum_k factor^k x_{t+k}.
 
-    By doubling: after a pass with shift s each entry holds the first 2s terms, so that N values
-    take log2(N) passes.
+    Computed by doubling: after a pass with shift s each entry holds the first 2s terms, so that N
+    values take log2(N) passes.
 
-    Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64.
-    Example: discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
+    Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64. Example:
+    discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
     """
     sums = np.array(values, np.float64)
     shift = 1
@@ -222,18 +225,18 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group counts with
-    R_{i, min(t, last turn of i)}: one that has ended counts with its last turn's. On these the
-    group statistics of `group_advantages` are made, for each t of its own.
-    Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
-    ours: the comparison is with the same turn, where Kevin's is with all turns of the group, which
-    would blame the first turns of a won game for being far from the reward, and lets long
-    trajectories count more often). With discount 1 and rewards at the end alone, every turn gets
-    the advantage of its trajectory, whatever the numbers of turns.
+    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group counts with R_{i,
+    min(t, last turn of i)}: a member that has ended counts with the value of its last turn.
+    `group_advantages` is applied to these values, separately for each t. Source: discounted
+    return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation, ours: a turn is
+    compared with the same turn of the others; Kevin compares with all turns of the group, which
+    penalises the first turns of a won game for their distance from the reward and counts long
+    trajectories more often). With discount 1 and rewards only at the end, every turn gets the
+    advantage of its trajectory, for any numbers of turns.
 
-    Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
-    Returns: for each member [K_i] float64; and why all of them are 0, None where some are not.
-    Example: rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] ->
+    Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1]. Returns: for
+    each member [K_i] float64; and the reason if all of them are 0, None if some are not. Example:
+    rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] ->
         [[.25, .5], [-.25, -.5]]
     """
     to_go = [discounted_suffix_sums(rewards, discount) for rewards in turn_rewards]
@@ -257,15 +260,14 @@ def turn_advantages(
 
 
 def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
-    """Leave the KL of earlier tokens out of each token's advantage.
+    """Remove the KL of earlier tokens from each token's advantage.
 
-    A_t = A - sum_{i<t} k_i, k_i = -beta KL_i, A the return with all of them: what remains is the
-    reward less beta times the KL from t on. A token cannot change what was sampled before it.
+    A_t = A - sum_{i<t} k_i, k_i = -beta KL_i, A the return with all of them: the result is the
+    reward minus beta times the KL from t onwards. A token cannot change what was sampled before it.
     Source: REINFORCE++, arXiv 2501.03262, equation 8.
 
-    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`.
-    Returns: [N] float64.
-    Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
+    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`. Returns: [N]
+    float64. Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
     """
     return advantage - (np.cumsum(kl_rewards) - kl_rewards)
 
@@ -278,7 +280,9 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """[K] rewards of the turns, KL of their tokens included; [1] for a member without turns."""
+    """Return the rewards of the turns [K], including their tokens' KL; [1] for a member without
+    turns.
+    """
     if not member.trajectory.turns:
         # Trajectories without turns count in the baseline but contribute no tokens.
         return np.array([member.baseline_return], np.float64)
@@ -297,13 +301,13 @@ def _credit_turns(member: Member, of_turns: Float64s) -> Member:
 
 
 def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
-    """Value of the state behind the last action token.
+    """Return the value of the state after the last action token.
 
-    V(s_T) for a trajectory that was cut off, under bootstrap; 0 otherwise: truncated is not
+    V(s_T) for a trajectory that was cut off, under bootstrap; otherwise 0: truncated is not
     terminated.
 
-    Args: final_value: V(s_T), s_T ending with the last observation, or else the last action.
-    is_truncated: the recorded outcome, never guessed from token ids.
+    Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if none
+    followed. is_truncated: the recorded outcome, never guessed from token ids.
     """
     is_open = is_truncated and truncation is Truncation.BOOTSTRAP
     return final_value if is_open else 0.0
@@ -321,13 +325,12 @@ def token_advantages(
 
     d_t = r_t + discount V_{t+1} - V_t, V_{N} = end_value; A_t = sum_k (discount decay)^k d_{t+k}.
     The critic learns A_t + V_t.   Source: Schulman et al. 2016 (GAE), arXiv 1506.02438, equations
-    11 and 16 (deviation: t counts action tokens alone, and the end of what was cut off is worth
-    V(s_T)).
+    11 and 16 (deviation: t counts only action tokens, and the end of a truncated trajectory is
+    worth V(s_T)).
 
-    Args: rewards, values: [N] float, N >= 1; values[t]: of the state in which action token t was
-    sampled. discount, decay: in [0, 1].
-    Returns: [N] float64.
-    Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
+    Args: rewards, values: [N] float, N >= 1; values[t]: the value of the state in which action
+    token t was sampled. discount, decay: in [0, 1]. Returns: [N] float64. Example: rewards 0,
+    values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
         0 -> [-.5, -.6, -.7]
     """
     next_values = np.append(values[1:], end_value)
@@ -335,7 +338,7 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Advantages by token: GAE over a critic's values of the states the tokens were sampled in."""
+    """Compute a member's advantages by GAE, from a critic's values of the states of its tokens."""
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
     old_values = np.empty(int(bounds[-1]), np.float32)
@@ -347,7 +350,8 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
         # The state in which a token was sampled ends with the token before it.
         old_values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
         if sample.turns[-1].index == last_turn:
-            # s_T ends with the sample: with an observation behind the last action, or with that.
+            # s_T ends with the sample: with the observation after the last action, or with the
+            # action itself.
             final_value = float(scores.values[-1])
     values = old_values.astype(np.float64)
     advantages = token_advantages(
@@ -371,11 +375,11 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
 
 
 def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
-    """[N] rewards of the trained tokens.
+    """Return the rewards of the trained tokens, [N].
 
     A reward recorded by token stays at that token; the rest of a turn's reward goes to the turn's
-    last token. A reward at a token that is not trained goes to the trained one before it, or, where
-    there is none, to the first.
+    last token. A reward at a token that is not trained goes to the trained token before it, or, if
+    there is none, to the first trained token.
     """
     charged, of_turns = member.kl_rewards, member.rewards.copy()
     rewards = np.zeros(int(bounds[-1])) if charged is None else charged.copy()
@@ -393,7 +397,7 @@ def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
 
 
 def normalise_members(members: Sequence[Member]) -> list[Member]:
-    """REINFORCE++: normalise the advantages of a whole step, as `normalise_over_tokens`."""
+    """Normalise the advantages of a whole step (REINFORCE++), with `normalise_over_tokens`."""
     arrays = [advantages for member in members for advantages in member.advantages]
     new = iter(normalise_over_tokens(arrays))
     return [
@@ -406,14 +410,14 @@ def normalise_over_tokens(advantages: Sequence[Float64s]) -> list[Float64s]:
     """Centre and scale a step's advantages by the mean and deviation over its trained tokens.
 
     A' = (A - m) / (s + 1e-6), m and s the mean and the (population) deviation over all tokens.
-    Source: REINFORCE++, arXiv 2501.03262, global advantage normalisation (deviations: 1e-6 added
-    to s, as in the group statistics; groups without a signal keep advantage 0 and are not counted
-    in m and s, so that solved groups do not enlarge the advantages of the others). There is no
-    padding among them, so that the numbers do not depend on packing, ranks or micro-batches.
+    Source: REINFORCE++, arXiv 2501.03262, global advantage normalisation (deviations: 1e-6 added to
+    s, as in the group statistics; groups without a signal keep advantage 0 and are not counted in m
+    and s, so that solved groups do not enlarge the advantages of the others). Padding is not
+    counted, so that the numbers do not depend on packing, ranks or micro-batches.
 
-    Args: advantages: [M_i] float each, one for each trained token.
-    Returns: the same shapes, float64; all 0 where the step's advantages are all equal.
-    Example: [[1], [-1, -1, -1]]: m = -.5, s = .866025 -> [[1.732049], [-.577350, ...]]
+    Args: advantages: [M_i] float each, one for each trained token. Returns: the same shapes,
+    float64; all 0 if the step's advantages are all equal. Example: [[1], [-1, -1, -1]]: m = -.5, s
+    = .866025 -> [[1.732049], [-.577350, ...]]
     """
     flat = np.concatenate([np.empty(0), *advantages])
     if not flat.size or np.ptp(flat) == 0:

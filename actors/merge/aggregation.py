@@ -1,10 +1,10 @@
-"""How an update's tokens are averaged, as a weight of each token; pure, over trajectories.
+"""The weights with which an update's tokens are averaged; pure functions over trajectories.
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
-merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives the tokens
-of a trajectory one weight. Trajectories of groups without a signal count in the weights although
-they are not in the rows (`step` says why). Called by `step`. Letters: [N] trajectories of one
-update.
+merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
+of a trajectory the same weight. Trajectories of groups without a signal count in the weights
+although they are not in the rows (`step` says why). Called by `step`. Letters: [N] trajectories of
+one update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 
 class Aggregation(StrEnum):
-    """What has equal weight: tokens, trajectories, prompts (groups), or tokens at a fixed rate."""
+    """The unit that has equal weight: tokens, trajectories, prompts (groups), or tokens at a fixed
+    rate.
+    """
 
     TOKEN_MEAN = "token_mean"
     TRAJECTORY_MEAN = "trajectory_mean"
@@ -29,7 +31,7 @@ class Aggregation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSize:
-    """How much an update trains; floats, because a share of it may be a fraction."""
+    """The amounts that an update trains; floats, because a share may be a fraction."""
 
     num_tokens: float = 0.0
     num_trajectories: float = 0.0
@@ -50,11 +52,10 @@ def trajectory_weights(
     trajectory_mean: 1 / (N n_i), n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).
     prompt_mean: 1 / (G n_g), n_g tokens of group g, G groups (DAPO's token mean within each
     prompt). constant: 1 / (N C), C constant_tokens (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
-    appendix A: the generation budget). D, N and G include what has no signal, on every rank.
+    appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
 
     Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-    without_signal: size of what is not in the rows but counts.
-    Returns: [N] float64.
+    without_signal: size of the part that is not in the rows but counts. Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
     """
@@ -76,7 +77,7 @@ def trajectory_weights(
 
 
 def share_of(size: UpdateSize, *, part: UpdateSize, whole: UpdateSize) -> UpdateSize:
-    """Give one update of a step its share, in proportion to what it trains of the whole.
+    """Return one update's share of a size, in proportion to the part of the whole that it trains.
 
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """

@@ -1,18 +1,19 @@
-"""Why a turn extended no sample: the branch reason, guessed from token ids.
+"""The reason why a turn extended no sample, guessed from token ids.
 
-Ids say where two histories part, not why. The sample that shares most with the prompt is compared
-with it as one changed span: the sample's last few tokens behind the divergence are looked for in
-the prompt. Where they come back the two are alike again, and what lies between is what changed.
+Ids show the position where two histories part, not the cause. The sample that shares most with the
+prompt is compared with it as one changed span: the last few tokens of the sample after the
+divergence are searched in the prompt. From the position where they are found the two are alike
+again, and the tokens between are the change. The change
 
-- comes back nowhere, is a plain deletion (a stripped thought, a rolled-back or compacted history),
-  or covers several regions: history_rewritten
-- all within the first prompt, where system text and tool schemas stand: tools_changed
-- something was only inserted, or the span lies in an observation: template
-- the span lies in sampled tokens, which came back as others: retokenised
+- is not followed by a match, is a plain deletion (a stripped thought, a rolled-back or compacted
+  history), or covers several regions: history_rewritten
+- is within the first prompt, which holds the system text and tool schemas: tools_changed
+- is only an insertion, or is in an observation: template
+- is in sampled tokens, which were encoded differently: retokenised
 
-A rewritten text that keeps its end looks like a re-tokenised one, and two small changes in one
-turn look like a rewritten history: read the counts as a hint where to look, not as a proof. Called
-by the sample builder.
+A rewritten text that keeps its end looks like a re-tokenised one, and two small changes in one turn
+look like a rewritten history: read the counts as a hint where to look, not as a proof. Called by
+the sample builder.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from numpy.typing import NDArray
 
 from actors.types import BranchReason, TokenIds, TurnSpan
 
-# Histories count as alike again where this many of the sample's last tokens come back; in short
-# turns fewer, down to the second number.
+# Histories count as alike again if this many of the sample's last tokens are found; in short turns
+# fewer, down to SHORTEST_ANCHOR_TOKENS.
 ANCHOR_TOKENS = 4
 SHORTEST_ANCHOR_TOKENS = 2
 
@@ -33,12 +34,12 @@ SHORTEST_ANCHOR_TOKENS = 2
 def branch_reason(
     sample: TokenIds, prompt: TokenIds, *, regions: NDArray[np.int32], position: int
 ) -> BranchReason:
-    """Tell the reason by the one span of `sample` that `prompt` changed.
+    """Return the reason, derived from the one span of `sample` that `prompt` changed.
 
-    Args: sample: [T] int32. regions: [T] int32, 0 in the first prompt, then 1, 2, ... by turn
-    (odd: sampled, even: observation). position: where the two part, below T.
+    Args: sample: [T] int32. regions: [T] int32, 0 in the first prompt, then 1, 2, ... by turn (odd:
+    sampled, even: observation). position: where the two part, below T.
 
-    Example: a sample with the action 11 12 13 14, a prompt with 11 99 14 in its place: retokenised
+    Example: a sample with the action 11 12 13 14, a prompt with 11 99 14 instead: retokenised
     """
     end = _end_of_change(sample, prompt, position)
     if end is None:
@@ -60,15 +61,16 @@ def branch_reason(
 
 
 def regions(turns: Sequence[TurnSpan]) -> NDArray[np.int32]:
-    """[T] int32, up to the last turn's end: the first prompt is 0, each action odd, each
-    observation even."""
+    """Number the regions up to the last turn's end, [T] int32: the first prompt is 0, each action
+    is odd, each observation is even.
+    """
     borders = [0, *(each for turn in turns for each in (turn.start, turn.end))]
     lengths = np.diff(borders)
     return np.repeat(np.arange(lengths.shape[0], dtype=np.int32), lengths)
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """How many ids two sequences have in common from the start."""
+    """Count the ids that two sequences have in common from the start."""
     length = min(a.shape[0], b.shape[0])
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
@@ -76,7 +78,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Where in `prompt` the sample's last tokens after `position` end; None: not there."""
+    """Return where in `prompt` the sample's last tokens after `position` end; None if they are
+    absent.
+    """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):
         end = _find(prompt, sample[sample.shape[0] - width :], start=position)
@@ -86,16 +90,16 @@ def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | N
 
 
 def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
-    """Where the first `pattern` from `start` on ends in `ids`; None when it is not there."""
+    """Return where the first `pattern` at or after `start` ends in `ids`; None if it is absent."""
     width = pattern.shape[0]
     if ids.shape[0] - start < max(width, 1):
         return None
     if width == 0:
-        # Only the sample's last token differs: nothing can come back, one token was replaced.
+        # Only the sample's last token differs: no token after it can match, one token was replaced.
         return start + 1
     text, wanted = ids.tobytes(), pattern.tobytes()
     at = text.find(wanted, start * ids.itemsize)
     while at >= 0 and at % ids.itemsize:
-        # Bytes may come back across the border of two ids.
+        # The bytes may also match across the border of two ids.
         at = text.find(wanted, at + 1)
     return at // ids.itemsize + width if at >= 0 else None

@@ -1,7 +1,7 @@
 """Decide for each trajectory whether it is in the baseline and in the loss, and if not why.
 
-Invariant: a member that is not in the loss has a reason. The rules are data (`actors.outcomes`), by
-environment. Called by `groups`.
+Invariant: a member that is not in the loss has a reason. The rules are data (`actors.outcomes`),
+one set for each environment. Called by `groups`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 
-# Notices a step: a fault of one trajectory is usually that of many.
+# Most notices of a step: many trajectories usually share one fault.
 MAX_NOTICES = 3
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = RewardSettings()
@@ -36,14 +36,14 @@ def classify(
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    train: as it is; train_clamped: with return min(r, 0, worst_completed); train_penalised: r -
-    penalty; score: as it is if it was graded, else as mask; mask: in the baseline if it was graded,
-    not in the loss; drop: neither. A trajectory that does not fit
-    the model, or whose rewards are not finite or, once shaped, beyond MAX_REWARD, is in neither;
-    one with nothing to train is not in the loss; each has its reason.
+    train: unchanged; train_clamped: with return min(r, 0, worst_completed); train_penalised: r -
+    penalty; score: unchanged if it was graded, else as mask; mask: in the baseline if it was
+    graded, not in the loss; drop: in neither. A trajectory is in neither if it does not fit the
+    model, or if its rewards are not finite or exceed MAX_REWARD after shaping. A trajectory with no
+    tokens to train is not in the loss. Each of these has its reason.
 
-    Args: misfit: why its tokens do not fit the model that is trained; None: they do.
-    worst_completed: as `worst_completed_return` of its group.
+    Args: misfit: why its tokens do not fit the trained model; None: they do. worst_completed: as
+    `worst_completed_return` of its group.
     """
     left_out = Member(
         trajectory=trajectory,
@@ -112,7 +112,9 @@ def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
 
 
 def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
-    """A sentence for each trajectory that was left out for what is wrong with it, three at most."""
+    """Describe each trajectory that was left out because of a fault, in at most MAX_NOTICES
+    sentences.
+    """
     found = [member for member in members if member.problem]
     notices = [
         f"step {step}: trajectory {member.trajectory.trajectory_id} left out as "

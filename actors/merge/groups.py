@@ -1,6 +1,6 @@
 """The first stage of a step: decode its closed groups and classify each member; pure.
 
-What is scored and what is trained are both chosen from the result. Called by the merge actor.
+The result decides both what is scored and what is trained. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from actors.trajectory_queue.messages import StepInput, StepTrajectory
 from actors.types import Trajectory
 
 GroupMembers = tuple[Member, ...]
-"""A group of a step once its trajectories are classified, in the order of the queue."""
+"""The classified trajectories of one group of a step, in the order of the queue."""
 
 
 class ScoresLost(Exception):
-    """The ranks' scores are gone from the object store: have the plan scored again."""
+    """The ranks' scores are gone from the object store: the plan must be scored again."""
 
 
 class PayloadsLost(Exception):
-    """Payloads of finished rollouts are gone; tell the queue (`lost`) and take the step again."""
+    """Payloads of finished rollouts are gone; report them to the queue (`lost`) and take the step
+    again.
+    """
 
     def __init__(self, rollout_ids: Sequence[str]) -> None:
         super().__init__(tuple(rollout_ids))
@@ -63,10 +65,10 @@ def read_groups(
 def classify_groups(
     groups: Sequence[Sequence[Trajectory]], settings: StepSettings
 ) -> tuple[GroupMembers, ...]:
-    """Shape the rewards of every trajectory and apply the outcome's rule.
+    """Shape the rewards of every trajectory and apply its outcome's rule.
 
-    Args: groups: of each, the trajectories that the queue kept.
-    Raises: ValueError for two trajectories of one rollout: the ledger counts each rollout once.
+    Args: groups: for each group, the trajectories that the queue kept. Raises: ValueError for two
+    trajectories of one rollout: the ledger counts each rollout once.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]

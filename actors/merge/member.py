@@ -1,10 +1,10 @@
 """A trajectory of a step's group on its way to the batch, and its trained tokens as played; pure.
 
-One record from the queue to the journal: each stage takes members and returns new ones with more
-fields set (`disposition`: reason, rewards, returns; `scoring`: scores; `shaping.charge_kl`: KL
-rewards; `advantages`: advantages, values; `step`: reason and no_signal). The trained tokens of a
-trajectory, N in all, are numbered in the order in which they were played, whatever sample they lie
-in.
+The same record is used from the queue to the journal: each stage takes members and returns new ones
+with more fields set (`disposition`: reason, rewards, returns; `scoring`: scores;
+`shaping.charge_kl`: KL rewards; `advantages`: advantages, values; `step`: reason and no_signal).
+The trained tokens of a trajectory, N in all, are numbered in the order in which they were played,
+in whatever sample they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.types import Outcome, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One member of a group. K turns, N trained tokens, M of them in a sample."""
+    """A member of a group. It has K turns and N trained tokens, M of them in a sample."""
 
     trajectory: Trajectory
     reason: EvictionReason | None
@@ -28,23 +28,23 @@ class Member:
     problem: str = ""
     """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
-    """[K], one a turn, after shaping and the outcome's rule, which changes the last one."""
+    """[K], one for each turn, after shaping and the outcome's rule, which changes the last one."""
     baseline_return: float | None = None
     """Its return in the group's baseline; None: it is not in the baseline."""
     shaped_return: float
     """Its return after shaping, before the outcome's rule."""
     scores: tuple[RowScores, ...] = ()
-    """By sample; empty unless a reference or a critic has scored them."""
+    """For each sample; empty unless a reference or a critic has scored them."""
     kl_rewards: Float64s | None = None
     """[N], added to the rewards of the trained tokens: minus their KL penalties. None: no KL."""
     advantages: tuple[Float64s, ...] = ()
-    """By sample, [M]; empty for a member that is not in the baseline."""
+    """For each sample, [M]; empty for a member that is not in the baseline."""
     no_signal: EvictionReason | None = None
     """Why its group gives no training signal: all its advantages are 0. None: it gives one."""
     old_values: tuple[Float32s, ...] = ()
-    """By sample, [M]: the critic's values of the states that the tokens were sampled in."""
+    """For each sample, [M]: the critic's values of the states that the tokens were sampled in."""
     value_targets: tuple[Float32s, ...] = ()
-    """By sample, [M]: what the critic is trained to answer."""
+    """For each sample, [M]: the values that the critic is trained to predict."""
 
     @property
     def is_trained(self) -> bool:
@@ -56,13 +56,17 @@ class Member:
 
     @property
     def is_malformed_rewarded(self) -> bool:
-        """An alarm: the outcome says malformed, and the environment rewarded it."""
+        """Whether the outcome is malformed although the environment rewarded it; the cause of an
+        alarm.
+        """
         is_malformed = self.trajectory.outcome is Outcome.MALFORMED_TOOL_CALL
         return is_malformed and not self.problem and self.trajectory.episode_return > 0
 
 
 def turn_bounds(member: Member) -> Int64s:
-    """[K + 1]: turn k's trained tokens are number bounds[k] to bounds[k + 1], as played."""
+    """Return bounds, [K + 1]: turn k's trained tokens have the numbers bounds[k] to bounds[k +
+    1].
+    """
     counts = np.zeros(len(member.trajectory.turns), np.int64)
     for sample in member.samples:
         mask = sample.mask
@@ -72,7 +76,7 @@ def turn_bounds(member: Member) -> Int64s:
 
 
 def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
-    """[M], the numbers of a sample's trained tokens. Args: bounds: as `turn_bounds`."""
+    """Return the numbers of a sample's trained tokens, [M]. Args: bounds: as `turn_bounds`."""
     return np.concatenate(
         [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]
     )

@@ -1,7 +1,7 @@
 """Checks of turns and trajectories that an engine or another producer sent.
 
-`find_misalignment` looks at one turn, before a sample is built of it; `find_misfit` looks at a
-trajectory where the trained model is known, in the merge actor. Each returns one sentence with the
+`find_misalignment` checks one turn before a sample is built of it; `find_misfit` checks a
+trajectory in the merge actor, where the trained model is known. Each returns one sentence with the
 fault and its remedy, without any payload, or None.
 """
 
@@ -19,11 +19,11 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def find_misalignment(turn: Turn, *, chosen: tuple[int, ...] | None = None) -> str | None:
-    """Say what in a turn does not fit together; None when all does.
+    """Return a sentence on what in a turn does not fit together; None if all does.
 
     A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
     that cover the sampled tokens in order, ids that are not negative, and side data of the same
-    lengths. Log-probabilities that are not finite are masked and counted where samples are built.
+    lengths. Log-probabilities that are not finite are masked and counted when samples are built.
 
     Args: chosen: layers and experts of the routing that an earlier turn recorded.
     """
@@ -38,9 +38,10 @@ def find_misalignment(turn: Turn, *, chosen: tuple[int, ...] | None = None) -> s
 
 
 def find_misfit(trajectory: Trajectory, *, shape: ModelShape | None) -> str | None:
-    """Say what in a trajectory does not fit the model that trains on it; None when all does.
+    """Return a sentence on what in a trajectory does not fit the trained model; None if all does.
 
-    Ids must be of the vocabulary, expert records of the model's own mixture. None for no shape.
+    Ids must be in the vocabulary, and expert records must match the model's mixture. Without a
+    shape nothing is checked.
     """
     if shape is None:
         return None

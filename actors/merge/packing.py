@@ -1,10 +1,10 @@
-"""From samples to packed rows: the same number of micro-batches for every rank, equal in cost.
+"""Pack samples into rows: the same number of micro-batches for every rank, equal in cost.
 
 Invariants: every trained token is in exactly one row; all samples of a trajectory are in one row,
-because some losses look at whole trajectories; a row is at most `budget` tokens long, counted after
-sharing, unless one trajectory alone is longer. Trajectories that share a prefix are packed together
-as long as the ranks' costs stay equal: balance comes before sharing, because a step waits for the
-slowest rank. A rank that has fewer rows gets padding rows, which train nothing, so that collectives
+because some losses need whole trajectories; a row has at most `budget` tokens, counted after
+sharing, unless a single trajectory is longer. Trajectories that share a prefix are packed together
+as long as the ranks' costs stay equal: balance has priority over sharing, because a step waits for
+the slowest rank. A rank with fewer rows gets padding rows, which train nothing, so that collectives
 stay aligned. Rows to be scored, and a critic's rows, are dealt more simply (`deal_rows`). Called by
 `step` and `scoring`.
 """
@@ -35,7 +35,7 @@ from actors.merge.prefix_sharing import (
 from actors.types import Sample, TokenIds
 
 BALANCED = 1.05
-"""Ranks count as balanced when the costliest is at most this times the mean."""
+"""Ranks count as balanced if the costliest is at most this many times the mean."""
 # Bounds on the work of `_even_out`: moves in all, and trajectories tried for each move.
 _MAX_MOVES = 64
 _CANDIDATES = 16
@@ -48,7 +48,7 @@ def _no_floats() -> Float32s:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSample:
-    """A sample with what its M trained tokens carry into the row, in their order."""
+    """A sample with the values of its M trained tokens, in their order."""
 
     sample: Sample
     advantage: float | NDArray[np.float64] | Float32s
@@ -56,11 +56,11 @@ class WeightedSample:
     loss_weight: float
     """The weight of each trained token, from `aggregation`; 0 in rows that are not trained."""
     temperature: float = 1.0
-    """At which its tokens were sampled."""
+    """Temperature at which its tokens were sampled."""
     old_values: Float32s = field(default_factory=_no_floats)
-    """[M] float32, as the critic scored the states; [0] without a critic."""
+    """[M] float32, the critic's values of the states; [0] without a critic."""
     value_targets: Float32s = field(default_factory=_no_floats)
-    """[M] float32, likewise."""
+    """[M] float32, the values that the critic is trained to predict; [0] without a critic."""
 
 
 def split_trajectories(
@@ -69,8 +69,8 @@ def split_trajectories(
     """Deal a step's trajectories out to its updates, each group evenly over all of them.
 
     Args: group_ids: [N], the group of each trajectory. Returns: indices for each update, ascending
-    in it; fewer updates than asked for where there are fewer trajectories, but at least one. The
-    same seed and step give the same split.
+    in it. There are fewer updates than requested if there are fewer trajectories, but at least one.
+    The same seed and step give the same split.
     """
     rng = np.random.default_rng([seed, step])
     members: dict[str, list[int]] = {}
@@ -92,8 +92,8 @@ def pack_minibatch(
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
-    share_prefixes: whether a row computes what its samples have in common once.
-    Returns: the minibatch of each rank.
+    share_prefixes: whether a row computes only once what its samples have in common. Returns: the
+    minibatch of each rank.
     """
     members: dict[str, list[WeightedSample]] = {}
     for each in weighted:
@@ -120,7 +120,7 @@ def pack_minibatch(
 def pack_values(
     weighted: Sequence[WeightedSample], *, step: int, num_ranks: int, budget: int
 ) -> tuple[ValueShard, ...]:
-    """Pack one update of the critic; each trained token weighs 1 over the tokens of all ranks.
+    """Pack one update of the critic; each trained token weighs 1 / trained tokens.
 
     Args: weighted: with values. Returns: a shard for each rank.
     """
@@ -150,7 +150,7 @@ def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow
 def unrouted(
     sample: Sample, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> WeightedSample:
-    """A sample for a reference or a critic, whose router decides by itself."""
+    """Prepare a sample for a reference or a critic, whose router makes its own choices."""
     return WeightedSample(
         sample=sample.without_experts(),
         advantage=0.0,
@@ -162,9 +162,8 @@ def unrouted(
 def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
     """Lay samples out in one row; the logits at a token predict the next one on its path.
 
-    No samples give `padding_row`.
-    Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
-    targets [3,5].
+    Without samples the row is `padding_row`. Example: prompt [1,2], response [3,4,5], mask [1,0,1],
+    alone in its row: loss_positions [1,3], targets [3,5].
     """
     if not weighted:
         return padding_row()
@@ -205,7 +204,7 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 
 
 def padding_row() -> MicroBatch:
-    """A row of one token that predicts nothing."""
+    """Return a row of one token that predicts nothing."""
     one, no_ids, no_floats = np.zeros(1, np.int32), np.empty(0, np.int32), _no_floats()
     return MicroBatch(
         token_ids=one,
@@ -226,7 +225,9 @@ def padding_row() -> MicroBatch:
 def _number_trajectories(
     samples: Sequence[Sample], sample_of_trained: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Number the trajectories that have a trained token in the row: [M] int32, from 0, no gaps."""
+    """Number the trajectories that have a trained token in the row, from 0 without gaps: [M]
+    int32.
+    """
     first_seen: dict[str, int] = {}
     of_sample = np.array(
         [first_seen.setdefault(sample.trajectory_id, len(first_seen)) for sample in samples]
@@ -238,12 +239,12 @@ def _number_trajectories(
 def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
     """Put samples into rows of at most `budget` tokens, longest first, and deal these to ranks.
 
-    For rows without a policy loss: nothing is split into updates, and no trajectory has to stay
-    together. A sample longer than the budget gets a row of its own.
+    Used for rows without a policy loss: they are not split into updates, and a trajectory need not
+    stay together. A sample longer than the budget gets a row of its own.
 
-    Args: lengths: tokens of each sample.
-    Returns: [num_ranks][rows][samples of the row]; as many rows for each rank, some empty.
-    Example: lengths [4, 9, 5], 2 ranks, budget 10 -> [[[1]], [[2, 0]]]
+    Args: lengths: tokens of each sample. Returns: [num_ranks][rows][samples of the row]; the same
+    number of rows for each rank, some empty. Example: lengths [4, 9, 5], 2 ranks, budget 10 ->
+    [[[1]], [[2, 0]]]
     """
     rows: list[list[int]] = []
     free: list[int] = []
@@ -270,16 +271,17 @@ def assign_rows(
 ) -> list[list[list[int]]]:
     """Choose rank and row for each trajectory.
 
-    Trajectories are sorted by their first sample and cut into bundles where the least is shared,
-    until each fits a row and a rank's part of the cost. Bundles are assigned by longest processing
-    time first: the costliest one left goes to the row that it fits in and after which its rank
-    costs least, what it shares with that row counted. Where the ranks then differ by more than
-    BALANCED, single trajectories are moved from the costliest rank to the cheapest; where that does
-    not do, smaller bundles are tried, and the assignment whose costliest rank costs least is kept.
-    Rows a rank: the fewest with which all bundles fit.
+    Trajectories are sorted by their first sample and cut into bundles at the positions with the
+    shortest common prefix, until each fits a row and a rank's part of the cost. Bundles are
+    assigned by longest processing time first: the costliest remaining bundle goes to the row that
+    has room for it and after which its rank costs least, counting what it shares with that row. If
+    the ranks then differ by more than BALANCED, single trajectories are moved from the costliest
+    rank to the cheapest; if that is not enough, smaller bundles are tried, and the assignment whose
+    costliest rank costs least is kept. Each rank gets the smallest number of rows with which all
+    bundles fit.
 
-    Args: trajectories: the samples of each, as token ids.
-    Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
+    Args: trajectories: the samples of each, as token ids. Returns: [num_ranks][rows][trajectories
+    of the row], rows possibly empty.
     """
     if not trajectories:
         return [[[]] for _ in range(num_ranks)]
@@ -307,7 +309,7 @@ def assign_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Assignment:
-    """Which trajectories are in which row; changed in place by `_even_out`."""
+    """An assignment of trajectories to rows; `_even_out` changes it in place."""
 
     members: list[list[list[int]]]
     """[ranks][rows][trajectories of the row], ascending indices into the sorted items."""
@@ -343,12 +345,12 @@ def _assign_bundles(
 def _try_assign(
     bundles: SortedItems, *, num_ranks: int, rows_each: int, budget: int
 ) -> _Assignment | None:
-    """Assign bundles to rows; None where they do not all fit."""
+    """Assign bundles to rows; return None if they do not all fit."""
     num_rows = num_ranks * rows_each
     members: list[list[int]] = [[] for _ in range(num_rows)]
     tokens, rank_of = np.zeros(num_rows, np.int64), np.arange(num_rows) // rows_each
     costs = np.zeros(num_ranks)
-    # What each bundle has in common with each row.
+    # Number of leading tokens that each bundle has in common with each row.
     shared: Int64s = np.zeros((num_rows, len(bundles.order)), np.int64)
     for bundle in np.argsort(-bundles.cost, kind="stable").tolist():
         known = shared[:, bundle]
@@ -370,7 +372,7 @@ def _try_assign(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """One trajectory from a row of the costliest rank to a row of a cheaper one."""
+    """A move of one trajectory from a row of the costliest rank to a row of a cheaper one."""
 
     member: int
     """The trajectory, as an index into the sorted items."""
@@ -379,13 +381,15 @@ class _Move:
     target: int
     """Row of the cheaper rank."""
     removed: Size
-    """By how much the source row gets smaller."""
+    """The size that the source row loses."""
     added: Size
-    """By how much the target row grows."""
+    """The size that the target row gains."""
 
 
 def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
-    """Move trajectories from the costliest rank to the cheapest that gains by it, in place."""
+    """Move trajectories, in place, from the costliest rank to the cheapest rank that can take
+    them.
+    """
     for _ in range(_MAX_MOVES):
         if assignment.is_balanced:
             return
@@ -398,7 +402,7 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Make the best move from one rank to another; False where none lowers the higher cost."""
+    """Make the best move from one rank to another; return False if none lowers the higher cost."""
     costs = assignment.costs
 
     def cost_after(move: _Move) -> float:
@@ -420,7 +424,9 @@ def _improve(
 def _moves(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> list[_Move]:
-    """The moves that fit a row and come nearest to halving the difference of the two ranks."""
+    """List moves that fit a row, among the candidates nearest to halving the two ranks'
+    difference.
+    """
     half = (assignment.costs[high] - assignment.costs[low]) / 2
     leaving = [
         (items.added([other for other in row if other != member], member), member, source)

@@ -3,13 +3,14 @@
 The reference that tests and benchmarks compare with. A run's samples are made by
 `actors.environment.sample_builder`, which gives the same result.
 
-A turn extends a sample when the sample's full ids are an exact prefix of its prompt ids; what lies
-between is observation, mask 0. All samples stay open: the longest match wins, the newest among
-equals, so that a sub-agent's turns or a compacted history branch off and the main line goes on.
+A turn extends a sample if the sample's full ids are an exact prefix of its prompt ids; the tokens
+between are observation, mask 0. All samples stay open: the longest match is chosen, the newest
+among equals, so that a sub-agent's turns or a compacted history branch off and the main line
+continues.
 
 Invariants: the mask counts the sampled tokens with a finite log-probability; mask 0 means
 log-probability 0 and no version; the order of turns is kept; merging the turns of one sample again
-gives that sample; turns that each extend the last give one sample.
+gives that sample; turns that each extend the previous one give one sample.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from actors.types import NO_VERSION, BranchReason, Sample, Turn, TurnSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """Where a sample branched off and why: its fields of the same names."""
+    """The origin of a branched sample and the reason; fields as in `Sample`."""
 
     parent: int | None = None
     num_shared: int = 0
@@ -68,7 +69,7 @@ def _ids(turn: Turn) -> list[int]:
 def _origin(
     turns: Sequence[Turn], chains: list[list[int]], samples: list[list[int]], prompt: list[int]
 ) -> _Origin:
-    """Find the sample that a prompt which extends none branches off, and the reason."""
+    """Find the sample from which a prompt that extends none branches off, and the reason."""
     if not samples:
         return _Origin()
     shared = [_num_common(ids, prompt) for ids in samples]
@@ -155,7 +156,10 @@ def _sample(
 
 
 def _experts(routed: list[tuple[int, NDArray[Any]]]) -> ExpertRecords | None:
-    """routed: a token's position in the sample, and what it chose."""
+    """Collect the expert records of a sample.
+
+    Args: routed: for each token, its position in the sample and the experts that were chosen.
+    """
     if not routed:
         return None
     return ExpertRecords(

@@ -1,11 +1,11 @@
-"""Prefixes that samples have in common: the forest of a row, its expert records, and what it saves.
+"""Prefixes that samples have in common: the forest of a row, its expert records, and the savings.
 
 Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
 trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
-Invariants: a token of the forest stands for one distinct prefix, so T is their number; children of
-one segment (and the roots) begin with different tokens; segments stand in preorder, so that a
+Invariants: a token of the forest represents one distinct prefix, so T is their number; children of
+one segment (and the roots) begin with different tokens; segments are in preorder, so that a
 segment's descendants follow it without a gap. Cost: one sort of the samples, then each token is
-looked at once. Called by `packing`.
+read once. Called by `packing`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from actors.expert_records import ExpertIndices, ExpertRecords
 from actors.merge.branches import common_prefix
 from actors.types import Sample, TokenIds
 
-# Token ids are not negative, so no id's bytes are greater: a sample sorts behind its extensions.
+# Token ids are not negative, so these bytes are greater than any id's: a sample sorts after its
+# extensions.
 _BEHIND_ALL_IDS = b"\xff\xff\xff\xff"
 
 
@@ -39,11 +40,14 @@ class PrefixForest:
     segment_parents: Int32s
     """[S] int32, -1 for a root."""
     paths: tuple[Int32s, ...]
-    """For each sample, in the order given, [L_b] int32: where in the forest its tokens stand."""
+    """For each sample, in the order given, [L_b] int32: the positions of its tokens in the
+    forest.
+    """
 
 
 def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
-    """Sort samples by their ids, a sample behind all that extend it: what is shared is adjacent.
+    """Sort samples by their ids, each after all that extend it, so that equal prefixes are
+    adjacent.
 
     Example: [[1, 2], [0], [1, 2, 3]] -> [1, 2, 0]
     """
@@ -54,18 +58,17 @@ def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
 def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     """Share every common prefix of the samples.
 
-    In prefix order a sample adds to the forest what lies behind its common length with the one
-    before, and branches off that one's path there.
+    In prefix order a sample adds to the forest the tokens after its common prefix with the previous
+    sample, and branches off that sample's path there.
 
-    Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
-    Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids
-    [0, 1, 2, 2, 3], segment_lengths [2, 1, 2], segment_parents [-1, 0, 0], paths [0, 1, 2],
-    [0, 1, 3, 4] and [0, 1].
+    Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0. Example: [1, 2, 3], [1, 2,
+    4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2, 2, 3], segment_lengths [2,
+    1, 2], segment_parents [-1, 0, 0], paths [0, 1, 2], [0, 1, 3, 4] and [0, 1].
     """
     paths: list[Int32s] = [np.empty(0, np.int32)] * len(samples)
     starts: list[int] = []
     token_parts, position_parts = [], []
-    # before[start]: where the token before a segment's first stands, -1 before a root.
+    # before[start]: position of the token before a segment's first token, -1 before a root.
     before: dict[int, int] = {}
     previous, path, num_tokens = np.empty(0, np.int32), np.empty(0, np.int32), 0
     for index in prefix_order(samples):
@@ -96,7 +99,7 @@ def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
 
 
 def build_flat(samples: Sequence[TokenIds]) -> PrefixForest:
-    """Share nothing: every sample is a root of its own, in the order given. Args: as above."""
+    """Lay out every sample as a separate root, in the order given. Args: as `build_forest`."""
     lengths = np.array([ids.shape[0] for ids in samples], np.int32)
     starts = np.cumsum(lengths, dtype=np.int32) - lengths
     positions = np.arange(lengths.sum(), dtype=np.int32)
@@ -112,24 +115,25 @@ def build_flat(samples: Sequence[TokenIds]) -> PrefixForest:
 def row_experts(
     samples: Sequence[Sample], forest: PrefixForest
 ) -> tuple[ExpertRecords | None, int]:
-    """Put the samples' routing records where their tokens stand in the row.
+    """Put the samples' routing records at the positions of their tokens in the row.
 
-    A record is of a token that was processed (`actors.expert_records`), so it holds wherever that
-    token stands behind the same ones. Rule: of all records of one position of the row's prefix
-    forest the first in the order of the samples counts, for every sample that passes there. Flat
-    rows follow the same rule, so that sharing prefixes changes no number, and a token that is
-    context in one sample is replayed there as in the sample that it was sampled in.
+    A record belongs to a token that was processed (`actors.expert_records`), so it holds wherever
+    that token follows the same tokens. Rule: of all records of one position of the row's prefix
+    forest, the first in the order of the samples counts, for every sample that contains the
+    position. Flat rows follow the same rule, so that sharing prefixes changes no number, and a
+    token that is context in one sample is replayed there as in the sample that it was sampled in.
 
-    Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None when no sample has any; and the number of records that differ,
-    in whatever order their experts stand, from the one that counts at their position.
-    Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
-    the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
+    Args: forest: from `build_forest` or `build_flat` of the same samples. Returns: the row's
+    records, None if no sample has any; and the number of records whose experts, in any order,
+    differ from those of the record that counts at their position. Example: ids [1, 2, 3] with a
+    record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in the forest [1, 2, 3, 4] ->
+    positions [1, 3], indices [a, c], one overruled if b is not a.
     """
     recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
     if not recorded:
         return None, 0
-    # For each sample [L_b]: a number for each token that is the same behind the same tokens.
+    # For each sample [L_b]: numbers that are equal for equal tokens with the same tokens before
+    # them.
     is_flat = forest.token_ids.shape[0] == sum(sample.num_tokens for sample in samples)
     nodes = (build_forest([s.token_ids for s in samples]) if is_flat else forest).paths
     indices = np.concatenate([experts.indices for _, experts in recorded])
@@ -149,7 +153,10 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """counting: [R], for each record the number of the one that counts at its position."""
+    """Count the records whose experts differ from those of the record that counts.
+
+    Args: counting: [R], for each record the number of the one that counts at its position.
+    """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
     return int(np.count_nonzero((left != right).any(axis=(1, 2))))
@@ -157,22 +164,22 @@ def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What samples take in a row."""
+    """The space that samples take in a row."""
 
     num_tokens: int
-    """After sharing."""
+    """Tokens after sharing."""
     cost: float
     """Time to compute, in units of one token without attention."""
 
 
 def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixes: bool) -> Size:
-    """Count what samples take in one row.
+    """Measure the space that samples take in one row.
 
     Cost of a sample of L tokens of which the first K are shared: (L - K) + (L^2 - K^2) /
-    attention_tokens, that is the linear layers, and attention to every token before.
+    attention_tokens, that is, the linear layers plus attention to all earlier tokens.
 
-    Example: [1, 2, 3] and [1, 2, 4, 5] with attention_tokens 10: 5 tokens, cost
-    3 + .9 + 2 + 1.2 = 7.1; without sharing 7 tokens, cost 3 + .9 + 4 + 1.6 = 9.5.
+    Example: [1, 2, 3] and [1, 2, 4, 5] with attention_tokens 10: 5 tokens, cost 3 + .9 + 2 + 1.2 =
+    7.1; without sharing 7 tokens, cost 3 + .9 + 4 + 1.6 = 9.5.
     """
     num_tokens, squares = 0, 0
     previous: TokenIds = np.empty(0, np.int32)
@@ -190,29 +197,31 @@ class SortedItems:
     """Trajectories, or bundles of neighbouring ones, in prefix order. [N] arrays.
 
     In that order what two items share is the least that any two neighbours between them share; so
-    one number for each pair of neighbours tells what any selection of items takes in a row.
+    one number for each pair of neighbours is enough to compute the size of any selection of items
+    in a row.
     """
 
     order: list[int]
     """[N], the index of each trajectory (or bundle) in the order that the caller has."""
     num_tokens: Int64s
-    """What each takes alone in a row, tokens."""
+    """Tokens of each item in a row without others."""
     cost: Float64s
-    """What each costs alone in a row, as `Size.cost`."""
+    """Cost of each item in a row without others, as `Size.cost`."""
     shared: Int64s
     """Leading tokens in common with the item before, 0 for the first."""
     inner: Int64s
-    """The least that two neighbouring trajectories inside the item share; the largest int64 for an
-    item of one."""
+    """The smallest common prefix of two neighbouring trajectories inside the item; the largest
+    int64 for an item of one.
+    """
     attention_tokens: int
-    """Sample length at which attention costs as much as all the rest."""
+    """Sample length at which attention costs as much as all other computation."""
 
     def cost_of(self, shared: Int64s) -> Float64s:
-        """What sharing that many leading tokens saves, as `Size.cost`."""
+        """Return the cost that sharing this many leading tokens saves, as `Size.cost`."""
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:
-        """[N], the leading tokens that each item has in common with item `number`."""
+        """Return for each item the leading tokens that it has in common with item `number`, [N]."""
         shared = np.empty_like(self.shared)
         ahead = self.shared[number + 1 :].copy()
         np.minimum(ahead[1:], self.inner[number + 1 : -1], out=ahead[1:])
@@ -224,12 +233,14 @@ class SortedItems:
         return shared
 
     def between(self, left: int, right: int) -> int:
-        """Leading tokens that two items have in common, left < right."""
+        """Return the number of leading tokens that two items have in common, left < right."""
         shared = int(self.shared[left + 1 : right + 1].min())
         return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
 
     def added(self, others: Sequence[int], one: int) -> Size:
-        """What item `one` adds to a row that holds the items `others`, in ascending order."""
+        """Return the size that item `one` adds to a row of the items `others`, which are
+        ascending.
+        """
         index = bisect_left(others, one)
         before, after = others[index - 1 : index], others[index : index + 1]
         shared = [self.between(other, one) for other in before]
@@ -246,8 +257,11 @@ class SortedItems:
 def sort_trajectories(
     trajectories: Sequence[Sequence[TokenIds]], *, attention_tokens: int, share_prefixes: bool
 ) -> SortedItems:
-    """Sort by first samples; only what these share is counted, so that a row may get smaller than
-    planned, never larger."""
+    """Sort trajectories by their first samples.
+
+    Only prefixes that first samples share are counted: a row may be smaller than planned, never
+    larger.
+    """
     order = prefix_order([samples[0] for samples in trajectories])
     firsts = [trajectories[index][0] for index in order]
     shared = [common_prefix(*pair) if share_prefixes else 0 for pair in pairwise(firsts)]
@@ -268,10 +282,11 @@ def sort_trajectories(
 
 
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
-    """Cut where nothing is shared; then, while a part is too large, where the least is shared.
+    """Cut items where no prefix is shared; then cut each part that is too large where least is
+    shared.
 
-    Among equally good cuts the one nearest to the middle is taken.
-    Returns: the bounds of the parts, from 0 to N.
+    Among equally good cuts the one nearest to the middle is taken. Returns: the bounds of the
+    parts, from 0 to N.
     """
     bounds = [*np.flatnonzero(items.shared == 0).tolist(), len(items.order)]
     pending = list(pairwise(bounds))
@@ -291,7 +306,9 @@ def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[i
 
 
 def bundle_items(items: SortedItems, bounds: Sequence[int]) -> SortedItems:
-    """Make a bundle of the trajectories between each two bounds; `order` numbers the bundles."""
+    """Combine the trajectories between each two bounds into a bundle; `order` numbers the
+    bundles.
+    """
     starts = np.array(bounds[:-1])
     inside = items.shared.copy()
     inside[starts] = 0

@@ -26,7 +26,7 @@ from actors.trajectory_queue.ledger import (
 )
 from actors.types import BranchReason, Outcome, Trajectory
 
-# Of a step: names are an environment's own, and may be without number.
+# Limits for a step: environments choose the names, and may use any number of them.
 MAX_COMPONENTS = 32
 MAX_COMPONENT_NAME = 64
 
@@ -41,46 +41,50 @@ _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
     samples_before: int
-    """Turns: without merging each would be a sample."""
+    """Number of turns: without merging each would be a sample."""
     samples_after: int
     branches: Mapping[BranchReason, int]
     """Samples that branched off an earlier one, by reason."""
     num_saved_tokens: int
-    """Tokens that merging saved: of rows of one turn each, less those of the merged samples."""
+    """Tokens that merging saved: those of rows of one turn each, minus those of the merged
+    samples.
+    """
     num_masked_tokens: int
     """Sampled tokens without a finite log-probability, which are not trained."""
 
     @property
     def ratio(self) -> float | None:
-        """Turns a sample, >= 1; None for no turns."""
+        """Turns per sample, >= 1; None without turns."""
         return self.samples_before / self.samples_after if self.samples_after else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReturns:
-    """How the rollouts of a task fared."""
+    """The returns of the rollouts of one task."""
 
     task_id: str
     environment: str
     returns: tuple[float, ...]
-    """Of the scored ones, in parts of the best possible return where the environment knows that."""
+    """Returns of the graded rollouts, divided by the best possible return if the environment knows
+    it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReport:
-    """A step's trajectories of one environment, or of one part of a mixture."""
+    """Counts of a step's trajectories of one environment, or of one part of a mixture."""
 
     num_trajectories: int
     outcomes: Mapping[Outcome, int]
     num_sampled_tokens: int
     num_turns: int
     reward_mean: float | None
-    """Over the graded ones; None: there is none."""
+    """Mean over the graded trajectories; None if there are none."""
     scaled_reward_mean: float | None
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward where the environment knows the best return, else the plain one."""
+        """The scaled reward if the environment knows the best return, else the plain reward."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -99,17 +103,17 @@ class StepReport:
     num_malformed_rewarded: int
     merge: MergeReport
     statistics: Mapping[str, float]
-    """By name in `actors.statistics`: those of `Source.MERGE`."""
+    """Values of the statistics of `Source.MERGE`, by their name in `actors.statistics`."""
     num_turns: int
     num_malformed_turns: int
     num_inserted_tokens: int
     num_sampled_tokens: int
     num_trained_tokens: int
     num_packed_tokens: int
-    """Tokens of all rows, after sharing prefixes, padding rows included."""
+    """Tokens of all rows, after sharing prefixes, including padding rows."""
     num_micro_batches: int
     num_padding_rows: int
-    """Micro-batches that train nothing; in `num_micro_batches` too."""
+    """Micro-batches that train nothing; counted in `num_micro_batches` too."""
     num_overruled_records: int
     """Expert records that differ from the one that counts at their position (`row_experts`)."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -117,7 +121,8 @@ class StepReport:
     the sum over its turns; the first MAX_COMPONENTS names."""
     logged_metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each logged number over the trajectories whose environment logged it, by name;
-    only the first MAX_COMPONENTS names. These numbers are not rewarded."""
+    only the first MAX_COMPONENTS names. These numbers are not rewarded.
+    """
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """By name, where the step has trajectories of several."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
@@ -139,7 +144,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         if member.trajectory.is_graded and abs(member.shaped_return) <= MAX_REWARD
     ]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
-    # The reasons found in each group. Members out of the loss for another reason have None.
+    # The reasons found in each group. Members left out of the loss for another reason have None.
     reasons = [{member.no_signal for member in group} for group in groups]
     return StepReport(
         step=first.step,
@@ -156,7 +161,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         merge=report_merge(trajectories),
         statistics=_statistics(
             {
-                # Before the outcome's rule: what was played, not what training makes of it.
+                # Before the outcome's rule: the reward that was played, not the one that is
+                # trained.
                 "reward": shaped,
                 "scaled_reward": _scaled(graded),
                 "trajectory_advantage": [float(values.mean()) for values in advantages],
@@ -202,7 +208,7 @@ def count_tokens(members: Sequence[Member]) -> TokenCounts:
 
 
 def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, EnvironmentReport]:
-    """Describe each environment's share of a step, by name, sorted; none where there is but one."""
+    """Describe each environment's share of a step, sorted by name; empty if there is only one."""
     names = sorted({each.environment for each in trajectories})
     if len(names) < 2:
         return {}
@@ -222,7 +228,7 @@ def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, Environ
 
 
 def group_returns(groups: Sequence[Sequence[Member]]) -> tuple[GroupReturns, ...]:
-    """How each group's task fared, whatever is trained of it."""
+    """Return the graded returns of each group, whether or not the group is trained."""
     found = []
     for group in groups:
         scored = _graded([member.trajectory for member in group])
@@ -249,9 +255,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """By name, sorted, the mean over the trajectories that have such a component of the reward.
+    """Average each component of the reward over the trajectories that have it, sorted by name.
 
-    Names are cut to MAX_COMPONENT_NAME characters; beyond MAX_COMPONENTS they are left out.
+    Names are cut to MAX_COMPONENT_NAME characters; names beyond MAX_COMPONENTS are left out.
     Example: turns {"form": 1}, {"form": 0.5} of one and {"form": 0} of another -> {"form": 0.75}
     """
     owns = []
@@ -286,15 +292,15 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
         samples_before=len(turns),
         samples_after=len(samples),
         branches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
-        # As a row of its own a turn would hold its prompt and reply: all tokens up to its end. What
-        # a sample keeps behind its last turn is in neither.
+        # In a separate row a turn would hold its prompt and reply: all tokens up to its end. The
+        # tokens of a sample after its last turn are in neither count.
         num_saved_tokens=sum(turn.end for turn in turns) - sum(s.turns[-1].end for s in samples),
         num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )
 
 
 def _statistics(values: Mapping[str, Sequence[float] | NDArray[np.int32]]) -> dict[str, float]:
-    """Reduce the values as the table says; a statistic without values is absent."""
+    """Reduce the values as the table of statistics says; a statistic without values is absent."""
     arrays = {name: np.asarray(of_name, np.float64) for name, of_name in values.items()}
     return {
         each.name: float(_REDUCE[each.reduction](arrays[each.values]))

@@ -1,10 +1,10 @@
 """The rows that a reference or a critic scores before advantages, and their scores by sample.
 
-Used only where the settings need a reference's log-probabilities or a critic's values. Rows are
-packed apart from the training rows, because what is trained is not known yet; every sample whose
-trajectory is in its group's baseline is in exactly one row, and each rank gets equally many rows.
-The layout depends on the groups and the settings alone, so `read_scores` repeats it instead of
-being told it. Pure; called by the merge actor.
+Used only if the settings need a reference's log-probabilities or a critic's values. Rows are packed
+separately from the training rows, because it is not known yet what is trained; every sample whose
+trajectory is in its group's baseline is in exactly one row, and each rank gets the same number of
+rows. The layout depends only on the groups and the settings, so `read_scores` computes it again.
+Pure; called by the merge actor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from actors.types import Sample
 def plan_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
-    """Lay out all samples that a baseline needs scores of. Returns: what each rank scores."""
+    """Lay out all samples that a baseline needs scores of. Returns: the shard that each rank
+    scores.
+    """
     weighted, dealt = score_rows(groups, settings)
     return tuple(
         RankShard(
             step=step,
             trainer_version=trainer_version,
             minibatches=(
-                # Values are of every token: each sample has its own, nothing is shared.
+                # There is a value for every token, so each sample has its own: nothing is shared.
                 Minibatch(
                     micro_batches=tuple(
                         pack_row([weighted[i] for i in row], share_prefixes=False) for row in rows
@@ -46,7 +48,9 @@ def plan_scores(
 def score_rows(
     groups: Sequence[GroupMembers], settings: StepSettings
 ) -> tuple[list[WeightedSample], list[list[list[int]]]]:
-    """All samples to be scored, and [ranks][rows][indices of the row]; none in a padding row."""
+    """Return all samples to be scored, and [ranks][rows][indices of the row], empty for a padding
+    row.
+    """
     weighted = [
         unrouted(sample, temperature=settings.temperature_of(member.trajectory))
         for group in groups
@@ -67,8 +71,8 @@ def read_scores(
 ) -> tuple[GroupMembers, ...]:
     """Give each member the scores of its samples.
 
-    Args: groups, settings: as for `plan_scores`. answers: of each rank, for each row of its shard;
-    those of padding rows are ignored.
+    Args: groups, settings: as for `plan_scores`. answers: for each rank, the scores of each row of
+    its shard; those of padding rows are ignored.
     Raises: ValueError, naming a trajectory of the row, when an answer does not fit its row or is
     not finite.
     """
@@ -92,7 +96,7 @@ def read_scores(
 
 
 def _split(answer: RowScores, samples: Sequence[Sample]) -> list[RowScores]:
-    """A row's scores, cut into those of its samples."""
+    """Split a row's scores into those of its samples."""
     if not samples:
         return []
     name = samples[0].trajectory_id

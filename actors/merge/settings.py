@@ -1,4 +1,4 @@
-"""What a step is built with: parts of the configuration, and the shape of the trained model."""
+"""The settings of step building: parts of the configuration, and the shape of the trained model."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from actors.types import Attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Held by the merge actor for a whole term of a run."""
+    """The settings that the merge actor keeps for a whole term of a run."""
 
     algorithm: AlgorithmSettings
     trainer: TrainerSettings
     max_context_tokens: int
-    """The divisor of aggregation constant where `algorithm.loss.constant_tokens` is not set."""
+    """The divisor of aggregation constant if `algorithm.loss.constant_tokens` is not set."""
     seed: int
     """Seeds the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
-    """Outcome rules by environment, the defaults where it has none."""
+    """Outcome rules by environment; an environment that is absent has the defaults."""
     temperatures: Mapping[str, float] = field(default_factory=dict)
-    """At which training samples, by environment; 1 where it has none."""
+    """Training temperature by environment; 1 for an environment that is absent."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model, for `find_misfit`; None: not checked."""
     attention_tokens: int = 8192
-    """Sample length at which attention costs as much as all the rest, for the balance of ranks."""
+    """Sample length at which attention costs as much as all other computation; balances the
+    ranks.
+    """
 
     def temperature_of(self, trajectory: Attempt) -> float:
-        """At which its tokens were sampled."""
+        """Return the temperature at which a trajectory's tokens were sampled."""
         return self.temperatures.get(trajectory.environment, 1.0)
 
     @property

@@ -1,7 +1,7 @@
 """Reward shaping: pure functions over the turn rewards of one trajectory.
 
 Each adjustment changes the last turn's reward, except the KL penalty, which is per token. Group
-statistics see the adjusted rewards; the environment's own stay in the trajectory. Order: clip the
+statistics use the adjusted rewards; the environment's own stay in the trajectory. Order: clip the
 return, overlong and missing-end penalties (`shaped_rewards`), then the outcome's rule
 (`disposition`), then, once a reference has scored the samples, KL (`charge_kl`). Called by
 `disposition` and `step`.
@@ -20,7 +20,7 @@ from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.trainer.loss.settings import KlEstimator
 from actors.types import FinishReason, Trajectory
 
-# Of a clipped return, relative to the larger of it and 1.
+# Tolerated error of a clipped return, relative to the larger of its size and 1.
 _ROUNDING = 1e-9
 
 
@@ -31,28 +31,28 @@ class OverlongSettings:
     __pydantic_config__ = STRICT
 
     max_tokens: Positive
-    """Sampled tokens of a trajectory that are punished in full; L_max."""
+    """Number of sampled tokens of a trajectory that gets the full punishment; L_max."""
     cache_tokens: Positive
     """Tokens over which the punishment grows; L_cache, at most max_tokens."""
     factor: Rate = 1.0
-    """The whole punishment."""
+    """Size of the full punishment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlRewardSettings:
-    """KL(policy || reference) taken off the rewards, at each token."""
+    """KL(policy || reference) subtracted from the rewards, at each token."""
 
     __pydantic_config__ = STRICT
 
     coefficient: Rate
-    """Taken off the return for each nat; beta."""
+    """Amount subtracted from the return for each nat; beta."""
     estimator: Literal[KlEstimator.K1, KlEstimator.K3] = KlEstimator.K1
     """Estimator of the KL at each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """How returns are shaped before groups compare them; null and 0: left alone."""
+    """Shaping of returns before groups compare them; null and 0: not changed."""
 
     __pydantic_config__ = STRICT
 
@@ -60,17 +60,17 @@ class RewardSettings:
     """Lowest and highest return."""
     overlong: OverlongSettings | None = None
     missing_end_penalty: NotNegative = 0.0
-    """Taken off the return when the last answer was cut off."""
+    """Subtracted from the return if the last answer was cut off."""
     kl: KlRewardSettings | None = None
 
 
 def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:
-    """The environment's rewards: [K] float64, one a turn."""
+    """Return the environment's rewards, one for each turn: [K] float64."""
     return np.array([turn.reward for turn in trajectory.turns], np.float64)
 
 
 def total(rewards: NDArray[np.float64]) -> float:
-    """The return: the sum in the order of play, as `Trajectory.episode_return`."""
+    """Return the sum of the rewards in the order of play, as `Trajectory.episode_return`."""
     return float(sum(rewards.tolist()))
 
 
@@ -82,7 +82,7 @@ def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float6
 
 
 def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
-    """Apply all that needs no model: clip, overlong, missing end. [K] float64, one a turn."""
+    """Apply all shaping that needs no model: clip, overlong, missing end. Returns: [K] float64."""
     rewards = turn_rewards(trajectory)
     if settings.clip is not None:
         low, high = settings.clip
@@ -104,13 +104,14 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     """Clip a trajectory's return by changing the last turn's reward.
 
     R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
-    each reward; a return is what groups compare, and does not depend on how it fell to turns).
+    each reward; groups compare returns, which do not depend on the distribution of rewards over
+    turns).
 
-    Where the rewards are so large that the difference would vanish in their rounding, the last turn
-    gets the whole clipped return, and the others 0.
+    If the rewards are so large that rounding would swallow the difference, the last turn gets the
+    whole clipped return, and the others 0.
 
-    Args: rewards: [K] float.    Returns: [K] float64.
-    Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
+    Args: rewards: [K] float.    Returns: [K] float64. Example: clip_return([1, 3], low=-2, high=2)
+    -> [1, 1]
     """
     whole = total(rewards)
     wanted = min(max(whole, low), high)
@@ -121,11 +122,11 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
 
 
 def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
-    """Punish length softly before it is cut off.
+    """Return a punishment that grows before a trajectory's length reaches its limit.
 
     0 for L <= L_max - L_cache; (L_max - L_cache - L) / L_cache for L <= L_max; else -1.
     Source: DAPO, arXiv 2503.14476, equation 13 (deviation: L counts the sampled tokens of all
-    turns of the trajectory; observations are not the policy's).
+    turns of the trajectory, without observations, which the policy did not sample).
 
     Args: num_tokens: L. max_tokens: L_max. cache_tokens: L_cache, >= 1.
     Returns: float in [-1, 0], to be added to the return.
@@ -172,14 +173,14 @@ def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
 def kl_rewards(
     logprobs: NDArray[np.float32], reference_logprobs: NDArray[np.float32], *, kl: KlRewardSettings
 ) -> NDArray[np.float64]:
-    """Minus the KL penalty of each sampled token, to be added to its reward.
+    """Return the negated KL penalty of each sampled token, which is added to its reward.
 
     -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
     al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;
     deviation: the bound). Added to the rewards, their gradient is not the KL's own: k1 in the
     reward gives the gradient of the KL, k3 does not.
 
-    Args: logprobs: [M] float32, nats, of the policy that is charged (behaviour or current).
+    Args: logprobs: [M] float32, nats, of the penalised policy (behaviour or current).
     reference_logprobs: [M] float32, nats, of the same tokens.
     Returns: [M] float64, to be added to the rewards.
     Example: log p = 0, log p_ref = -ln 2, beta 1: k1 -> -.693147; k3 -> -.193147

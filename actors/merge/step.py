@@ -1,15 +1,15 @@
-"""One training step's data, from classified groups to what each rank trains on; pure.
+"""One training step's data, from classified groups to the shards that the ranks train on; pure.
 
-Order: `groups` has shaped the rewards and applied the outcome policy, and where a reference or a
-critic is needed `scoring` has added its scores; here follow the KL in the reward, advantages
-(`advantages`), loss weights (`aggregation`), packing (`packing`) and the report. Invariant: every
-trajectory that comes in leaves with exactly one outcome, and it is `trained` exactly when its
-tokens are in the batch.
+Order: `groups` has shaped the rewards and applied the outcome policy, and `scoring` has added
+scores if a reference or a critic is needed; this module then applies the KL in the reward,
+advantages (`advantages`), loss weights (`aggregation`), packing (`packing`) and the report.
+Invariant: every trajectory gets exactly one outcome, which is `trained` exactly if its tokens are
+in the batch.
 
 A group without a signal (equal returns, one member, or a negative return under scale mean) has
 advantage 0. With an entropy bonus or a KL term in the loss it is trained all the same. Otherwise it
-is left out of the rows, but counts in the loss weights: without it the few groups that still differ
-would be weighed as if they were the whole step. Called by the merge actor.
+is left out of the rows, but counts in the loss weights: otherwise the few groups that still differ
+would be weighted as if they were the whole step. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ def build_step(
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) where
-    the settings need a critic or a reference. step: its number, counted from 1. trainer_version:
-    the policy version that the trainer holds. republished: as `policy_ages`.
-    Raises: ValueError when scores are missing, or a trajectory was sampled by a version that the
-    trainer does not hold yet.
+    Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) if the
+    settings need a critic or a reference. step: its number, counted from 1. trainer_version: the
+    policy version that the trainer holds. republished: as `policy_ages`. Raises: ValueError if
+    scores are missing, or a trajectory was sampled by a version that the trainer does not hold yet.
     """
     _check_members(groups, settings, trainer_version)
     credited = [_credit(group, settings) for group in groups]
@@ -117,7 +116,9 @@ def _check_members(
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Give the members of a group's baseline their advantages, or every member its reason."""
+    """Give the members of a group's baseline their advantages, or every member a reason for
+    exclusion.
+    """
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
         return tuple(_exclude(member, EvictionReason.GROUP_TOO_SMALL) for member in group)
@@ -140,7 +141,7 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
 
 
 def _exclude(member: Member, reason: EvictionReason) -> Member:
-    """Take a member out of the loss; one that is out already keeps its own reason."""
+    """Take a member out of the loss; a member that is out already keeps its reason."""
     return replace(member, reason=reason) if member.is_trained else member
 
 
@@ -170,8 +171,8 @@ def weigh_updates(
     Each update counts a share of the tokens without signal, in proportion to the tokens that it
     trains.
 
-    Args: members: of the step, in its order.
-    Returns: of each update, by trajectory, its samples that hold a trained token.
+    Args: members: all members of the step, in its order. Returns: for each update, by trajectory,
+    its samples that hold a trained token.
     """
     trained = [member for member in members if member.is_trained]
     whole = _size_of(trained)
@@ -242,7 +243,7 @@ def pack_updates(
 def _weighted_samples(
     member: Member, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> Iterator[WeightedSample]:
-    """A member's samples that hold a trained token, ready to be packed."""
+    """Yield a member's samples that hold a trained token, ready to be packed."""
     for index, sample in enumerate(member.samples):
         if sample.num_trained:
             weighted = WeightedSample(

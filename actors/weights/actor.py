@@ -2,17 +2,18 @@
 
     board = start_board()                                               # the run's supervisor
     await board.publish.remote(term, version, groups)                  # the trainer's rank 0
-    work = await board.poll.remote(replica, term, version, 5.0)        # each replica, for ever
+    work = await board.poll.remote(replica, term, version, 5.0)        # each replica, repeatedly
     await board.report.remote(replica, term, version, check_logprobs)  # after it has loaded
     status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
 
-A poll that waits is a replica's heartbeat. The board copies each published buffer into an object
-of its own, so that the weights outlive the trainer rank that put them, and a replica that starts
-later can still load the current version. Not restarted: its state refers to objects that die with
-it.
+A waiting poll is a replica's heartbeat. The board copies each published buffer into an object that
+it owns, so that the weights outlive the trainer rank that put them, and a replica that starts later
+can still load the current version. The board is not restarted: its state refers to objects that die
+with it.
 
-A run's board is detached: board and engines outlive a supervisor that is replaced in time. When no
-term has shown life for `orphan_timeout_s`, the board deletes the run's Serve applications and ends.
+A run's board is detached: board and engines outlive a supervisor that is replaced in time. If no
+term has given a sign of life for `orphan_timeout_s`, the board deletes the run's Serve applications
+and ends.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from actors.weights.board import (
 from actors.weights.logprob_check import CheckSample, CheckText
 
 MAX_POLL_S = 30.0
-# Of one buffer.
+# For one buffer.
 ADOPT_TIMEOUT_S = 300.0
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 1.0
@@ -58,17 +59,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """What a detached board keeps for the run that started it."""
+    """The settings of a detached board, which belongs to the run that started it."""
 
     name: str
-    """Of the board, as an actor; one run has one."""
+    """Name of the board's actor; each run has one."""
     namespace: str
     orphan_timeout_s: float
-    """Without a sign of life of any term for so long, all ends."""
+    """Seconds without a sign of life of any term after which board and applications end."""
     applications: tuple[str, ...]
     """Serve applications that end with the run."""
     deployment: Any = None
-    """What the engines were started with; for a supervisor that takes them over."""
+    """The record that the engines were started with; a supervisor that takes them over reads it."""
 
 
 class WeightBoard:
@@ -77,7 +78,11 @@ class WeightBoard:
     def __init__(
         self, keeping: Keeping | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """keeping: None for a board that ends with whoever started it. clock: in seconds."""
+        """Create the board.
+
+        Args: keeping: None for a board that ends with the process that started it. clock: in
+        seconds.
+        """
         self._clock = clock
         self._board = Board(now=self._clock())
         self._num_moved = 0
@@ -94,23 +99,22 @@ class WeightBoard:
             )
             watch.start()
 
-    # The trainer and the supervisor
+    # Methods for the trainer and the supervisor
 
     async def open_term(self, term: int) -> Any:
         """Announce a new run (lease): from now on older ones are refused.
 
-        Returns: `Keeping.deployment`.
-        Raises: StaleTerm.
+        Returns: `Keeping.deployment`. Raises: StaleTerm.
         """
         self._board.check_term(term)
         self._seen_at = self._clock()
         return None if self._keeping is None else self._keeping.deployment
 
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
-        """Make (term, version) current and wake the replicas; returns before they have loaded it.
+        """Make (term, version) current and wake the replicas; return before they have loaded it.
 
         Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller, or
-            None where the caller will broadcast it.
+            None if the caller will broadcast it.
         Raises: StaleTerm, StaleVersion; TimeoutError when a buffer cannot be fetched.
         """
         self._board.check_term(term)
@@ -124,7 +128,9 @@ class WeightBoard:
         self._check = check
 
     async def num_moved(self) -> int:
-        """A number that grows while a publish gets on: a buffer was fetched, or copied."""
+        """Return a number that grows while a publish makes progress: a buffer was fetched, or
+        copied.
+        """
         return self._num_moved
 
     async def wait_published(
@@ -132,8 +138,8 @@ class WeightBoard:
     ) -> BoardStatus:
         """Wait until every live replica, and at least min_replicas, hold the current publication.
 
-        Returns: how it stands then, or at the end of timeout_s.
-        Raises: NotPublished when `version` is not the current one.
+        Returns: the status then, or at the end of timeout_s. Raises: NotPublished if `version` is
+        not the current one.
         """
         deadline = self._clock() + timeout_s
         while True:
@@ -146,17 +152,17 @@ class WeightBoard:
             is_held = status.is_loaded and len(status.replicas) >= min_replicas
             if is_held or remaining_s <= 0:
                 return status
-            # Leases run out, and actors die, without an event.
+            # Leases expire, and actors die, without an event.
             await self._wait_for_change(min(remaining_s, PROBE_PERIOD_S))
             await self._drop_dead(self._board.laggards())
 
     async def hold(self, is_held: bool) -> None:
-        """Have every replica hold its turns, or go on."""
+        """Order every replica to hold its turns, or to resume them."""
         self._board.hold(is_held)
         self._wake()
 
     async def status(self, term: int | None = None) -> BoardStatus:
-        """How it stands. term: of the asking run, which so shows that it lives."""
+        """Return the board's status. term: of the calling run; the call is its sign of life."""
         now = self._clock()
         if term is not None:
             self._board.check_term(term)
@@ -169,11 +175,10 @@ class WeightBoard:
     ) -> Seat | None:
         """Seat replicas that answer within `INVITATION_S` for a broadcast of the publication.
 
-        All of them, or some where broadcasts have failed (`Board.seat`); the others go on waiting.
+        All of them, or some if broadcasts have failed (`Board.seat`); the others keep waiting.
 
-        Args: store: where the caller, who is rank 0, meets them.
-        Returns: the caller's own seat; None when nobody asked for one within timeout_s.
-        Raises: StaleTerm.
+        Args: store: the address at which the caller, who is rank 0, meets them. Returns: the
+        caller's own seat; None if no replica asked for one within timeout_s. Raises: StaleTerm.
         """
         self._board.check_term(term)
         deadline = self._clock() + timeout_s
@@ -191,7 +196,7 @@ class WeightBoard:
             if is_complete or now >= closes_at:
                 break
             await self._wait_for_change(closes_at - now)
-        # One that has frozen or died while it waited would hold up all others.
+        # A replica that froze or died while it waited would block all others.
         answers = await asyncio.gather(*(self._answers(each) for each in waiting))
         present = [name for name, is_there in zip(waiting, answers, strict=True) if is_there]
         if not self._board.is_current(term, version):
@@ -201,15 +206,17 @@ class WeightBoard:
         self._wake()
         return replace(next(iter(seats.values())), rank=0) if seats else None
 
-    # The replicas
+    # Methods for the replicas
 
     async def join(self, replica_id: str, actor: ActorHandle) -> None:
-        """A replica begins its start; by its actor the board sees later that it has died."""
+        """Register a replica that begins its start; through its actor the board later sees if it
+        died.
+        """
         self._actors[replica_id] = actor
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
     async def starting(self, replica_id: str, work: float) -> None:
-        """A replica is still starting. work: grows while it gets on."""
+        """Record that a replica is still starting. work: grows while the start makes progress."""
         self._board.starting(replica_id, work=work, now=self._clock())
 
     async def started(self, replica_id: str, stages: StartStages) -> None:
@@ -225,11 +232,11 @@ class WeightBoard:
         num_workers: int = 1,
         is_held: bool = False,
     ) -> Publication | HoldOrder | None:
-        """Say that the replica lives and holds (term, version); wait for what it must load or do.
+        """Record that the replica lives and holds (term, version); wait for its next work.
 
         Args: num_workers: processes of its engine that take part in a broadcast. is_held: whether
-            it holds its turns.
-        Returns: None when nothing came up within timeout_s.
+        it holds its turns. Returns: what it must load or do; None if there was nothing within
+        timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
@@ -253,12 +260,12 @@ class WeightBoard:
     async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
         """Wait for a place in the broadcast of the current publication.
 
-        Returns: None when no group was formed within timeout_s; poll again.
+        Returns: None if no group was formed within timeout_s; poll again.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
         self._board.beat(replica_id, lease_s=timeout_s, now=self._clock())
-        # One that was given and never fetched: its group has met without this replica.
+        # A seat that was given and never fetched: its group has met without this replica.
         self._seats.pop(replica_id, None)
         self._board.ask_for_seat(replica_id)
         self._wake()
@@ -273,7 +280,7 @@ class WeightBoard:
             self._board.stop_asking(replica_id)
 
     async def beat(self, replica_id: str, num_loaded: int = 0) -> None:
-        """A replica loads. num_loaded: grows while it gets on."""
+        """Record that a replica is loading. num_loaded: grows while the load makes progress."""
         self._board.beat(replica_id, num_loaded=num_loaded, lease_s=BEAT_LEASE_S, now=self._clock())
 
     async def report(
@@ -298,7 +305,7 @@ class WeightBoard:
         self._wake()
 
     async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
-        """A replica is dead or dying. is_in_order: it was asked to end."""
+        """Forget a replica that is dead or dying. is_in_order: it was asked to end."""
         self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)
@@ -308,7 +315,9 @@ class WeightBoard:
         await asyncio.gather(*(self._answers(each) for each in replica_ids))
 
     async def _answers(self, replica_id: str) -> bool:
-        """Whether a replica's process answers now. One that has died leaves the board."""
+        """Whether a replica's process answers now. A replica that has died is removed from the
+        board.
+        """
         if (actor := self._actors.get(replica_id)) is None:
             return True
         try:
@@ -326,7 +335,7 @@ class WeightBoard:
             return group
         buffer = await within(ADOPT_TIMEOUT_S, group.buffer)
         self._num_moved += 1
-        # In a thread: copying gigabytes would hold up every heartbeat.
+        # In a thread: copying gigabytes would block every heartbeat.
         own = await asyncio.to_thread(ray.put, buffer)
         self._num_moved += 1
         return replace(group, buffer=own)
@@ -346,7 +355,7 @@ class WeightBoard:
             keeping.orphan_timeout_s,
             ", ".join(keeping.applications),
         )
-        # A second of imports, which the engines would wait for at every start.
+        # Imported here: the import takes a second, which the engines would wait for at every start.
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
@@ -358,9 +367,10 @@ class WeightBoard:
 
 
 def start_board(keeping: Keeping | None = None, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start the board: of this process, or a run's own, which outlives its supervisor.
+    """Start the board: one that ends with this process, or a run's, which outlives its supervisor.
 
-    strategy: Ray's, of its place. Raises: ValueError while another board has the name.
+    strategy: Ray's scheduling strategy for the actor. Raises: ValueError while another board has
+    the name.
     """
     options: dict[str, Any] = {
         "num_cpus": 0,

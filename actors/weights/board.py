@@ -1,4 +1,4 @@
-"""The weight board's state machine: what is published, who holds it, who joins a broadcast.
+"""The weight board's state machine: what is published, which replicas hold it, and broadcast seats.
 
     board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
@@ -6,10 +6,10 @@
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
-Pure: times come in as arguments, nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
-publication's (term, version) never goes back, and nothing older than the newest known term is
+Pure: times are arguments, and nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
+publication's (term, version) never decreases, and nothing older than the newest known term is
 accepted; a replica is live while its lease lasts, and only live replicas are waited for; a version
-is held once the replica has reported that it loaded it, however its bytes travelled.
+is held once the replica has reported that it loaded it, however its bytes were transferred.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ import numpy as np
 from actors.batch import Float32s, Int32s
 from actors.weights.logprob_check import CheckSample, CheckText
 
-# How long after the promised end of its poll a replica still counts as live. More than one poll,
-# because a replica counts its lease from the last poll that was answered.
+# Seconds after the promised end of its poll for which a replica still counts as live. More than one
+# poll, because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
-# In a row, after which an engine ends itself: enough that of 64 that share a broadcast the one at
-# fault is alone by then (`largest_group`).
+# Number of failures in a row after which an engine ends itself: enough that, of 64 that share a
+# broadcast, the engine at fault is in a group without others by then (`largest_group`).
 MAX_FAILED_BROADCASTS = 5
-# Names that are kept: whoever looks for losses looks every half second.
+# Number of names that are kept. A process that checks for losses does so every half second.
 MAX_RETIRED = 256
 
 
 class WeightError(Exception):
-    """Base of this package's errors; the message is the only argument, so that Ray can carry it."""
+    """Base of this package's errors; the message is the only argument, so that Ray can pickle
+    it.
+    """
 
 
 class StaleTerm(WeightError):
@@ -44,16 +46,16 @@ class StaleTerm(WeightError):
 
 
 class StaleVersion(WeightError):
-    """A version older than the current one of the same term."""
+    """A version was published that is older than the current one of the same term."""
 
 
 class NotPublished(WeightError):
-    """A version was waited for that is not the current publication."""
+    """A caller waited for a version that is not the current publication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Where each tensor lies in a flat weight buffer; the four tuples run in parallel."""
+    """The position of each tensor in a flat weight buffer; the four tuples run in parallel."""
 
     names: tuple[str, ...]
     """Hugging Face parameter names."""
@@ -72,15 +74,16 @@ class WeightGroup:
 
     manifest: WeightManifest
     checksum: str
-    """Of the buffer's bytes."""
+    """CRC-32 of the buffer's bytes, as `buffer_checksum`."""
     buffer: Any
-    """[num_bytes] uint8; in a publication an object reference to it, which is opaque here, or None
-    where the trainer's rank 0 keeps it and broadcasts it to those who take a seat."""
+    """[num_bytes] uint8. In a publication it is an object reference, which is opaque here, or None
+    if the trainer's rank 0 keeps the buffer and broadcasts it to the replicas that take a seat.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """One published policy version."""
+    """A published policy version."""
 
     term: int
     version: int
@@ -90,7 +93,7 @@ class Publication:
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether the buffers come by a broadcast and not from the object store."""
+        """Whether the buffers are broadcast instead of read from the object store."""
         return any(group.buffer is None for group in self.groups)
 
 
@@ -105,11 +108,11 @@ class Seat:
     store: str
     """HOST:PORT of the store at which the members meet."""
     name: str
-    """The group's own prefix in it; no two groups have one name."""
+    """The group's prefix in the store; no two groups have the same name."""
     rank: int
-    """Of the member's first worker."""
+    """Rank of the member's first worker."""
     size: int
-    """All members' workers, and the trainer's rank 0."""
+    """Number of all members' workers, plus the trainer's rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +130,10 @@ class ReplicaReport:
     check_samples: tuple[CheckSample, ...] = ()
     """Its continuations of that text."""
     check_s: float = 0.0
-    """Seconds that it took to answer."""
+    """Seconds that it took to score the text."""
     loaded_at: float | None = None
-    """When it said that it had loaded its version, by the board's clock; None: not to this board.
+    """Time, by the board's clock, at which it reported its version as loaded; None: it has reported
+    none to this board.
     """
     is_held: bool = False
     """It samples nothing: its turns wait."""
@@ -139,7 +143,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrder:
-    """For an engine: hold your turns, or go on."""
+    """An order to an engine: hold your turns, or resume them."""
 
     is_held: bool
 
@@ -149,20 +153,21 @@ class BoardStatus:
     """The current publication, and the live replicas."""
 
     term: int | None
-    """Of the current publication; None before the first."""
+    """Term of the current publication; None before the first."""
     version: int | None
-    """Of the current publication; None before the first."""
+    """Version of the current publication; None before the first."""
     replicas: tuple[ReplicaReport, ...]
 
     retired: frozenset[str] = frozenset()
-    """Replicas that ended in order, as when Serve was asked for fewer; of the newest."""
+    """Replicas that ended in order, as when Serve scales down; only the newest MAX_RETIRED."""
 
     now: float = 0.0
-    """By the board's clock."""
+    """Time of the status, by the board's clock."""
 
     quiet_s: float = 0.0
     """Seconds since all live replicas held the current publication, or a start or a load got
-    further than any before it."""
+    further than any before it.
+    """
 
     @property
     def holders(self) -> frozenset[str]:
@@ -181,17 +186,18 @@ class BoardStatus:
 def check_tokens(vocab_size: int) -> Int32s:
     """Return the text that an engine scores if its publication names none, [17] int32.
 
-    Fixed, and spread over the first tokens of any vocabulary. The scores are log-probabilities of
-    the plain softmax (temperature 1), in nats.
+    The text is fixed, and spread over the first tokens of any vocabulary. The scores are
+    log-probabilities of the plain softmax (temperature 1), in nats.
     """
     return (7 * np.arange(NUM_CHECK_TOKENS, dtype=np.int32) + 3) % vocab_size
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """How many may share a broadcast with an engine that has failed num_failed in a row.
+    """Return how many may share a broadcast with an engine that has failed num_failed times in a
+    row.
 
-    The first repetition is with all: a member that has died is not among them any more.
-    Example: of 20 that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
+    The first repetition is with all: a member that has died is no longer among them. Example: of 20
+    that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
 
@@ -208,19 +214,19 @@ class Board:
         """By replica that has started and not yet joined, the stages of its start."""
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
-        """Of any replica, since `_settle`."""
+        """The furthest progress of any replica since `_settle`."""
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
         self._waiting: set[str] = set()
-        """Who waits for a seat."""
+        """The replicas that wait for a seat."""
         self._num_failed: Counter[str] = Counter()
-        """By replica, the seats that it was given since it last loaded a version."""
+        """By replica, the number of seats that it was given since it last loaded a version."""
         self._num_groups = 0
         self._is_held = False
 
     # Publications
 
     def check_term(self, term: int) -> None:
-        """Take note of a term. Raises: StaleTerm when a newer one was seen."""
+        """Record a term. Raises: StaleTerm if a newer one is known."""
         if self._newest_term is not None and term < self._newest_term:
             raise StaleTerm(
                 f"board: got term {term}, expected at least {self._newest_term}; this run was "
@@ -229,9 +235,9 @@ class Board:
         self._newest_term = term
 
     def publish(self, publication: Publication, *, now: float) -> None:
-        """Make it the current one.
+        """Make a publication the current one.
 
-        Raises: StaleTerm; StaleVersion when the same term already published a later version.
+        Raises: StaleTerm; StaleVersion if the same term has already published a later version.
         """
         self.check_term(publication.term)
         current = self._current
@@ -256,14 +262,14 @@ class Board:
         return current is not None and (current.term, current.version) == (term, version)
 
     def is_past(self, term: int, version: int) -> bool:
-        """Whether a later publication than (term, version) is the current one."""
+        """Whether the current publication is later than (term, version)."""
         current = self._current
         return current is not None and (current.term, current.version) > (term, version)
 
     # Replicas
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
-        """A replica that is not yet live starts. work: grows while it gets on."""
+        """Record that a replica that is not yet live is starting. work: grows with its progress."""
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
 
@@ -282,7 +288,7 @@ class Board:
         lease_s: float,
         now: float,
     ) -> None:
-        """A replica polls; a new one joins. It is live for lease_s and POLL_GRACE_S."""
+        """Record a replica's poll; a new one joins. It is live for lease_s + POLL_GRACE_S."""
         known = self._replicas.get(replica_id) or ReplicaReport(
             replica_id=replica_id,
             num_workers=num_workers,
@@ -294,17 +300,23 @@ class Board:
             self._get_on(0, now=now)
 
     def beat(self, replica_id: str, *, num_loaded: int = 0, lease_s: float, now: float) -> None:
-        """A replica loads, and has come to num_loaded. Ignored for one that was forgotten."""
+        """Record that a replica has loaded num_loaded parts. Ignored for a replica that was
+        forgotten.
+        """
         if replica_id in self._replicas:
             self._extend(replica_id, lease_s=lease_s, now=now)
             self._get_on(num_loaded, now=now)
 
     def hold(self, is_held: bool) -> None:
-        """From now on every replica, those that join too, is to hold its turns, or to go on."""
+        """Order all replicas, including those that join later, to hold their turns or to resume
+        them.
+        """
         self._is_held = is_held
 
     def next_for(self, replica_id: str) -> Publication | HoldOrder | None:
-        """The current publication, for a replica that lacks it; else whether it is to hold."""
+        """Return the current publication if a replica lacks it, else a `HoldOrder` if it must
+        change.
+        """
         replica = self._replicas.get(replica_id)
         if replica is None:
             return None
@@ -324,7 +336,7 @@ class Board:
         check_s: float = 0.0,
         now: float,
     ) -> None:
-        """A replica has loaded (term, version). Ignored for one that was forgotten."""
+        """Record that a replica has loaded (term, version). Ignored for one that was forgotten."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
@@ -341,7 +353,7 @@ class Board:
         self._settle(now)
 
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
-        """A replica is gone: it is no longer waited for, and given no seat.
+        """Remove a replica: it is no longer waited for, and gets no seat.
 
         is_in_order: it was asked to end.
         """
@@ -362,7 +374,7 @@ class Board:
         return silent
 
     def laggards(self) -> tuple[str, ...]:
-        """Live replicas that do not hold the current publication."""
+        """Return the live replicas that do not hold the current publication."""
         return tuple(r.replica_id for r in self._replicas.values() if not self._holds(r))
 
     def status(self, *, now: float) -> BoardStatus:
@@ -386,10 +398,11 @@ class Board:
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def _settle(self, now: float) -> None:
-        """From here on, progress counts from the beginning.
+        """Reset the measure of progress.
 
-        Progress is what no replica has done since: one that crashes in each start, or each load,
-        comes back under another name, and would be waited for without end.
+        Only what no replica has reached since counts as progress: a replica that crashes in each
+        start or each load returns under another name, and would otherwise be waited for without a
+        limit.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
@@ -401,7 +414,7 @@ class Board:
     # Broadcasts
 
     def ask_for_seat(self, replica_id: str) -> None:
-        """A replica that lacks the current publication is ready for its broadcast."""
+        """Record that a replica that lacks the current publication is ready for its broadcast."""
         if replica_id in self._replicas:
             self._waiting.add(replica_id)
 
@@ -409,14 +422,15 @@ class Board:
         self._waiting.discard(replica_id)
 
     def waiting(self) -> tuple[str, ...]:
-        """Who waits for a seat, of those that lack the current publication."""
+        """Return the replicas that wait for a seat and lack the current publication."""
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Give members that still wait their places in a new group; by name, empty for none.
+        """Give members that still wait their places in a new group, by name; empty if none waits.
 
-        Not all of them at once where broadcasts have failed: one engine that cannot take part fails
-        a group as a whole, so that groups shrink until it fails, and ends, alone.
+        After failed broadcasts not all members get a seat at once: one engine that cannot take part
+        fails a whole group, so groups shrink until it is in a group without others, fails, and
+        ends.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

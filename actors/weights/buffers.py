@@ -1,9 +1,9 @@
 """Flat weight buffers: what the trainer publishes and the engines load.
 
-A group of named tensors becomes one contiguous byte buffer and a manifest that says where each
-tensor lies in it; so a group is one object in the object store, one copy, one checksum. Packing
-the same tensors gives the same bytes, hence the same checksum; unpacking makes views, no copies.
-Called by the trainer (pack) and by the engine's weight-transfer backend (unpack).
+A group of named tensors becomes one contiguous byte buffer and a manifest with the position of each
+tensor in it. So a group is one object in the object store, one copy, one checksum. Packing the same
+tensors gives the same bytes, hence the same checksum; unpacking makes views, no copies. Called by
+the trainer (pack) and by the engine's weight-transfer backend (unpack).
 """
 
 from __future__ import annotations
@@ -68,16 +68,19 @@ def unpack_group(manifest: WeightManifest, buffer: torch.Tensor) -> list[tuple[s
 
 
 def buffer_checksum(buffer: Bytes) -> str:
-    """CRC-32 of the bytes as eight hex digits: it guards against mix-ups, not against attackers."""
+    """Return the CRC-32 of the bytes as eight hex digits: a guard against mix-ups, not
+    attackers.
+    """
     return f"{zlib.crc32(buffer.data):08x}"
 
 
 def layer_groups(names: Sequence[str]) -> list[list[str]]:
-    """Partition parameter names: what comes before the layers, each layer, what comes after.
+    """Partition parameter names: those before the layers, those of each layer, those after the
+    layers.
 
     A layer is keyed on the outermost number in the name, so that a layer's experts stay together.
-    Order within a group is the order given.
-    Example: [embed.w, layers.0.a, layers.1.a, layers.0.b, norm.w]
+    Order within a group is the order given. Example: [embed.w, layers.0.a, layers.1.a, layers.0.b,
+    norm.w]
         -> [[embed.w], [layers.0.a, layers.0.b], [layers.1.a], [norm.w]]
     """
     before: list[str] = []

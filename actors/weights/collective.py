@@ -1,12 +1,12 @@
 """Broadcasting a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-Each broadcast has a group of its own, under a store prefix of its own: rank 0 is the trainer's, the
-others are the workers of the engines that took a seat on the board. A member that dies or freezes
-fails the group; the others drop their buffers and take a seat in the next one, which is formed
-without it. Invariant: a worker's model is touched only after the last byte has arrived.
+Each broadcast has its own group under its own store prefix: rank 0 is the trainer's, the others are
+the workers of the engines that took a seat on the board. A member that dies or freezes fails the
+group; the others drop their buffers and take a seat in the next group, which is formed without it.
+Invariant: a worker's model is touched only after the last byte has arrived.
 
-`Sender` runs beside a rank's training and serves whoever lacks the current version, also engines
-that start later; `Reception` runs beside an engine's sampling. No Ray, no vLLM.
+`Sender` runs next to a rank's training and serves every replica that lacks the current version,
+including engines that start later; `Reception` runs next to an engine's sampling. No Ray, no vLLM.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch.distributed as dist
 from actors.weights.board import Seat, StaleTerm, WeightGroup, WeightManifest
 from actors.weights.buffers import buffer_checksum
 
-# Until a member must have come to the group, and until each chunk must have arrived everywhere: a
-# deadline by progress, whatever the size of the model.
+# Seconds within which a member must join the group, and each chunk must arrive everywhere: a
+# deadline by progress, independent of the size of the model.
 STALL_S = 10.0
 CHUNK_BYTES = 64 * 1024 * 1024
-# Written by a worker for each group of weights that it has received, and before what went wrong.
+# A worker writes RECEIVED for each group of weights that it has received, and FAILED before an
+# error message.
 RECEIVED, FAILED = b".", b"!"
 FORM_S = 5.0
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -43,13 +44,13 @@ def meet(
 ) -> dist.ProcessGroup:
     """Form a group with the other members. address: of this node, as the others reach it.
 
-    Raises: RuntimeError (torch) when a member does not come within STALL_S.
+    Raises: RuntimeError (torch) if a member does not join within STALL_S.
     """
     own, timeout = dist.PrefixStore(seat.name, store), timedelta(seconds=STALL_S)
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        # NCCL itself waits for its members without a limit.
+        # Without this, NCCL waits for its members without a limit.
         _wait_for_all(own, "here", rank=rank, size=seat.size)
         with raising_timeouts():
             return dist.ProcessGroupNCCL(own, rank, seat.size, nccl)
@@ -61,11 +62,11 @@ def meet(
 
 @contextmanager
 def raising_timeouts() -> Iterator[None]:
-    """NCCL groups that are made within it raise an error at a timeout.
+    """Make the NCCL groups that are created in this context raise an error at a timeout.
 
-    ProcessGroupNCCL reads the variable when it is made. Without it `wait` returns before the work
-    is done, and a watchdog thread ends the process at a timeout; with it there is no such thread.
-    The trainer's own groups, and vLLM's, are made before and keep theirs.
+    ProcessGroupNCCL reads the variable when it is created. Without it `wait` returns before the
+    work is done, and a watchdog thread ends the process at a timeout; with it there is no such
+    thread. The trainer's own groups, and vLLM's, are created before and keep their watchdogs.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -79,7 +80,7 @@ def raising_timeouts() -> Iterator[None]:
 
 
 def broadcast(group: dist.ProcessGroup, buffer: torch.Tensor, *, device: torch.device) -> None:
-    """Bring rank 0's bytes into every member's buffer. buffer: [num_bytes] uint8 on the CPU."""
+    """Copy rank 0's bytes into every member's buffer. buffer: [num_bytes] uint8 on the CPU."""
     for part in buffer.split(CHUNK_BYTES):
         moved = part.to(device)
         group.broadcast(moved, 0).wait()
@@ -95,23 +96,26 @@ def connect(address: str) -> dist.TCPStore:
 
 
 def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
-    """Keep the group, and what its sockets still hold, until all members are through."""
+    """Keep the group, and the data in its sockets, until all members are through."""
     own = dist.PrefixStore(seat.name, store)
     with suppress(RuntimeError):
         _wait_for_all(own, "through", rank=rank, size=seat.size)
 
 
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
-    """Raises: RuntimeError (torch) when a member has not come to `place` within STALL_S."""
+    """Wait until all members have reached `place`.
+
+    Raises: RuntimeError (torch) if one has not within STALL_S.
+    """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
 
 
 class Reception:
-    """One worker's part in a broadcast, in a thread of its own.
+    """A worker's part in a broadcast, in its own thread.
 
     progress: a file to which RECEIVED is appended for each group of weights, or FAILED and a
-    sentence; another process follows it there. buffers: complete once all groups are received.
+    sentence; another process reads it. buffers: complete once all groups are received.
     """
 
     def __init__(
@@ -125,13 +129,13 @@ class Reception:
         address: str,
         progress: Path,
     ) -> None:
-        """rank: this worker's own, `seat.rank` or one after it."""
+        """Start the thread. rank: this worker's own, `seat.rank` or one after it."""
         self.buffers = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in manifests]
         self.manifests = tuple(manifests)
         self._seat, self._rank, self._device, self._address = seat, rank, device, address
         self._checksums = tuple(checksums)
         self._progress = progress
-        # Before the thread starts, so that whoever follows finds it.
+        # Before the thread starts, so that a reader of the progress finds the file.
         progress.touch()
         threading.Thread(target=self._run, daemon=True, name=f"weights-{seat.name}").start()
 
@@ -141,7 +145,7 @@ class Reception:
                 for _ in self._receive():
                     progress.write(RECEIVED)
             except (RuntimeError, ValueError, OSError) as error:
-                # torch has no type of its own for a peer that is gone.
+                # torch has no type for the error of a peer that is gone.
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 progress.write(FAILED + first_line.encode())
 
@@ -160,23 +164,23 @@ class Reception:
 
 
 def read_progress(path: Path) -> tuple[int, str | None]:
-    """How many groups of weights a worker has received, and what went wrong, if anything did."""
+    """Return how many groups of weights a worker has received, and its error message or None."""
     received, failed, reason = path.read_bytes().partition(FAILED)
     return len(received), reason.decode() if failed else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a sender broadcasts."""
+    """A policy version that a sender broadcasts."""
 
     term: int
     version: int
     groups: tuple[WeightGroup, ...]
-    """With their buffers."""
+    """Including their buffers."""
 
 
 class Sender:
-    """The trainer's rank 0: serves whoever asks for the current version, in a thread of its own."""
+    """The trainer rank 0's thread that serves every engine that asks for the current version."""
 
     def __init__(
         self,
@@ -185,8 +189,11 @@ class Sender:
         address: str,
         device: torch.device,
     ) -> None:
-        """form_group: asks the board (`WeightBoard.form_group`) with the offer, the store's
-        HOST:PORT and a timeout. address: of this node, as the engines reach it."""
+        """Start the thread.
+
+        Args: form_group: asks the board (`WeightBoard.form_group`) with the offer, the store's
+        HOST:PORT and a timeout. address: of this node, as the engines reach it.
+        """
         self._form_group = form_group
         self._address, self._device = address, device
         self._offered = threading.Condition()
@@ -195,7 +202,7 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Offer | None) -> None:
-        """Serve this from now on, to those that come later too; None: nobody.
+        """Serve this offer from now on, also to engines that start later; None: serve nothing.
 
         Raises: as `check`.
         """
@@ -205,7 +212,7 @@ class Sender:
             self._offered.notify()
 
     def check(self) -> None:
-        """Raises: RuntimeError when the thread has ended, so that engines would wait for ever."""
+        """Raise RuntimeError if the thread has ended, because engines would then wait forever."""
         if (error := self._ended_by) is not None:
             raise RuntimeError(
                 f"weights: nothing is broadcast any more, after {type(error).__name__}: {error}"
@@ -215,7 +222,7 @@ class Sender:
         try:
             self._serve_forever()
         except Exception as error:
-            # The thread's outermost frame: an error that is nobody's would be seen by nobody.
+            # The outermost frame of the thread: an error would otherwise be lost.
             log.exception("weights: the broadcasting thread has ended")
             self._ended_by = error
 
@@ -234,9 +241,9 @@ class Sender:
             except StaleTerm:
                 self.offer(None)
             except (RuntimeError, OSError) as error:
-                # Those that missed it ask again; torch has no type for a peer that is gone.
+                # Engines that missed it ask again; torch has no type for a peer that is gone.
                 log.warning("weights: broadcast of version %d failed: %s", offer.version, error)
-            # No two groups meet at one store, so that nothing piles up in it.
+            # A new store for each group, so that its keys do not pile up.
             store = None
 
     def _send(self, offer: Offer, store: dist.Store, seat: Seat) -> None:

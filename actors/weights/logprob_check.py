@@ -1,11 +1,11 @@
-"""The log-probability check: a text that trainer and engines score, and by how much they differ.
+"""The log-probability check: the difference of trainer's and engines' scores of one text.
 
     text = CheckText(token_ids=join_prompts(prompts, num_tokens=4032, vocab_size=vocab_size))
     own = ...                          # the trainer's scores of `text_row(text)`, [T - 1], nats
     found = LogprobCheck(num_tokens=4032, dtype=dtype, comparisons=(compare("alone", own, engine),))
     found.is_beyond                    # whether they differ by more than BOUNDS allows
 
-Pure: NumPy alone. The engines report their scores to the weight board after each load;
+Pure: needs only NumPy. The engines report their scores to the weight board after each load;
 `service.run.engines.Publisher` asks the trainer and compares.
 """
 
@@ -31,9 +31,9 @@ MIN_JUDGED_TOKENS = 18
 MAX_SAMPLED = 256
 """Sampled tokens of a start's check, at all temperatures together."""
 MAX_SAMPLED_AT_ONE = 64
-"""At one temperature."""
+"""Sampled tokens of a start's check, at one temperature."""
 CHECKED_TEMPERATURES = (1.0, 0.7)
-"""Beside the run's own."""
+"""Temperatures that are checked in addition to the run's own."""
 COST_SHARE = 0.05
 """Share of the time since the start that the checks after publications may take."""
 _MAX_PIECE = 64
@@ -51,7 +51,7 @@ class Bounds:
     """None: a single token may differ by any amount."""
 
 
-# Constants of the project, not measured by a run: above what the order of the sums causes in models
+# Constants of the project, not measured by a run: above the effect of the order of sums in models
 # that both compute alike, and far below the 0.5 to 6 nats of families that one of the two computes
 # differently. In bfloat16 a single unlikely token may differ by more than 0.1.
 BOUNDS: Mapping[Dtype, Bounds] = {
@@ -69,7 +69,7 @@ class CheckText:
     first_scored: int = 1
     """The first token whose score counts; the very first one has none."""
     temperatures: tuple[float, ...] = ()
-    """The text is continued at each of them."""
+    """Temperatures at which the text is continued."""
     num_sampled: int = 0
     """Tokens of each continuation."""
 
@@ -104,7 +104,7 @@ def start_text(
     vocab_size: int,
     temperatures: Iterable[float],
 ) -> CheckText:
-    """Return the start's text, as long as the context and the limit allow with its continuations.
+    """Return the start's text, as long as context and limit allow, with room for its continuations.
 
     limit: None: 4,096 tokens on CPU, else the whole context. temperatures: the run's own.
     """
@@ -117,10 +117,10 @@ def start_text(
 
 
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
-    """Join pieces of the prompts, in an order that is always the same: [num_tokens] int32.
+    """Join pieces of the prompts, in a fixed order: [num_tokens] int32.
 
-    Pieces and not whole prompts: a text that repeats itself can be copied, and a token that is
-    almost certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
+    Pieces instead of whole prompts: a model can copy a text that repeats itself, and a token that
+    is almost certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -138,7 +138,7 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """Return the text after a publication: the start's, then what an engine has sampled after it.
+    """Return the text after a publication: the start's text and an engine's continuation.
 
     most: the most tokens that an engine takes as a prompt.
     """
@@ -147,14 +147,16 @@ def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: in
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text with only its last FAR_TOKENS scored; itself if it has no more than those."""
+    """Return the text with only its last FAR_TOKENS scored; a text with no more than those is
+    returned unchanged.
+    """
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
     return replace(text, first_scored=max(1, text.token_ids.size - FAR_TOKENS))
 
 
 def short(text: CheckText) -> CheckText:
-    """The beginning of the text."""
+    """Return the beginning of the text, SHORT_TOKENS long."""
     return CheckText(token_ids=text.token_ids[:SHORT_TOKENS])
 
 
@@ -171,7 +173,9 @@ def packed_row(text: CheckText) -> MicroBatch:
 
 
 def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
-    """The text with its continuations, whose tokens are the targets, in their order."""
+    """Return a row of the text and its continuations, whose tokens are the targets, in their
+    order.
+    """
     length = text.token_ids.size
     starts = list(accumulate((each.token_ids.size for each in samples), initial=length))
     positions = [
@@ -232,10 +236,10 @@ def _packed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The difference over one series of scores: |trainer - engine|, nats."""
+    """The difference between two series of scores: |trainer - engine|, nats."""
 
     name: str
-    """Which scores they are."""
+    """Name of the series."""
     num_scores: int
     mean: float
     largest: float
@@ -243,7 +247,7 @@ class Comparison:
     """The mean of the first, the middle and the last quarter."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """Return the difference divided by what is allowed; above 1 it is not rounding."""
+        """Return the difference divided by its bound; above 1 rounding does not explain it."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters
@@ -288,13 +292,13 @@ class LogprobCheck:
     """The result of the check before the first step, or after a publication."""
 
     num_tokens: int
-    """Length of the text, with its continuations: the context that was tried."""
+    """Length of the text with its continuations: the context that was checked."""
     dtype: Dtype
     """The type whose bounds apply: the coarser of the trainer's and the engine's."""
     comparisons: tuple[Comparison, ...]
     """At least one."""
     seconds: float = 0.0
-    """Time that the trainer and the slowest engine took, after a publication."""
+    """Seconds that trainer and slowest engine took together, for a check after a publication."""
 
     @property
     def worst(self) -> Comparison:
@@ -306,7 +310,9 @@ class LogprobCheck:
 
     @property
     def is_judged(self) -> bool:
-        """Not of the fixed text of 17 tokens, whose mean says little in bfloat16."""
+        """Whether the text is long enough to judge: not the fixed text of 17 tokens, whose mean
+        says little in bfloat16.
+        """
         return self.num_tokens >= MIN_JUDGED_TOKENS
 
     @property
@@ -315,7 +321,7 @@ class LogprobCheck:
 
     @property
     def statistics(self) -> dict[str, float]:
-        """By the names of `actors.statistics`."""
+        """Values by their names in `actors.statistics`."""
         ratio = {"logprob_check_ratio": self.ratio} if self.is_judged else {}
         return ratio | {
             "logprob_check_max": max(each.largest for each in self.comparisons),
@@ -325,7 +331,7 @@ class LogprobCheck:
         }
 
     def after(self, earlier: LogprobCheck | None) -> LogprobCheck:
-        """This one and an earlier one, for the record of one step."""
+        """Return this check joined with an earlier one, for the record of one step."""
         if earlier is None:
             return self
         return replace(
@@ -335,7 +341,7 @@ class LogprobCheck:
         )
 
     def __str__(self) -> str:
-        """The worst difference, what is allowed, and the likely causes."""
+        """Return the worst difference, the bounds, and the likely causes."""
         bounds = BOUNDS[self.dtype]
         allowed = f"a mean of at most {_nats(bounds.mean)}"
         if bounds.largest is not None:
@@ -347,7 +353,9 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """For each series beyond its bound, the engine that differs most; worst series first."""
+        """List for each series beyond its bound the engine that differs most; worst series
+        first.
+        """
         found: dict[str, Comparison] = {}
         bounds = BOUNDS[self.dtype]
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
