@@ -91,9 +91,10 @@ build/peers/%/.installed: benchmarks/peers/%.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps -r $<
 	@touch $@
 
-lint: setup ## style and types
+lint: setup ## style, types and plain English
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/plain_english.py
 	$(BIN)/mypy
 
 RESOLVE := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-header --no-annotate \

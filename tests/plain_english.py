@@ -5,8 +5,8 @@ imperative, with "Whether", or with a noun if the function is a property; that o
 begin with a word that makes it a fragment. `make lint` runs this. A line that has a good reason to
 keep a phrase says so at its end: `# english: the reason`, or `<!-- english: the reason -->`.
 
-Packages that are not clean yet have their number of findings in `plain_english.toml`. The number may
-only fall: more findings fail, and so do fewer, until the file is written again with `--write`.
+Packages that are not clean yet have their number of findings in `plain_english.toml`. The number
+may only fall: more findings fail, and so do fewer, until the file is written again with `--write`.
 
     $ python tests/plain_english.py                  # check the tree
     $ python tests/plain_english.py actors/trainer   # show the findings of a package
@@ -32,8 +32,9 @@ PAGES = ("README.md", "docs")
 # Each phrase with what to write. A phrase is here because it was used for something else than an
 # English reader takes it for.
 PHRASES = {
-    r"(is|are|was|were|be|been|get|gets) told": "is shown, is notified, receives",
-    r"told (as|of|by|in|what|whether|how|that|to)": "reported, shown, stored",
+    r"(is|are|was|were|be|been|gets?) told|told (as|of|by|in|what|whether|how|that|to)": (
+        "is shown, is reported, receives"
+    ),
     r"tells? (of|apart)": "reports, distinguishes",
     r"go(es)? on": "continues, resumes",
     r"comes? to(?! an? end)": "totals, results in, reaches",
@@ -53,7 +54,7 @@ PHRASES = {
     r"whose it is": "the owner",
     r"(the|this|these|that|its|their|a) \w+ alone": "only the ...",
     r"behind (it|them|the (last|first|step|turn|end|prompt|token|version)|each|every)": "after",
-    r"where (one|none|there|nothing|nobody|somebody|that) (is|are|has|have|was|does|can)": "if, when",
+    r"where (one|none|there|nothing|nobody|that) (is|are|has|have|was|does|can)": "if, when",
     r"where (it|they) (has|have|does|do|can)": "if, when",
     r"what (is|was|there is|it is|they are) (left|there|so|known|to be)": "name the thing",
     r"(?<!there )(?<!There )(?<!that )(is|are) no (?!longer|more|less|such|need|way|other)\w+": (
@@ -65,9 +66,9 @@ FORBIDDEN = [(re.compile(rf"\b({phrase})\b"), plain) for phrase, plain in PHRASE
 WAIVER = re.compile(r"english: *\S+ +\S+")
 # Words that begin a fragment, not a sentence with a verb in the imperative.
 FRAGMENT = frozenset(
-    "of as how those that which where who whose why by for from in into with without within at on to "
-    "under over until behind beside told none its it this these each every all no nothing once so "
-    "and or but if when two three what".split()
+    "of as how those that which where who whose why by for from in into with without within at on "
+    "to under over until behind beside told none its it this these each every all no nothing once "
+    "so and or but if when two three what".split()
 )
 NOUN = frozenset("the a an one".split())
 
@@ -129,7 +130,9 @@ def check_python(path: str, source: str) -> Iterator[Finding]:
 
 def check_page(path: str, text: str) -> Iterator[Finding]:
     """Yield the findings in a page, outside its blocks of code."""
-    prose = re.sub(r"^```.*?^```", lambda block: re.sub(r"[^\n]", " ", block[0]), text, flags=re.M | re.S)
+    prose = re.sub(
+        r"^```.*?^```", lambda block: re.sub(r"[^\n]", " ", block[0]), text, flags=re.M | re.S
+    )
     lines = text.splitlines()
     waived = frozenset(number for number, line in enumerate(lines, 1) if WAIVER.search(line))
     yield from check_text(path, 1, prose, waived)
