@@ -1,14 +1,14 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
-Metadata stays in the actor; payloads lie in the object store. The actor owns them: Ray frees what
-a dead process owned, and a finished trajectory has to outlive the environment actor that played
-it, so `put` takes the block by value (large ones come through shared memory) and stores it under
-the queue's own name. Readers get references. Every wait has a deadline; an empty answer means
-that there was nothing until then.
+Metadata stays in the actor; payloads are in the object store. The actor owns them: Ray frees what a
+dead process owned, and a finished trajectory has to outlive the environment actor that played it,
+so `put` takes the block by value (large ones come through shared memory) and stores it under the
+queue's own name. Readers get references. Every wait has a deadline; an empty answer means that
+there was nothing until then.
 
 Ray starts a queue that died again, under the same handles and without its state; calls wait until
-the supervisor has opened it. What the loop is told comes with a cut: the newest one is what the
-next queue is opened from, so that the two agree.
+the supervisor has opened it. Every answer to the loop carries a cut: the next queue is opened from
+the newest one, so that loop and queue agree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Found = TypeVar("Found")
 
 
 class TrajectoryQueue:
-    """One for a run. Called by who plays (rollouts) and by the supervisor (the rest)."""
+    """A run's queue. Environment actors and the gateway call it for rollouts, the supervisor for
+    the rest.
+    """
 
     def __init__(self, settings: QueueStateSettings) -> None:
         self._settings = settings
@@ -63,10 +65,10 @@ class TrajectoryQueue:
     async def open(
         self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
     ) -> bool:
-        """Go on from a snapshot, None: empty; every other call waits for it.
+        """Start from a snapshot, or empty if it is None; every other call waits for this one.
 
-        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState.
-        Returns: False when this queue was opened before, as another one.
+        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState. Returns:
+        False if this queue was already opened under another number.
         """
         if self._opening is None:
             self._state = QueueState(self._settings, snapshot=snapshot, keeps_taken=keeps_taken)
@@ -75,7 +77,7 @@ class TrajectoryQueue:
         return self._opening == opening
 
     async def admissible(self, timeout_s: float) -> tuple[list[OpenSlot], QueueCut]:
-        """Group numbers that have no task, waited for up to timeout_s."""
+        """Wait up to timeout_s for group numbers that have no task, and return them."""
         await self._opened.wait()
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
@@ -88,7 +90,8 @@ class TrajectoryQueue:
     async def take_rollouts(
         self, actor_id: str, max_count: int, timeout_s: float, environments: Collection[str]
     ) -> list[RolloutAssignment]:
-        """Up to max_count rollouts of these environments to play, waited for up to timeout_s.
+        """Wait up to timeout_s for rollouts of these environments to play; return at most
+        max_count.
 
         Raises: ActorReleased once the actor was released, also in a wait that is under way.
         """
@@ -171,7 +174,9 @@ class TrajectoryQueue:
         return is_taken
 
     async def take_step(self, timeout_s: float) -> tuple[StepInput | None, QueueCut]:
-        """The next step's closed groups, waited for up to timeout_s; None: not complete yet."""
+        """Wait up to timeout_s for the next step's closed groups; return None if it is not complete
+        then.
+        """
         await self._opened.wait()
 
         def note(waited_s: float) -> None:
@@ -199,16 +204,16 @@ class TrajectoryQueue:
         return self._cut()
 
     async def set_loaded_version(self, version: int) -> QueueCut:
-        """Every ready engine holds `version`, counted in steps.
+        """Record that every ready engine holds `version`, counted in steps.
 
-        Raises: ValueError when it goes backwards.
+        Raises: ValueError if it is lower than before.
         """
         await self._opened.wait()
         self._state.set_loaded_version(version)
         return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
-        """An actor is dead: its rollouts are played again, its id is used up.
+        """Have the rollouts of a dead actor played again; its id is never used again.
 
         Returns: how many rollouts it held.
         """
@@ -218,9 +223,9 @@ class TrajectoryQueue:
         return num_released
 
     async def give_back(self, actor_id: str) -> int:
-        """An actor has dropped what it held, and goes on.
+        """Have the rollouts of a live actor that has dropped them played again.
 
-        Returns: how many rollouts it held here, which are played again.
+        Returns: how many rollouts it held here.
         """
         await self._opened.wait()
         num_held = self._state.give_back(actor_id)
@@ -228,19 +233,19 @@ class TrajectoryQueue:
         return num_held
 
     async def hold(self, is_held: bool) -> None:
-        """Hand out nothing, or go on. As QueueState.hold."""
+        """Stop handing out rollouts, or resume, as QueueState.hold."""
         await self._opened.wait()
         self._state.hold(is_held)
         self._notify()
 
     async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
-        """Evict a group as cancelled; False when it has left, or a step has taken it."""
+        """Evict a group as cancelled; return False if it has left, or a step has taken it."""
         await self._opened.wait()
         is_cancelled = self._state.cancel_group(group_id)
         return is_cancelled, self._cut()
 
     async def cancel_all(self) -> QueueCut:
-        """End the run: what is in flight is evicted."""
+        """End the run: evict everything in flight."""
         await self._opened.wait()
         self._state.cancel_all()
         return self._cut()
@@ -250,7 +255,7 @@ class TrajectoryQueue:
         return replace(self._state.stats(now=time.monotonic()), blocked_s=dict(self._blocked_s))
 
     async def cut(self) -> QueueCut:
-        """What happened since the last cut, and how things stand now."""
+        """Return what happened since the last cut, and the current state."""
         await self._opened.wait()
         return self._cut()
 
@@ -274,7 +279,9 @@ class TrajectoryQueue:
         ]
 
     def _cut(self) -> QueueCut:
-        """Called without a wait after the change, so that no event falls between the two."""
+        """Make a cut. Called without a wait after the change, so that no event is lost between the
+        two.
+        """
         self._notify()
         assert self._opening is not None
         drained = self._state.drain()
@@ -307,7 +314,7 @@ class TrajectoryQueue:
     ) -> Found | None:
         """Call `find` now and after each change, until it finds something or time is up.
 
-        note_wait: told the seconds of each wait between two calls, before the second one.
+        note_wait: called with the seconds of each wait between two calls, before the second one.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -322,9 +329,10 @@ class TrajectoryQueue:
 
 
 def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start a queue that has to be opened; Ray starts one that dies again, not opened either.
+    """Start a queue that has to be opened. Ray restarts it if it dies; it must then be opened
+    again.
 
-    strategy: Ray's, of its place.
+    strategy: Ray's scheduling strategy for the actor.
     """
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
     return ray.remote(**options)(TrajectoryQueue).remote(settings)

@@ -1,4 +1,4 @@
-"""How trajectories are stored, in the object store and the journal: a MessagePack message each.
+"""The storage format of trajectories in object store and journal: a MessagePack message each.
 
 msgspec encodes the dataclasses as they are, with an array as its type, shape and bytes. A sample
 that branched off another is sent without the tokens that it shares with it, so that bytes grow with
@@ -55,14 +55,14 @@ def decode(block: TrajectoryBlock, row: int) -> Trajectory:
 
 
 def without_shared(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with each branch cut to what it does not share with its parent."""
+    """Return the trajectory with each branch cut to the tokens that its parent does not have."""
     if len(trajectory.samples) <= 1:
         return trajectory
     return replace(trajectory, samples=tuple(_cut(sample) for sample in trajectory.samples))
 
 
 def with_shared(trajectory: Trajectory) -> Trajectory:
-    """The inverse of `without_shared`."""
+    """Restore the tokens that `without_shared` has cut."""
     if len(trajectory.samples) <= 1:
         return trajectory
     whole: list[Sample] = []
@@ -112,10 +112,10 @@ _TRAJECTORIES = msgspec.msgpack.Decoder(Trajectory, dec_hook=_to_array)
 
 
 def to_bytes(value: Any) -> bytes:
-    """The message of a record: a dataclass of plain values, records and arrays."""
+    """Encode a record: a dataclass of plain values, records and arrays."""
     return _encoder.encode(value)
 
 
 def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    """Reads messages of one type of record; raises msgspec.MsgspecError, ValueError."""
+    """Return a decoder of one type of record; it raises msgspec.MsgspecError, ValueError."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)

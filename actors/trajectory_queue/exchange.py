@@ -2,9 +2,9 @@
 
 Invariant: every assignment that was taken becomes exactly one trajectory handed to the queue, or
 `run` raises, and the supervisor then gives this actor's rollouts to another one. A slot is free
-again only when its trajectory has been handed over, so a full queue slows the player down. When the
-queue has died, all that is held is dropped: its successor hands it out anew. Called by the actors
-that play: environment actors and the gateway.
+again only when its trajectory has been handed over, so a full queue slows the player down. If the
+queue dies, this side drops all that it holds: the next queue hands it out again. Called by the
+actors that play: environment actors and the gateway.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class QueueUnreachable(Exception):
 
 
 class QueueDied(Exception):
-    """The queue that had this actor's rollouts is gone; its successor gives them out anew."""
+    """The queue that had this actor's rollouts is gone; the next queue hands them out again."""
 
 
 class RolloutExchange:
-    """One for a process that plays; its methods are called in one event loop."""
+    """A playing process's exchange with the queue; its methods are called in one event loop."""
 
     def __init__(
         self,
@@ -57,13 +57,14 @@ class RolloutExchange:
         settings: ExchangeSettings,
         is_durable: bool = False,
     ) -> None:
-        """play: plays one rollout to its end; where it raises, the rollout is an infrastructure
-        error. It is cancelled by a stop and when the queue has died; then the same rollout may be
-        played again, as a later attempt, before the cancelled one has ended.
+        """Create an exchange; `run` starts it.
 
-        queue: handle of the trajectory queue actor. environments: whose tasks are taken.
-        num_slots: rollouts held at once, >= 1. is_durable: a play that a stop cancels is dropped,
-        for another actor to deliver; else it is handed over as cancelled.
+        Args: play: plays one rollout to its end; if it raises, the rollout is an infrastructure
+        error. It is cancelled by a stop and when the queue has died; then the same rollout may be
+        played again, as a later attempt, before the cancelled one has ended. queue: handle of the
+        trajectory queue actor. environments: those whose tasks are taken. num_slots: rollouts held
+        at once, >= 1. is_durable: a play that a stop cancels is dropped, for another actor to
+        deliver; else it is handed over as cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -161,7 +162,7 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Drop what is held, and tell the queue.
+        """Drop everything that is held, and report this to the queue.
 
         Raises: QueueUnreachable.
         """
@@ -198,7 +199,10 @@ class RolloutExchange:
             self._keep(cancelled, num_deaths)
 
     def _keep(self, trajectory: Trajectory, num_deaths: int) -> None:
-        """num_deaths: of the queue, that were seen when its rollout was taken."""
+        """Keep a finished trajectory, unless the queue has died since its rollout was taken.
+
+        num_deaths: the queue's deaths that were known when the rollout was taken.
+        """
         if num_deaths == self._num_deaths_seen:
             self._finished.append(trajectory)
             self._has_finished.set()

@@ -24,7 +24,7 @@ from actors.types import Outcome, RolloutAssignment, Task, TrajectorySummary
 
 
 class RolloutState(Enum):
-    """Where a rollout stands. finished: its payload is stored. gone: it has left the ledger."""
+    """The state of a rollout. finished: its payload is stored. gone: it has left the ledger."""
 
     PENDING = "pending"
     HANDED_OUT = "handed_out"
@@ -46,7 +46,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """Where a finished trajectory is stored."""
+    """The location of a finished trajectory."""
 
     block: Any
     """Reference to a TrajectoryBlock, which the state never resolves."""
@@ -57,7 +57,7 @@ class BlockRow:
     """When the queue took it in, by the monotonic clock of its process."""
 
 
-# In place of a payload that died with the queue which owned it.
+# Replaces a payload that died with the queue that owned it.
 LOST_ROW = BlockRow(block=None, row=0, num_bytes=0)
 
 
@@ -172,7 +172,7 @@ class Group:
 
     @property
     def num_usable(self) -> int:
-        """Finished rollouts whose return may stand in the baseline."""
+        """Number of finished rollouts whose return may be in the baseline."""
         return len(self.usable())
 
     def finished(self) -> list[Rollout]:
@@ -186,7 +186,7 @@ class Group:
         return [r for r in self.rollouts.values() if r.state in open_states]
 
     def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
-        """Take in how an attempt ended: finished, pending again or gone, by the policy."""
+        """Record how an attempt ended: finished, pending again or gone, by the policy."""
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
         if self.policy.is_retried(outcome, attempt=rollout.num_failures) or not is_kept:
@@ -236,11 +236,11 @@ class Group:
         )
 
     def is_usable(self, rollout: Rollout) -> bool:
-        """Whether a rollout has finished with a return that may stand in the baseline."""
+        """Whether a rollout has finished with a return that may be in the baseline."""
         return self._baseline_return(rollout) is not None
 
     def baseline_returns(self) -> list[float]:
-        """What the finished rollouts bring to the baseline, after the outcomes' rules."""
+        """Return the finished rollouts' values in the baseline, after the outcomes' rules."""
         found = map(self._baseline_return, self.rollouts.values())
         return [value for value in found if value is not None]
 
@@ -263,7 +263,7 @@ class Group:
 
 
 def check_request(request: GroupRequest, *, min_group_size: int) -> None:
-    """Raises: ValueError for a group that can never close, or would close too small to be trained.
+    """Raise ValueError for a group that can never close, or would close too small to be trained.
 
     min_group_size: >= 1.
     """
@@ -279,7 +279,9 @@ def check_request(request: GroupRequest, *, min_group_size: int) -> None:
 
 
 def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy) -> Group:
-    """A group with all its rollouts pending. Rollout ids follow from the group's: g000012.0-3."""
+    """Create a group with all its rollouts pending. Their ids follow from the group's:
+    g000012.0-3.
+    """
     group = Group(
         number=request.group_number,
         replacement=replacement,
@@ -294,9 +296,10 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """A group from its snapshot: what had not left the ledger is pending again.
+    """Restore a group from its snapshot: rollouts that had not left the ledger are pending again.
 
-    is_taken: a step has it, whose batch may be built already: finished, without their payloads.
+    is_taken: whether a step has it, whose batch may be built already: then they are finished,
+    without their payloads.
     """
     group = Group(
         number=snapshot.number,
@@ -358,12 +361,12 @@ class FailureCounter:
         self._last: tuple[Outcome, str, Task] | None = None
 
     def add_attempt(self, outcome: Outcome, *, detail: str, task: Task) -> None:
-        """An attempt ended without a trajectory that a baseline could use."""
+        """Record an attempt that ended without a trajectory that a baseline could use."""
         self._outcomes[outcome] += 1
         self._last = (outcome, detail, task)
 
     def add_group(self, *, is_usable: bool) -> None:
-        """A group closed."""
+        """Record a closed group."""
         if not is_usable:
             self._num_failed += 1
             return
@@ -372,7 +375,7 @@ class FailureCounter:
         self._outcomes.clear()
 
     def current(self) -> FailedGroups | None:
-        """None while no group has failed since the last usable one."""
+        """Return the failures; None while no group has failed since the last usable one."""
         if not self._num_failed or self._last is None:
             return None
         outcome, detail, task = self._last
@@ -390,11 +393,11 @@ class FailureCounter:
 class Refills:
     """Dynamic sampling: groups whose returns are all equal are replaced, `limit` times at most.
 
-    Where all that a closed group's members bring to the baseline is equal, its advantages are 0,
-    and its number is given another task. Reward shaping is not considered here: it comes later, in
-    the merge actor. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step
-    is refilled, the batch is not sampled anew; a number that was refilled `limit` times keeps what
-    comes, so that a solved task set ends as weak updates and does not block the step).
+    If all members of a closed group have equal values in the baseline, its advantages are 0, and
+    its number is given another task. Reward shaping is not considered here: it comes later, in the
+    merge actor. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step is
+    refilled, the batch is not sampled again; a number that was refilled `limit` times keeps the
+    next group, so that a solved task set ends as weak updates and does not block the step).
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:
@@ -410,9 +413,9 @@ class Refills:
         return True
 
     def forget(self, number: int) -> None:
-        """The number's step is finalised."""
+        """Forget a number whose step is finalised."""
         self._counts.pop(number, None)
 
     def counts(self) -> dict[int, int]:
-        """By group number that is not finalised, the refills used."""
+        """Return the refills used, by group number that is not finalised."""
         return dict(self._counts)

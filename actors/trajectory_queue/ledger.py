@@ -19,7 +19,7 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """Why a rollout left without being trained: ways of a group or step, then outcomes."""
+    """The reason why a rollout left without being trained: of its group or step, or its outcome."""
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
@@ -42,7 +42,7 @@ class EvictionReason(StrEnum):
 
     @classmethod
     def of(cls, outcome: Outcome) -> EvictionReason:
-        """The reason under which a dropped trajectory's rollout leaves.
+        """Return the reason under which a dropped trajectory's rollout leaves.
 
         Raises: ValueError for `completed`, which no policy may drop.
         """
@@ -121,7 +121,7 @@ def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionRea
 
 
 class LedgerEventKind(StrEnum):
-    """What happened to a rollout."""
+    """The kind of a rollout's change in the ledger."""
 
     ADMITTED = "admitted"
     TRAINED = "trained"
@@ -134,7 +134,7 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEvent:
-    """One change of a rollout's place in the ledger."""
+    """A change of a rollout's state in the ledger."""
 
     seq: int
     """0, 1, 2, ... without gaps."""
@@ -146,12 +146,14 @@ class LedgerEvent:
     """With `evicted` only."""
 
     step: int | None = None
-    """The step that took the rollout, counted from 1; None where none did."""
+    """The step that took the rollout, counted from 1; None if no step did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOutcome:
-    """How a rollout of a taken step left the ledger; an `Outcome` is how a trajectory ended."""
+    """The way in which a rollout of a taken step left the ledger; an `Outcome` is a trajectory's
+    end.
+    """
 
     rollout_id: str
     reason: EvictionReason | None = None
@@ -159,7 +161,7 @@ class RolloutOutcome:
 
 
 def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutcome]) -> None:
-    """Raises: ValueError when a rollout of the step is missing, named twice or not in the step."""
+    """Raise ValueError if a rollout of the step is missing, named twice or not in the step."""
     named = [outcome.rollout_id for outcome in outcomes]
     wrong = expected.symmetric_difference(named)
     if wrong or len(named) != len(expected):
@@ -171,7 +173,7 @@ def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Rollouts by where they stand; `evicted` has only the reasons that occurred."""
+    """Numbers of rollouts by their state; `evicted` has only the reasons that occurred."""
 
     admitted: int = 0
     trained: int = 0
@@ -189,7 +191,7 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSnapshot:
-    """All that the ledger holds, undrained events included."""
+    """The state of the ledger, including undrained events."""
 
     admitted: int = 0
     trained: int = 0
@@ -215,7 +217,7 @@ class Ledger:
         self._dropped_tokens = snapshot.dropped_tokens
 
     def admit(self, rollout_id: str) -> None:
-        """Raises: LedgerError when the rollout is in flight already."""
+        """Admit a rollout. Raises: LedgerError if it is in flight already."""
         if rollout_id in self._in_flight:
             raise LedgerError(f"ledger: rollout {rollout_id} admitted twice, it is in flight")
         self._in_flight[rollout_id] = None
@@ -223,13 +225,13 @@ class Ledger:
         self._record(rollout_id, LedgerEventKind.ADMITTED)
 
     def train(self, rollout_id: str, *, step: int) -> None:
-        """Raises: LedgerError when the rollout is not in flight."""
+        """Record a rollout as trained. Raises: LedgerError if it is not in flight."""
         self._leave(rollout_id, LedgerEventKind.TRAINED)
         self._trained += 1
         self._record(rollout_id, LedgerEventKind.TRAINED, step=step)
 
     def evict(self, rollout_id: str, reason: EvictionReason, *, step: int | None = None) -> None:
-        """Raises: LedgerError when the rollout is not in flight."""
+        """Record a rollout as evicted. Raises: LedgerError if it is not in flight."""
         self._leave(rollout_id, LedgerEventKind.EVICTED)
         self._evicted[reason] = self._evicted.get(reason, 0) + 1
         self._record(rollout_id, LedgerEventKind.EVICTED, reason=reason, step=step)
@@ -244,7 +246,7 @@ class Ledger:
         return taken
 
     def drain(self) -> list[LedgerEvent]:
-        """Events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

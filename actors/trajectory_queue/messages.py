@@ -14,14 +14,14 @@ from actors.types import Task, TrajectorySummary
 
 
 class Side(StrEnum):
-    """Who waits for the queue: environment actors fill it, the training loop empties it."""
+    """A side that waits for the queue: environment actors fill it, the training loop empties it."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class ActorReleased(ValueError):
-    """An actor that was released asks for rollouts."""
+    """An actor that was released requests rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class StepInput:
     """Counted from 1."""
 
     groups: tuple[tuple[StepTrajectory, ...], ...]
-    """Of each group the members whose disposition is not to be dropped."""
+    """For each group the members whose disposition is not drop."""
 
     blocks: tuple[Any, ...]
     """References to TrajectoryBlock, each once."""
@@ -79,7 +79,7 @@ class GroupToScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """How the queue stands. Counts are rollouts unless they say groups."""
+    """The queue's numbers. Counts are rollouts unless they say groups."""
 
     num_handed_out: int
 
@@ -101,50 +101,52 @@ class QueueStats:
     ledger: LedgerCounts
 
     oldest_s: float | None = None
-    """For how long the oldest finished trajectory has waited for a step; None: none waits."""
+    """Seconds that the oldest finished trajectory has waited for a step; None: none waits."""
 
     blocked_s: Mapping[Side, float] = field(default_factory=dict)
-    """Seconds since the queue was opened: producers with free slots that the bounds alone kept
-    from a rollout, summed over them; the consumer without a complete step."""
+    """Seconds since the queue was opened: for producers, the time in which they had free slots and
+    only the bounds kept a rollout from them, summed; for the consumer, the time without a complete
+    step.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
-    """What happened since the last drain, in order."""
+    """The events and summaries since the last drain, in order."""
 
     events: tuple[LedgerEvent, ...]
     summaries: tuple[TrajectorySummary, ...]
-    """Of every accepted attempt."""
+    """The summary of every accepted attempt."""
     failed_groups: FailedGroups | None = None
     """The failures up to now, not since the last drain; None: the last group was usable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """What a queue starts again from, without the trajectories that it held."""
+    """The state from which a queue starts again, without the trajectories that it held."""
 
     window: WindowSnapshot = field(default_factory=WindowSnapshot)
     ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
     groups: tuple[GroupSnapshot, ...] = ()
 
     replacements: Mapping[int, int] = field(default_factory=dict)
-    """By group number that is not finalised, how often it was filled before."""
+    """How often each group number that is not finalised was filled before."""
 
     variance_refills: Mapping[int, int] = field(default_factory=dict)
-    """How often of these because the group's returns were all equal."""
+    """The number of these refills that replaced a group of equal returns."""
 
     @property
     def last_event_seq(self) -> int:
-        """Of the newest ledger event that is in it; -1: none."""
+        """Number of the newest ledger event that is in the snapshot; -1: none."""
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:
-        """As a cut carries it: with the tasks' ids, without their data."""
+        """Return the snapshot of a cut: with the tasks' ids, without their data."""
         groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     def with_tasks(self, tasks: Mapping[int, Task]) -> QueueSnapshot:
-        """The inverse. tasks: by group number, those that the groups were admitted with."""
+        """Restore the tasks. tasks: by group number, those that the groups were admitted with."""
         groups = tuple(replace(group, task=tasks[group.number]) for group in self.groups)
         assert [group.task.task_id for group in groups] == [g.task.task_id for g in self.groups]
         return replace(self, groups=groups)
@@ -152,17 +154,19 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """How things stand, and what was drained in the same call.
+    """The queue's state, and the events that were drained in the same call.
 
     So each ledger event is recorded once: with this cut up to the snapshot's last_event_seq, later
-    ones after it. Cuts are made at every poll, so that one is as small as what has happened since
-    the cut before.
+    ones after it. A cut is made at every poll, so that it contains only what happened since the
+    last one.
     """
 
     opening: int
-    """Of the queue that made it."""
+    """Number of the opening of the queue that made it."""
     number: int
     """0, 1, 2, … over the cuts of one opening."""
     snapshot: QueueSnapshot | None
-    """Without the tasks' data, which the caller of `admit` has; None: as in the cut before."""
+    """Without the tasks' data, which the caller of `admit` has; None: unchanged since the last
+    cut.
+    """
     drained: Drained

@@ -1,4 +1,4 @@
-"""The queue's part of the configuration, and what its actor and its players are started with."""
+"""The queue's part of the configuration, and the settings of its actor and of its players."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class QueueSettings:
     __pydantic_config__ = STRICT
 
     max_items: Positive | None = None
-    """Rollouts in hand or buffered; null: two steps more than the lag needs."""
+    """Rollouts handed out or buffered; null: two steps more than the lag needs."""
     max_mib: Positive = 1024
     """Payload bytes buffered, MiB."""
 
@@ -29,21 +29,21 @@ class QueueSettings:
         return self.max_mib * MIB
 
     def max_items_with(self, algorithm: AlgorithmSettings) -> int:
-        """Rollouts in hand or buffered, with the default."""
+        """Return the bound on rollouts handed out or buffered, with its default."""
         steps_ahead = algorithm.max_policy_age + 2
         return self.max_items or steps_ahead * algorithm.rollouts_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStateSettings:
-    """All that the queue actor is started with."""
+    """The settings of the queue actor."""
 
     algorithm: AlgorithmSettings
     queue: QueueSettings
     num_steps: int | None = None
-    """Steps of the whole run, beyond which no group is admitted; None: without end."""
+    """Steps of the whole run, beyond which no group is admitted; None: no limit."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
-    """Outcome rules by environment; the defaults where it has none."""
+    """Outcome rules by environment; an environment that is absent has the defaults."""
     durable: frozenset[str] = frozenset()
     """Environments whose turns are stored as they are sampled: an actor that dies takes none with
     it, so that its rollouts are handed out again without a failed attempt."""
@@ -62,13 +62,13 @@ class QueueStateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSettings:
-    """How a player takes rollouts and hands over trajectories."""
+    """The times and limits of a player's exchange with the queue."""
 
     poll_s: float = 1.0
-    """How long one request for assignments may wait in the queue."""
+    """Seconds that one request for assignments may wait in the queue."""
     tick_s: float = 0.02
-    """Trajectories that finish within a tick travel together."""
+    """Seconds; trajectories that finish within a tick are sent together."""
     max_block: int = 64
-    """Trajectories that travel together at most."""
+    """Largest number of trajectories that are sent together."""
     queue_deadline_s: float = 60.0
-    """How long the queue may take to answer beyond a poll."""
+    """Seconds that the queue may take to answer beyond a poll."""

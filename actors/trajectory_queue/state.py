@@ -3,7 +3,7 @@
 Invariants: the ledger balances after every call; a rollout is handed out to one actor at a time,
 and only the attempt that it plays now can bring a result (a late one is refused and counted); the
 bounds never stop a rollout of the step that is being collected, so that they cannot deadlock it.
-Called by the queue actor alone.
+Called only by the queue actor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
-# How what was played ends where its turns were held for too long.
+# Outcomes of a trajectory whose turns were held for too long.
 HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
@@ -63,9 +63,9 @@ class QueueState:
         snapshot: QueueSnapshot | None = None,
         keeps_taken: bool = False,
     ) -> None:
-        """All that the snapshot has in flight is pending again.
+        """Make every rollout that the snapshot has in flight pending again.
 
-        keeps_taken: but not the groups of taken steps, which the trainer goes on with.
+        keeps_taken: except the groups of taken steps, which the trainer continues with.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -190,7 +190,7 @@ class QueueState:
         return assignments
 
     def put(self, actor_id: str, summary: TrajectorySummary, payload: BlockRow) -> bool:
-        """Take in an ended attempt. Returns: False when it is not the one that is being played."""
+        """Accept an ended attempt; return False if it is not the one that is being played."""
         rollout = self._find(summary.rollout_id)
         if rollout is None or not rollout.is_with(actor_id, attempt=summary.attempt):
             self._num_refused += 1
@@ -299,7 +299,7 @@ class QueueState:
         return self._take_back(actor_id, detail="its environment actor died")
 
     def give_back(self, actor_id: str) -> int:
-        """Take back what an actor held, which has dropped it and goes on; as release_actor.
+        """Take back what a live actor has dropped; otherwise as release_actor.
 
         Returns: how many rollouts it held.
         """
@@ -343,11 +343,11 @@ class QueueState:
 
     def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
         """Play again the rollouts whose payload was lost; each counts as an infrastructure error,
-        but in a durable environment.
+        except in a durable environment.
 
         The first step concerned and all after it are rolled back and have to be taken again.
-        Rollouts whose payload the queue does not hold are passed over.
-        Returns: the steps rolled back, ascending.
+        Rollouts whose payload the queue does not hold are ignored. Returns: the steps rolled back,
+        ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
         steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]
@@ -368,11 +368,11 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Hand out nothing while no turn is sampled, or go on.
+        """Hand out nothing while no turn is sampled, or resume.
 
         A rollout that was played meanwhile, and whose time ran out, is played again: its attempt
-        counts as if it had never been handed out. Not where somebody outside ends it, who would
-        give the same again.
+        counts as if it had never been handed out. This does not apply if an external client ends
+        the rollout, because it would send the same result again.
         """
         self._is_held = is_held
         if is_held:
@@ -380,7 +380,9 @@ class QueueState:
         self._num_changes += 1
 
     def set_loaded_version(self, version: int) -> None:
-        """Every ready engine holds `version`. Raises: ValueError when it goes backwards."""
+        """Record that every ready engine holds `version`. Raises: ValueError if it is lower than
+        before.
+        """
         self._window.set_loaded_version(version)
         self._num_changes += 1
 
@@ -412,7 +414,7 @@ class QueueState:
         )
 
     def holds_back(self, environments: Collection[str]) -> bool:
-        """Whether the bounds alone keep a rollout of these environments from being handed out."""
+        """Whether only the bounds keep a rollout of these environments from being handed out."""
         if not self._is_full():
             return False
         heaps = (self._ready.get(environment, ()) for environment in environments)
@@ -421,7 +423,7 @@ class QueueState:
         return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
-        """now: by the clock of `BlockRow.arrived_at`."""
+        """Count rollouts by state. now: by the clock of `BlockRow.arrived_at`."""
         arrived_at = min((row.arrived_at for row in self._waiting.values()), default=None)
         return QueueStats(
             num_handed_out=len(self._handed_out),
@@ -490,11 +492,11 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
-        """Pending rollouts of these environments in the order of handing out, as far as the bounds
-        allow.
+        """Yield pending rollouts of these environments in the order of handing out, within the
+        bounds.
 
-        Beyond the bounds those of the step that is being collected still come, so that it can
-        close.
+        Beyond the bounds it still yields rollouts of the step that is being collected, so that it
+        can close.
         """
         while not self._is_full():
             heaps = [heap for name in environments if (heap := self._ready.get(name))]
@@ -568,9 +570,9 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """End attempts whose result is lost; in a durable environment it is delivered again."""
+        """End attempts whose result is lost; in a durable environment they are delivered again."""
         for rollout in rollouts:
-            # The rollout before it may have closed their group, with which this one has left.
+            # The previous rollout may have closed their group, with which this one has left.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
@@ -619,7 +621,7 @@ class QueueState:
         self._evict_group(group, reason)
 
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
-        """Evict all that is left of a group; its number is filled again with another task."""
+        """Evict the rest of a group; its number is filled again with another task."""
         for rollout in group.rollouts.values():
             if rollout.state is not RolloutState.GONE:
                 self._evict(rollout, reason)

@@ -1,14 +1,14 @@
-"""The admission window: policy age is bounded by what is let in, not by throwing work away.
+"""The admission window: policy age is bounded by admission, not by discarding work.
 
 P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
 be admitted when floor(k / P) <= v + S, v the version that every ready engine holds. A step takes P
 closed groups, one after the other, each out of the W numbers that start at the oldest group not yet
 taken.
 
-Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Why: when
-group k is taken as the n-th, all n before it have numbers below k + W and are not k, so
-n <= k + W - 1; it is trained by version floor(n / P) and was let in at version floor(k / P) - S or
-later. A step that is rolled back counts as never taken. Called by the queue state.
+Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: when
+group k is taken as the n-th, all n before it have numbers below k + W and are not k, so n <= k + W
+- 1; it is trained by version floor(n / P) and was admitted at version floor(k / P) - S or later. A
+step that is rolled back counts as never taken. Called by the queue state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actors.algorithm import AlgorithmSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSnapshot:
-    """The window as it stands."""
+    """The state of the window."""
 
     loaded_version: int = 0
     """The newest version that every ready engine held."""
@@ -40,7 +40,9 @@ class WindowSnapshot:
 
 
 class AdmissionWindow:
-    """Which group numbers may come in, and which closed ones make the next step."""
+    """The state machine that admits group numbers and chooses the closed groups of the next
+    step.
+    """
 
     def __init__(
         self,
@@ -49,7 +51,9 @@ class AdmissionWindow:
         num_steps: int | None = None,
         snapshot: WindowSnapshot | None = None,
     ) -> None:
-        """num_steps: of the whole run; None: without end. No group beyond them is admitted."""
+        """Create a window. num_steps: of the whole run; None: no limit. No group beyond them is
+        admitted.
+        """
         self._algorithm = algorithm
         self._num_steps = num_steps
         snapshot = snapshot or WindowSnapshot()
@@ -75,7 +79,7 @@ class AdmissionWindow:
 
     @property
     def admissible_end(self) -> int:
-        """Group numbers below it may be admitted: P for each of v + S + 1 steps."""
+        """The end of the admissible group numbers: P for each of v + S + 1 steps."""
         algorithm = self._algorithm
         num_steps = self._loaded_version + algorithm.max_lag + 1
         if self._num_steps is not None:
@@ -98,7 +102,7 @@ class AdmissionWindow:
         self._loaded_version = version
 
     def collecting(self) -> list[int]:
-        """The P oldest numbers not taken: once they are closed, a step can be taken."""
+        """Return the P oldest numbers not taken: once they are closed, a step can be taken."""
         numbers: list[int] = []
         number = self._oldest
         while len(numbers) < self._algorithm.groups_per_step:
@@ -108,7 +112,9 @@ class AdmissionWindow:
         return numbers
 
     def choose(self, is_closed: Callable[[int], bool]) -> tuple[int, ...] | None:
-        """The P groups that the next step would take, oldest closed ones first; None: not yet."""
+        """Return the P groups that the next step would take, oldest closed ones first; None: not
+        yet.
+        """
         oldest, beyond = self._oldest, set(self._beyond)
         chosen: list[int] = []
         while len(chosen) < self._algorithm.groups_per_step:
@@ -134,9 +140,9 @@ class AdmissionWindow:
         return step, chosen
 
     def taken_groups(self, step: int) -> tuple[int, ...]:
-        """The groups of a step that was taken and is not finalised.
+        """Return the groups of a step that was taken and is not finalised.
 
-        Raises: ValueError when there is no such step.
+        Raises: ValueError if there is no such step.
         """
         if step not in self._taken:
             raise ValueError(
@@ -146,9 +152,9 @@ class AdmissionWindow:
         return self._taken[step]
 
     def finalise(self, step: int) -> None:
-        """Forget a step for good. Steps are finalised in order.
+        """Forget a step. Steps are finalised in order.
 
-        Raises: ValueError when the step was not taken or an earlier one is not finalised.
+        Raises: ValueError if the step was not taken or an earlier one is not finalised.
         """
         self.taken_groups(step)
         earliest = min(self._taken)
@@ -173,7 +179,7 @@ class AdmissionWindow:
         return rolled_back
 
     def step_of(self, number: int) -> int | None:
-        """The step that has taken a group and is not finalised, if any."""
+        """Return the step that has taken a group and is not finalised, if any."""
         return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
@@ -199,15 +205,15 @@ def oldest_admitted_version(
     num_ahead: int = 0,
     republished: Sequence[int] = (),
 ) -> int:
-    """The oldest version that may have sampled a token of a group; an older token is stale.
+    """Return the oldest version that may have sampled a token of a group; older tokens are stale.
 
     The first version of step max(0, floor(k / P) - S), the oldest that can be loaded when group k
     is admitted. While it holds, no token is beyond the age bound when it is trained. A session
     whose group is admitted again under another number, after a recovery, may hold older tokens.
 
     Args: num_ahead: by how much versions were ahead of steps when the term began. republished: as
-    `policy_ages`, of the term.
-    Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
+    `policy_ages`, of the term. Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with
+    num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag
     version = max(step, 0) + num_ahead
