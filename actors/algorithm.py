@@ -16,7 +16,7 @@ from actors.trainer.loss.settings import LossSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
-    """Groups, admission, advantages and loss."""
+    """The settings of groups, admission, advantages and loss."""
 
     __pydantic_config__ = STRICT
 
@@ -42,11 +42,12 @@ class AlgorithmSettings:
     """Normalise them over all tokens of a step, after the group statistics (REINFORCE++)."""
     reward: RewardSettings = field(default_factory=RewardSettings)
     max_variance_refills: Natural = 0
-    """Dynamic sampling: new tasks in the place of a group of equal returns."""
+    """Dynamic sampling: number of times that a group of equal returns is replaced by a new task."""
     loss: LossSettings = field(default_factory=LossSettings)
     reference: ModelName | None = None
-    """What a KL term compares with, directory or hub name; null: the model that training starts
-    from."""
+    """The model that a KL term compares with, directory or hub name; null: the model that training
+    starts from.
+    """
     critic: CriticSettings = field(default_factory=CriticSettings)
     minibatches: Positive = 1
     """Optimiser updates that a step is split into."""
@@ -59,7 +60,7 @@ class AlgorithmSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether the end of what was cut off is worth what a critic says of it."""
+        """Whether the end of a truncated trajectory has the value that a critic gives it."""
         return self.has_critic and self.critic.truncation is Truncation.BOOTSTRAP
 
     @property
@@ -85,7 +86,7 @@ class AlgorithmSettings:
     def trains_without_signal(self) -> bool:
         """Whether groups of equal returns are trained, with advantage 0.
 
-        They are where the loss has a term (KL, entropy) whose gradient is not 0 there.
+        They are if the loss has a term (KL, entropy) whose gradient is not 0 there.
         """
         return self.loss.needs_reference or self.loss.needs_entropy_gradient
 

@@ -1,11 +1,11 @@
-"""What the merge actor and the trainer exchange: packed rows, the scores of rows, a critic's rows.
+"""The values that merge actor and trainer exchange: packed rows, their scores, a critic's rows.
 
 Letters: [T] packed tokens of a row, [S] segments of the row, [M] trained tokens of the row. A row
-is a forest: a segment attends to itself and to its ancestors, backwards; a row without shared
-prefixes is all roots. Invariants: segment_lengths sums to T; segments stand in preorder, a parent
-before its children and a subtree without a gap; position_ids count along each path from a root;
-the target of loss position p is the token behind p in its segment, or the first token of a child
-where p is the last of its segment; all samples of a trajectory are in one row.
+is a forest: a segment attends to itself and to its ancestors, backwards; in a row without shared
+prefixes every segment is a root. Invariants: segment_lengths sums to T; segments are in preorder, a
+parent before its children and a subtree without a gap; position_ids count along each path from a
+root; the target of loss position p is the token after p in its segment, or the first token of a
+child if p is the last of its segment; all samples of a trajectory are in one row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class MicroBatch:
     segment_parents: Int32s
     """[S] int32, -1 for a root."""
     loss_positions: Int32s
-    """[M] int32, where in the row the logits predict a trained token. A position that several
-    samples share may appear several times, with different targets."""
+    """[M] int32, positions in the row whose logits predict a trained token. A position that several
+    samples share may appear several times, with different targets.
+    """
     targets: Int32s
     """[M] int32, the trained tokens."""
     behaviour_logprobs: Float32s
@@ -55,11 +56,12 @@ class MicroBatch:
     """[M] int32, numbers the row's trajectories 0, 1, 2, ...; equal for the tokens of all samples
     of a trajectory."""
     temperatures: Float32s
-    """[M] float32, > 0, at which each token was sampled."""
+    """[M] float32, > 0, the temperature at which each token was sampled."""
     experts: ExpertRecords | None = None
-    """The recorded routing, each record at the position of the token whose forward pass it is of;
-    None: there is none. A position that several samples share has one record, that of the first
-    sample in order that has one."""
+    """The recorded routing, each record at the position of the token whose forward pass it
+    describes; None: there is none. A position that several samples share has one record, that of
+    the first sample that has one.
+    """
     num_overruled_records: int = 0
     """The samples' records that differ from the one that counts at their position."""
 
@@ -120,10 +122,10 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueShard:
-    """One rank's rows for one update of the critic; every rank has equally many.
+    """One rank's rows for one update of the critic; every rank has the same number.
 
-    Apart from the policy's shard, because the critic takes one update a step, however many the
-    policy takes.
+    It is separate from the policy's shard, because the critic takes one update a step, however many
+    the policy takes.
     """
 
     step: int
@@ -131,7 +133,7 @@ class ValueShard:
 
 
 def array_bytes(value: object) -> int:
-    """The bytes of all arrays in a shard, or in any part of one."""
+    """Count the bytes of all arrays in a shard, or in any part of one."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, tuple):

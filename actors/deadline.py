@@ -1,4 +1,4 @@
-"""Awaiting something for so long and no longer, without losing a cancellation; asking again.
+"""Awaiting with a deadline, without losing a cancellation; and retrying.
 
 Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that meets the result, and a loop
 around it then never stops. Called wherever an actor awaits another one, or an event.
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class ActorLost(Exception):
-    """An actor of the run died or hangs; the text names it."""
+    """An actor of the run died or hangs; the message names it."""
 
 
 async def within(limit_s: float, call: Awaitable[_Result]) -> _Result:
@@ -43,10 +43,11 @@ async def wait_while_moving(
     idle_s: float,
     look_s: float,
 ) -> None:
-    """Wait until all have answered, or one has failed, for as long as the work goes on.
+    """Wait until all have answered, or one has failed, for as long as the work makes progress.
 
-    progress: what each worker has done so far; one that does not answer is left out. idle_s: this
-    returns after so long without a change of it, or another answer. look_s: between two looks.
+    progress: the work done by each worker so far; a worker that does not answer is left out.
+    idle_s: seconds without a change of it, or another answer, after which this returns. look_s:
+    seconds between two checks.
     """
     seen: dict[int, int] = {}
     num_done, since = 0, time.monotonic()
@@ -70,10 +71,10 @@ async def retry(
     first_pause_s: float = 0.1,
     longest_pause_s: float = 2.0,
 ) -> _Result:
-    """Attempt again after each error of the kinds `on`.
+    """Repeat an attempt after each error of the kinds `on`.
 
     The pauses double, up to the longest; each is cut by up to a half at random, so that callers
-    that failed together do not come back together. An attempt that hangs is the caller's to bound.
+    that failed together do not retry together. The caller must bound an attempt that may hang.
     Raises: the last error after max_attempts, or at the end of limit_s seconds; others at once.
     """
     loop = asyncio.get_running_loop()

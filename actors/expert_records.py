@@ -1,9 +1,9 @@
-"""Which experts a mixture chose, for which tokens, and which choices a model has; plain values.
+"""The experts that a mixture chose for each token, and the choices that a model has; plain values.
 
-A record belongs to the token that went in: it is what each routed layer chose in the forward pass
-that processed the token. So it shapes the logits that predict the next token, and through attention
-all later ones. An engine samples the last token of a turn without processing it, and has no record
-of it in that turn.
+A record belongs to the token that was processed: it holds the choices of each routed layer in the
+forward pass of that token. So it shapes the logits that predict the next token, and through
+attention all later ones. An engine samples the last token of a turn without processing it, and has
+no record of it in that turn.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class MixtureShape:
     num_chosen: int
 
     def fault(self, indices: ExpertIndices) -> str | None:
-        """Why records, [R, L, K], are not of this mixture, and what to do about it; None: they may
-        be.
+        """Return why records, [R, L, K], are not of this mixture, with a remedy; None: they may be.
 
         Example: two layers of four experts, two chosen; indices of shape [5, 2, 3] -> "expert
         records for (2, 3) layers and experts, the trained model has (2, 2); ..."
@@ -59,9 +58,9 @@ class MixtureShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a trajectory has to fit in the model that trains on it.
+    """The limits that a trajectory must fit for the model that trains on it.
 
-    mixture: None where recorded experts cannot be replayed.
+    mixture: None if recorded experts cannot be replayed.
     """
 
     vocab_size: int
@@ -70,11 +69,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRecords:
-    """positions: [R] int32, ascending, each once: where in the sample or row the token stands that
-    the forward pass processed.
+    """Recorded routing of a sample or row.
 
-    indices: [R, L, K] uint8 or int16, the K experts of each of L routed layers, in any order. A
-    position that is not in the list has no record: the trainer's own router decides there.
+    positions: [R] int32, ascending, each once: the positions of the tokens that the forward pass
+    processed. indices: [R, L, K] uint8 or int16, the K experts of each of L routed layers, in any
+    order. A position that is not in the list has no record: the trainer's own router decides there.
     """
 
     positions: NDArray[np.int32]
@@ -82,11 +81,11 @@ class ExpertRecords:
 
 
 def routed_layers(config: Any) -> tuple[int, ...]:
-    """The decoder layers with a router that the trainer can replay, ascending.
+    """Return the decoder layers with a router that the trainer can replay, ascending.
 
-    Args: config: Hugging Face's configuration of a language model.
-    Returns: () for a model without routers, or with others than `trainer.routing_replay` knows.
-    Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
+    Args: config: Hugging Face's configuration of a language model. Returns: () for a model without
+    routers, or with others than `trainer.routing_replay` knows. Example: a Qwen3-MoE of four layers
+    with decoder_sparse_step 2 -> (1, 3)
     """
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
@@ -100,7 +99,7 @@ def routed_layers(config: Any) -> tuple[int, ...]:
 def sampled_experts(
     records: NDArray[np.uint8] | NDArray[np.uint16], *, routed: Sequence[int]
 ) -> ExpertIndices:
-    """An engine's records of a turn, as the turn keeps them.
+    """Convert an engine's records to those of a turn.
 
     Args: records: [R, layers, K] of the first R sampled tokens, with an entry for every decoder
         layer; uint8, or uint16 above 256 experts. routed: the layers with a router.

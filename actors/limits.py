@@ -1,7 +1,7 @@
-"""Where numbers stop meaning anything, and the bounds that settings are declared with.
+"""The bounds that settings are declared with, and the largest numbers that have a meaning.
 
 A settings dataclass is a leaf of the configuration tree: `service.config` reads it from YAML and
-holds it to these bounds; constructed directly it checks nothing.
+checks these bounds; constructed directly it checks nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 # or was recorded wrongly; its ratio counts as e^20, sends no gradient and overflows nothing.
 MAX_LOG_RATIO = 20.0
 
-# Of one turn or of a whole trajectory, shaped. Advantages are float32: far beyond this a single
-# reward would leave its group's other members without a digit, or end as infinity.
+# Of one turn or of a whole trajectory, after shaping. Advantages are float32: a reward far beyond
+# this would leave its group's other members without a significant digit, or become infinite.
 MAX_REWARD = 1e9
 
-# The greatest seed that NumPy takes, and the greatest of a task, whose environment may be
-# anybody's: a signed 32-bit number.
+# The greatest seed that NumPy accepts, and the greatest of a task: a signed 32-bit number, because
+# any third-party environment may read it.
 MAX_SEED = 2**32 - 1
 MAX_TASK_SEED = 2**31 - 1
 
@@ -47,7 +47,7 @@ NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Share = Annotated[float, Gt(0), Le(1)]
 Decay = Annotated[float, Ge(0), Lt(1)]
-# The engine raises what is lower to this; the trainer would not.
+# The engine raises a lower temperature to this; the trainer would not.
 Temperature = Annotated[float, Ge(0.01)]
 Port = Annotated[int, Ge(0), Le(65535)]
 ModelName = Annotated[str, MinLen(1)]

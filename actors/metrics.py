@@ -35,7 +35,7 @@ RETURN_BUCKETS = (
 
 
 class Part(StrEnum):
-    """What is replaced when it dies. TERM: every part that a term starts, all at once."""
+    """A part that is replaced when it dies. TERM: every part that a term starts, all at once."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
     GATEWAY = "gateway"
@@ -47,7 +47,7 @@ class Part(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """What a new version goes through on its way to the engines, in this order."""
+    """A phase of a new version on its way to the engines, in this order."""
 
     SEND = "send"
     """From the trainer's ranks to the weight board; or the offer of a broadcast."""
@@ -58,7 +58,7 @@ class PublishPhase(StrEnum):
 
 
 class OptionalGauges(Collector):
-    """Gauges of one name, by the value of their label; only those that were set last are there.
+    """Gauges of one name, by the value of their label; only those that were set last are present.
 
     The library's own gauges begin at 0. Without a label there is one gauge, whose key is "".
     """
@@ -88,14 +88,14 @@ class OptionalGauge(OptionalGauges):
     """A gauge that is absent while its value is not known."""
 
     def set(self, value: float | None) -> None:
-        """None: not known, or no longer."""
+        """Set the value. None: it is not known, or no longer known."""
         self.show({} if value is None else {"": value})
 
 
 class StoredHistograms(Collector):
     """Histograms of one name, by the value of their label, whose counts are kept elsewhere.
 
-    The library's own cannot go on from counts. Without a label there is one, whose key is "".
+    The library's own cannot start from counts. Without a label there is one, whose key is "".
     """
 
     def __init__(
@@ -105,13 +105,15 @@ class StoredHistograms(Collector):
         self._documentation = documentation
         self._labelnames = (label,) if label else ()
         self._bounds = [str(float(bound)) for bound in buckets] + ["+Inf"]
-        # By the label's value, how many are in each bucket, and the sum of all.
+        # By the label's value: the count of each bucket, and the sum of all values.
         self._values: Mapping[str, tuple[Sequence[int], float]] = {}
         if not label:
             self._values = {"": ((), 0.0)}
 
     def show(self, values: Mapping[str, tuple[Sequence[int], float]]) -> None:
-        """By the label's value: how many are in each bucket, the last above all bounds; the sum."""
+        """Show, by the label's value, the count of each bucket, the last above all bounds, and the
+        sum.
+        """
         self._values = dict(values)
 
     def describe(self) -> Iterable[Metric]:
@@ -127,15 +129,15 @@ class StoredHistograms(Collector):
 
 
 class AtomicRegistry(CollectorRegistry):
-    """A registry of which no scrape shows half a change, and where metrics are declared.
+    """A registry in which metrics are declared, and of which no scrape shows half a change.
 
-    Whoever changes values that belong together holds `change` meanwhile; a scrape waits for it.
-    The library's `_created` samples are left out: they tell when this process began, which is not
-    when a resumed run did.
+    Code that changes values that belong together holds `change` meanwhile; a scrape waits for it.
+    The library's `_created` samples are left out: they are the time at which this process began,
+    which is not that of a resumed run.
     """
 
     def __init__(self, change: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
-        """change: of another registry, where both change together."""
+        """Create a registry. change: the lock of another registry, if both change together."""
         super().__init__()
         self.change = change or threading.RLock()
 
@@ -175,7 +177,7 @@ class AtomicRegistry(CollectorRegistry):
 
 
 class RunMetrics:
-    """What the run is doing, and of what versions."""
+    """The state of the run, and its versions."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.build = Gauge(
@@ -259,7 +261,7 @@ class RolloutMetrics:
         )
 
     def meet(self, environment: str) -> None:
-        """Have every outcome of an environment, at 0 as long as it did not occur."""
+        """Show every outcome of an environment, at 0 as long as it did not occur."""
         if environment not in self._seen:
             self._seen.add(environment)
             for outcome in Outcome:
@@ -267,7 +269,7 @@ class RolloutMetrics:
 
 
 class LedgerMetrics:
-    """Where the admitted rollouts are, and what was stored of them.
+    """The admitted rollouts by their state, and the stored ones.
 
     The gauges go back with the run; the counter counts rows, whatever becomes of them.
     """
@@ -321,7 +323,7 @@ class LedgerMetrics:
 
 
 class WaitMetrics:
-    """Who waited for the queue; counted since the start of this process, as no row holds it."""
+    """The time spent waiting for the queue since this process started, as no row holds it."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(
@@ -334,7 +336,7 @@ class WaitMetrics:
             self.blocked.labels(side=side.value)
 
 
-# By the field of a step's record that it adds up.
+# By the field of a step's record whose values it adds up.
 STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     "is_skipped": (
         "rayloom_train_skipped_steps",
@@ -452,7 +454,7 @@ class StatisticMetrics:
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:
-        """Show what is known of a step, and nothing that was shown before."""
+        """Show the known statistics of a step, and nothing that was shown before."""
         for name, gauge in self._gauges.items():
             gauge.set(statistics.get(name))
 
@@ -520,7 +522,7 @@ class PartMetrics:
 
 
 class ServiceMetrics:
-    """What clients submitted; absent where the run has tasks of its own."""
+    """The tasks that clients submitted; absent if the run has its own tasks."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.waiting_tasks = registry.gauge(
@@ -553,7 +555,7 @@ class ApiMetrics:
 
 
 class GatewayMetrics:
-    """The sessions that agents outside play; the gateway has one of these."""
+    """The sessions that external agents play; the gateway has one of these."""
 
     def __init__(self) -> None:
         self.gained = AtomicRegistry()
@@ -585,10 +587,10 @@ class GatewayMetrics:
 
 
 class Metrics:
-    """What a run's supervisor has to say.
+    """All metrics of a run's supervisor.
 
-    `gained` holds what no row does: it begins with the process. `values` is what rows add up to,
-    and how things stand.
+    `gained` holds values that are in no row: they begin with the process. `values` holds sums of
+    rows, and the present state.
     """
 
     def __init__(self) -> None:
@@ -604,7 +606,7 @@ class Metrics:
         self.service = ServiceMetrics(self.values)
 
     def read(self) -> tuple[list[Metric], list[Metric]]:
-        """`gained` and `values` of one moment."""
+        """Return `gained` and `values` of one moment."""
         with self.together():
             return list(self.gained.collect()), list(self.values.collect())
 

@@ -8,11 +8,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def gloo_interface(address: str) -> dict[str, str]:
-    """The variable by which torch's gloo speaks over the interface that has `address`.
+    """Return the variable by which torch's gloo uses the interface that has `address`.
 
-    Without it gloo asks for the addresses of the host name for each process group: where no name
-    server answers that takes ten seconds a group, and where the name means 127.0.1.1, as in
-    Debian's /etc/hosts, other nodes cannot reach it.
+    Without it gloo resolves the host name for each process group: if no name server answers, that
+    takes ten seconds a group, and if the name resolves to 127.0.1.1, as in Debian's /etc/hosts,
+    other nodes cannot reach it.
 
     Example: 127.0.0.1 -> {"GLOO_SOCKET_IFNAME": "lo"}; {} for an address that no interface has.
     """

@@ -1,4 +1,4 @@
-"""Which disposition each outcome gets, when an attempt is repeated, and which returns are equal.
+"""The disposition of each outcome, when an attempt is repeated, and which returns are equal.
 
 The table is data: an environment may replace any row of it. The queue (retries, groups to replace)
 and the merge actor (train, clamp, penalise, mask, drop) decide by the same functions. Source of the
@@ -19,7 +19,7 @@ EQUAL_TOLERANCE = 1e-9
 
 
 class Disposition(StrEnum):
-    """What becomes of a trajectory."""
+    """The treatment of a trajectory."""
 
     TRAIN = "train"
     TRAIN_CLAMPED = "train_clamped"
@@ -31,16 +31,16 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRule:
-    """What becomes of the trajectories of one outcome: a row of `rollouts.outcomes`."""
+    """The treatment of the trajectories of one outcome: a row of `rollouts.outcomes`."""
 
     __pydantic_config__ = STRICT
 
     disposition: Disposition
-    """What becomes of a trajectory that ended so."""
+    """The treatment of a trajectory with this outcome."""
     max_retries: Retries = 0
     """Further attempts of the same rollout before the disposition holds."""
     penalty: NotNegative = 0.0
-    """Taken off the return, with train_penalised; 0 with every other disposition."""
+    """Subtracted from the return, with train_penalised; 0 with every other disposition."""
 
     def masks(self, *, is_graded: bool) -> bool:
         """Return whether the rule keeps a trajectory out of the loss that it does not drop."""
@@ -91,7 +91,7 @@ DEFAULT_RULES: Mapping[Outcome, OutcomeRule] = {
     Outcome.TOKEN_MISALIGNED: OutcomeRule(disposition=Disposition.DROP),
 }
 
-# What is dropped was not scored: its return says how far it came before it was cut off, or is 0.
+# A dropped trajectory was not scored: its return is the part earned before it was cut off, or 0.
 UNSCORED = frozenset(
     outcome for outcome, rule in DEFAULT_RULES.items() if rule.disposition is Disposition.DROP
 )
@@ -99,7 +99,7 @@ UNSCORED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePolicy:
-    """The rules of one environment: the defaults with its own rows laid over them."""
+    """The rules of one environment: the defaults, with the rows that it replaces."""
 
     overrides: Mapping[Outcome, OutcomeRule] = field(default_factory=dict)
 
@@ -107,14 +107,18 @@ class OutcomePolicy:
         return self.overrides.get(outcome, DEFAULT_RULES[outcome])
 
     def is_retried(self, outcome: Outcome, *, attempt: int) -> bool:
-        """Whether attempt number `attempt` (0 is the first), ended so, is followed by another."""
+        """Whether attempt number `attempt` (0 is the first), if it ended so, is followed by
+        another.
+        """
         return attempt < self.rule(outcome).max_retries
 
     def disposition(self, outcome: Outcome) -> Disposition:
         return self.rule(outcome).disposition
 
     def without_retries(self) -> OutcomePolicy:
-        """The same dispositions at once: for agents that nobody can ask to play again."""
+        """Return the same dispositions without retries: for agents that cannot be asked to play
+        again.
+        """
         rules = {outcome: replace(self.rule(outcome), max_retries=0) for outcome in Outcome}
         return OutcomePolicy(overrides=rules)
 

@@ -1,6 +1,6 @@
 """How actors reach the inference deployment: a Protocol, token ids in, token ids out.
 
-`service.inference` implements it over Ray Serve; tests stand a ten-line fake in its place.
+`service.inference` implements it over Ray Serve; tests replace it with a ten-line fake.
 `check_reply` is the border: the turn loop trusts a reply that has passed it.
 """
 
@@ -23,12 +23,12 @@ class PolicyUnavailable(Exception):
 
 
 class PolicyDeadlineExceeded(Exception):
-    """No answer within the request's deadline; the engine was told to abort it."""
+    """No answer came within the request's deadline; the engine was asked to abort the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One turn."""
+    """A request for one turn."""
 
     prompt_token_ids: TokenIds
     """[P] int32."""
@@ -39,21 +39,28 @@ class GenerateRequest:
     deadline_s: float
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None
-    """What the trajectory's first reply carried; None on its first turn."""
+    """The salt in the trajectory's first reply; None on its first turn."""
     tenant: str = ""
-    """Whose it is: no prefix is shared between tenants' caches; empty: the run's own."""
+    """The tenant that owns it: no prefix is shared between tenants' caches; empty: the run's
+    own.
+    """
     replica: str = ""
-    """Who gave the trajectory's last reply, and has its prefix cached; empty on its first turn."""
+    """The replica that gave the trajectory's last reply, and has its prefix cached; empty on the
+    first turn.
+    """
     stop: tuple[str, ...] = ()
-    """Texts that end the reply: it ends with the token that completes one of them."""
+    """Strings that end the reply: it ends with the token that completes one of them."""
     kept: KeptTokens | None = None
-    """Which tokens may be sampled; None means every token, as in training."""
+    """The tokens that may be sampled; None means every token, as in training."""
     tools: tuple[ToolSchema, ...] | None = None
-    """Those that the prompt declares: the reply is parsed for calls of them, and for its thinking;
-    empty: for its thinking alone. None: not parsed."""
+    """The tools that the prompt declares: the reply is parsed for calls of them, and for its
+    thinking; empty: only for its thinking. None: not parsed.
+    """
 
     def salted(self, salt: str) -> str:
-        """What an engine caches its prefix under: no other tenant's, whatever salt is given."""
+        """Return the key of the engine's prefix cache, which no other tenant can have with any
+        salt.
+        """
         # No tenant's name has a slash in it.
         return f"{self.tenant}/{salt}"
 
@@ -73,7 +80,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedReply:
-    """A reply's text, taken apart for a reader. What is trained are its ids, as they are."""
+    """A reply's text, split for a reader. The trainer uses the reply's ids unchanged."""
 
     content: str
     """Without thinking and calls; markup that the parser made no call of stays in it."""
@@ -85,7 +92,7 @@ class ParsedReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReply:
-    """What the engine sampled for one turn."""
+    """The reply that the engine sampled for one turn."""
 
     token_ids: TokenIds
     """[A] int32, sampled stop token included."""
@@ -105,7 +112,7 @@ class GenerateReply:
 
 
 class PolicyClient(Protocol):
-    """What an environment's turn loop needs of the inference deployment."""
+    """The interface that an environment's turn loop needs of the inference deployment."""
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Sample one turn.

@@ -1,8 +1,8 @@
-"""How many training steps a policy version is behind another one.
+"""Ages of policy versions: the number of training steps between two of them.
 
-Versions count publications. A trainer that came back with other bits publishes the weights of a
-step once more under the next version (docs/semantics.md): the two versions are of one step, and no
-token gets older by it.
+Versions count publications. A trainer that was restarted with other bits publishes the weights of a
+step again under the next version (docs/semantics.md): the two versions are of one step, and no
+token gets older by that.
 
 Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the
 versions after it, and gives their numbers to other weights: tokens of such a version are marked
@@ -23,14 +23,13 @@ from actors.types import NO_VERSION, UNDONE, VersionSpan, original_numbers
 
 
 def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int] = ()) -> Int32s:
-    """Tell how many training steps ago each token's policy was the trainer's.
+    """Return how many training steps ago each token's policy was the trainer's.
 
-    age = v - s - |{r in republished: s < r <= v}|; where s > v negative, but 0 where s is undone.
+    age = v - s - |{r in republished: s < r <= v}|; negative if s > v, but 0 if s is undone.
 
     Args: sampled: [T] int32, versions. trainer_version: v. republished: versions that were
-    published for the same step as the version before them, ascending.
-    Returns: [T] int32, training steps.
-    Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]; policy_ages([UNDONE + 9], 6) -> [0]
+    published for the same step as the version before them, ascending. Returns: [T] int32, training
+    steps. Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]; policy_ages([UNDONE + 9], 6) -> [0]
     """
     numbers = original_numbers(sampled)
     between = sum((numbers < r) & (r <= trainer_version) for r in republished)
@@ -39,7 +38,7 @@ def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int
 
 
 def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int] = ()) -> int:
-    """The oldest version whose age is at most max_age training steps.
+    """Return the oldest version whose age is at most max_age training steps.
 
     Example: oldest_version(6, 1, [5]) -> 4
     """
@@ -51,21 +50,21 @@ def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int
 
 
 def newest_kept(sampled: Int32s) -> int:
-    """The newest version among them that no recovery has undone; NO_VERSION: there is none."""
+    """Return the newest version that no recovery has undone; NO_VERSION: there is none."""
     return int(np.where(sampled < UNDONE, sampled, NO_VERSION).max(initial=NO_VERSION))
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """The version after which all that a term published is undone; None: nothing is.
+    """Return the version after which all that a term published is undone; None: nothing is.
 
-    Args: first_versions: by term, the version that it went on from.
-    Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
+    Args: first_versions: by term, the version that it continued from. Example: {1: 0, 2: 6, 3: 4,
+    4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
     """
     return min((first for later, first in first_versions.items() if later > term), default=None)
 
 
 def marked(spans: Iterable[VersionSpan], kept: int | None) -> tuple[VersionSpan, ...]:
-    """A stored turn's spans, with the versions after `kept` marked as undone.
+    """Mark the versions after `kept` in a stored turn's spans as undone.
 
     Args: kept: of `undone_after`, for the term that stored the turn.
     """

@@ -17,7 +17,9 @@ from functools import partial
 
 
 class Reduction(StrEnum):
-    """How one number of a step is made of the values; no word here means the value as it is."""
+    """The way in which values become one number of a step; no word here means the value as it
+    is.
+    """
 
     MEAN = "mean"
     STD = "std"
@@ -40,7 +42,7 @@ _SUFFIXES = (Reduction.MEAN, Reduction.STD, Reduction.MIN, Reduction.MAX)
 
 
 class Source(StrEnum):
-    """Which part produces the values, and over what they are reduced."""
+    """The part that produces the values, and what they are reduced over."""
 
     LOSS = "the loss, over the trained tokens of a step's finite updates"
     CRITIC = "the critic's update"
@@ -50,7 +52,9 @@ class Source(StrEnum):
 
 
 class Unit(StrEnum):
-    """NUMBER has none: a ratio, a loss, a return in what the environment pays."""
+    """The unit of a value. NUMBER has none: a ratio, a loss, a return in the environment's
+    scale.
+    """
 
     NUMBER = "number"
     NATS = "nats"
@@ -82,7 +86,7 @@ class Statistic:
     help: str
     """What the values are, in one plain sentence; the same for all reductions of the values."""
     given_metric: str = ""
-    """The name of its Prometheus gauge, where it is not made of the statistic's own."""
+    """The name of its Prometheus gauge, if it is not made of the statistic's own name."""
 
     @property
     def metric(self) -> str:
@@ -100,7 +104,9 @@ def _of(
     metric: str = "",
     name: str = "",
 ) -> tuple[Statistic, ...]:
-    """One statistic a reduction, named after the values. Example: kl, MEAN -> kl_mean."""
+    """Declare one statistic for each reduction, named after the values. Example: kl, MEAN ->
+    kl_mean.
+    """
     return tuple(
         Statistic(
             name=name or (f"{values}_{reduction}" if reduction in _SUFFIXES else values),
@@ -368,7 +374,7 @@ GROUPS: tuple[str, ...] = tuple(dict.fromkeys(statistic.group for statistic in S
 
 
 def only_known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """What is known of a step, in the order of the table: neither None nor NaN nor infinite.
+    """Return the known values of a step, in the order of the table: neither None, NaN nor infinite.
 
     Raises: KeyError for a name that the table does not have.
     """

@@ -1,7 +1,8 @@
 """The vocabulary that every package shares: turns, samples, trajectories, rollouts.
 
-Plain frozen values; no Ray, no torch. Token ids are the source of truth: a trajectory holds what
-was sent to the engine and what came back, never text. Words and rules follow docs/semantics.md.
+Plain frozen values; no Ray, no torch. Token ids are the source of truth: a trajectory holds the ids
+that were sent to the engine and those that it returned, never text. Words and rules follow
+docs/semantics.md.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
 # In a sample's versions: the token is not trained.
 NO_VERSION = -1
-# Added to the number of a version that a recovery has undone: other weights get its number, and no
-# token of it may be taken for theirs.
+# Added to the number of a version that a recovery has undone: other weights get its number, and its
+# tokens must not be attributed to them.
 UNDONE = 1 << 30
-# The environment of the tasks that agents outside play, over HTTP.
+# The environment of the tasks that external agents play over HTTP.
 SESSION = "session"
-# Of the groups of trajectories that were sampled elsewhere, and are uploaded whole.
+# The environment of groups of trajectories that were sampled elsewhere and uploaded whole.
 UPLOADED = "uploaded"
 
 
 class FinishReason(StrEnum):
-    """Why the engine stopped a turn."""
+    """The reason why the engine stopped a turn."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,7 +41,7 @@ class FinishReason(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a trajectory ended. Each one has exactly one."""
+    """The end of a trajectory. Each trajectory has exactly one."""
 
     COMPLETED = "completed"
     TRUNCATED_TOKENS = "truncated_tokens"
@@ -63,12 +64,12 @@ TRUNCATIONS = frozenset({Outcome.TRUNCATED_TOKENS, Outcome.TRUNCATED_CONTEXT})
 
 
 class LeftOutReason(StrEnum):
-    """Why a sampled turn of a session is not trained."""
+    """The reason why a sampled turn of a session is not trained."""
 
     AUXILIARY = "auxiliary"
     """The client marked it as not part of the task."""
     UNSEEN = "unseen"
-    """No client ever got it."""
+    """No client ever received it."""
     TITLE = "title"
     """It names the conversation, and `sessions.titles` is `leave_out`."""
 
@@ -83,7 +84,7 @@ class VersionSpan:
 
 
 class BranchReason(StrEnum):
-    """What changed between a sample and the prompt that should have extended it."""
+    """The change between a sample and the prompt that should have extended it."""
 
     RETOKENISED = "retokenised"
     TEMPLATE = "template"
@@ -99,8 +100,8 @@ _EXPERT_TYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 class Turn:
     """One model call with its whole prompt, as it is recorded. Merging makes samples of turns.
 
-    Raises: ValueError for a column of another type or of more dimensions. Whether lengths and
-    numbers fit together is the question of `actors.merge.misalignment`.
+    Raises: ValueError for a column of another type or of more dimensions.
+    `actors.merge.misalignment` checks whether lengths and numbers fit together.
     """
 
     prompt_token_ids: TokenIds
@@ -117,7 +118,9 @@ class Turn:
     """Named parts of the reward; their sum is not required to be the reward."""
     is_malformed: bool = False
     token_rewards: NDArray[np.float32] | None = None
-    """[A] float32, what each sampled token earned, their sum is the reward. None: not recorded."""
+    """[A] float32, the reward of each sampled token; their sum is the reward. None: not
+    recorded.
+    """
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, the K experts that each of L routed layers chose in the forward
     passes that processed the first R <= A sampled tokens. None: not recorded."""
@@ -156,7 +159,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     index: int
-    """Of the turn in its trajectory: 0, 1, ... in the order of play."""
+    """Number of the turn in its trajectory: 0, 1, ... in the order of play."""
     start: int
     end: int
     """Its sampled tokens are the sample's tokens [start, end)."""
@@ -171,7 +174,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> slice:
-        """Its sampled tokens, as an index into the sample's columns."""
+        """The index of its sampled tokens in the sample's columns."""
         return slice(self.start, self.end)
 
 
@@ -180,8 +183,8 @@ class Sample:
     """One row of training data: turns that each extend the one before. Its arrays are read-only.
 
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
-    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may stand behind
-    the last turn, where a critic reads the value of what was cut off.
+    [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
+    last turn; a critic reads the value of a truncated trajectory there.
     """
 
     trajectory_id: str
@@ -190,21 +193,24 @@ class Sample:
     token_ids: TokenIds
     """[T] int32."""
     logprobs: LogProbs
-    """[T] float32, nats, of the behaviour policy; 0 where the mask is 0."""
+    """[T] float32, nats, of the behaviour policy; 0 for tokens with mask 0."""
     versions: NDArray[np.int32]
-    """[T] int32, the policy version that sampled each trained token, UNDONE added where a recovery
-    has undone it; NO_VERSION elsewhere."""
+    """[T] int32, the policy version that sampled each trained token, with UNDONE added if a
+    recovery has undone it; NO_VERSION for other tokens.
+    """
     token_rewards: NDArray[np.float32] | None = None
-    """[T] float32, 0 where nothing was sampled. None: no turn of the trajectory recorded any. A
-    turn that recorded none beside others that did has its reward on its last token."""
+    """[T] float32, 0 for tokens that were not sampled. None: no turn of the trajectory recorded
+    any. If only some turns recorded rewards, the others have theirs on their last token.
+    """
     experts: ExpertRecords | None = None
-    """Recorded routing, each record at the position of the token whose forward pass it is of, also
-    where the mask is 0. None: there is none."""
+    """Recorded routing, each record at the position of the token whose forward pass it describes,
+    also for tokens with mask 0. None: there is none.
+    """
     parent: int | None = None
     """Number of the earlier sample that its first prompt shares most with. None: it shares nothing,
     or is the first."""
     num_shared: int = 0
-    """How many tokens it shares with its parent, from the start: where it branched off."""
+    """Number of tokens that it shares with its parent, from the start to the branch."""
     branch_reason: BranchReason | None = None
     """Why its first turn extended no sample. None: it is the first."""
 
@@ -227,13 +233,13 @@ class Sample:
         return int(np.count_nonzero(self.versions != NO_VERSION))
 
     def without_experts(self) -> Sample:
-        """The sample for a model that routes by itself."""
+        """Return the sample without records, for a model that uses its own router."""
         return self if self.experts is None else replace(self, experts=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to play: what an environment's `reset` receives.
+    """A task to play: the argument of an environment's `reset`.
 
     task_id: stable and unique in its source. seed: every random choice of the environment derives
     from it, so that the members of a group play the same game. data: JSON-like, by environment.
@@ -266,20 +272,20 @@ class Timings:
 
     reset_s: float = 0.0
     generate_s: float = 0.0
-    """In requests to the policy, of all turns."""
+    """In requests to the policy, summed over the turns."""
     step_s: float = 0.0
-    """In the environment's steps, of all turns."""
+    """In the environment's steps, summed over the turns."""
     wall_s: float = 0.0
 
     def by_phase(self) -> dict[str, float]:
-        """Seconds of each phase that the trajectory came to."""
+        """Return the seconds of each phase that the trajectory reached."""
         phases = {"reset": self.reset_s, "generate": self.generate_s, "step": self.step_s}
         return {phase: seconds for phase, seconds in phases.items() if seconds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What an attempt of a rollout was and how it ended: a trajectory without its samples."""
+    """An attempt of a rollout and its end: a trajectory without its samples."""
 
     rollout_id: str
     group_id: str
@@ -289,7 +295,7 @@ class Attempt:
     environment: str
     outcome: Outcome
     best_return: float | None = None
-    """The return of best possible play, where the environment knows it."""
+    """The return of the best possible play, if the environment knows it."""
     num_inserted_tokens: int = 0
     render_breaks: Mapping[str, int] = field(default_factory=dict)
     """Reasons why the history could not be appended to, with their counts."""
@@ -299,8 +305,9 @@ class Attempt:
     detail: str = ""
     """One sentence on an outcome that is not `completed`; never a payload."""
     answer: str | None = None
-    """What the policy answered at last, short, equal for equal answers. None: the environment does
-    not say."""
+    """The policy's final answer, short, equal for equal answers. None: the environment does not
+    report it.
+    """
 
     @property
     def trajectory_id(self) -> str:
@@ -314,7 +321,9 @@ class Trajectory(Attempt):
     samples: tuple[Sample, ...] = ()
     """In the order in which they began; every turn is in exactly one. None without turns."""
     was_rewarded: bool | None = None
-    """Whether its reward was given as a number, also 0. None: not stated; the rewards decide."""
+    """Whether its reward was given as a number, 0 included. None: not stated; the rewards
+    decide.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the environment logged, by name; they are not rewarded."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
@@ -324,7 +333,7 @@ class Trajectory(Attempt):
 
     @classmethod
     def of(cls, assignment: RolloutAssignment, outcome: Outcome, *, detail: str) -> Trajectory:
-        """The trajectory of an assignment of which nothing was played."""
+        """Create the trajectory of an assignment that was not played."""
         return cls(
             rollout_id=assignment.rollout_id,
             group_id=assignment.group_id,
@@ -338,7 +347,7 @@ class Trajectory(Attempt):
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
-        """In the order of play."""
+        """All turns, in the order of play."""
         if len(self.samples) == 1:
             return self.samples[0].turns
         of_samples = (turn for sample in self.samples for turn in sample.turns)
@@ -364,11 +373,12 @@ class Trajectory(Attempt):
 
     @property
     def is_graded(self) -> bool:
-        """Whether its return may stand in a baseline as it is.
+        """Whether its return may be in a baseline unchanged.
 
-        True for what was played to an end of its own. What was cut off or broke off is graded only
-        where a reward was given, or where nobody says, its last turn was scored: it has a component
-        or a reward other than 0. A reward that could not be computed is no grade.
+        True for a trajectory that was played to its end. A truncated or aborted one is graded only
+        if a reward was given, or, if that is not stated, its last turn was scored: it has a
+        component or a reward other than 0. A trajectory whose reward could not be computed is not
+        graded.
         """
         if self.outcome in PLAYED_OUT:
             return True
@@ -386,7 +396,8 @@ class Trajectory(Attempt):
     @property
     def versions(self) -> tuple[int, int] | None:
         """Oldest and newest policy version of its trained tokens, by the numbers that they had when
-        they sampled, undone or not. None: there is none."""
+        they sampled, undone or not. None: there is none.
+        """
         seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
         known = [original_numbers(versions) for versions in seen if versions.size]
         if not known:
@@ -399,14 +410,16 @@ class SampledText:
     """What a trajectory reads like: special tokens included, the middle of a long text left out."""
 
     prompt: str
-    """Of its first turn."""
+    """The prompt of its first turn."""
     answer: str
-    """All behind that prompt in the first sample: the turns and what came between them."""
+    """The text after that prompt in the first sample: the turns and the observations between
+    them.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary(Attempt):
-    """What travels through the queue actor beside the reference: metadata, never tokens."""
+    """The metadata of a trajectory in the queue actor, next to the reference; never tokens."""
 
     episode_return: float
     num_turns: int
@@ -416,16 +429,16 @@ class TrajectorySummary(Attempt):
     num_bytes: int
     is_graded: bool = True
     text: SampledText | None = None
-    """Of an evaluation's first trajectories; None for all others."""
+    """Only of an evaluation's first trajectories; None for all others."""
 
     @property
     def scaled_return(self) -> float | None:
-        """Return over the best possible one; None where the environment does not know it."""
+        """Return divided by the best possible one; None if the environment does not know it."""
         return None if not self.best_return else self.episode_return / self.best_return
 
 
 def original_numbers(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The numbers that versions had when they sampled.
+    """Return the numbers that versions had when they sampled.
 
     Example: original_numbers([4, UNDONE + 7]) -> [4, 7]
     """

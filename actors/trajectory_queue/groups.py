@@ -327,7 +327,7 @@ class FailedGroups:
     """The groups that have failed since the last usable one.
 
     A group is usable when it closes with enough members for a baseline; else it is evicted and its
-    number filled again, which a run whose every episode fails would do for ever.
+    number filled again, which a run whose every episode fails would repeat forever.
     """
 
     num_usable_before: int
