@@ -587,7 +587,7 @@ class GatewayMetrics:
 
 
 class Metrics:
-    """All metrics of a run's supervisor.
+    """The metrics of a run's supervisor.
 
     `gained` holds values that are in no row: they begin with the process. `values` holds sums of
     rows, and the present state.

@@ -23,7 +23,9 @@ class PolicyUnavailable(Exception):
 
 
 class PolicyDeadlineExceeded(Exception):
-    """No answer came within the request's deadline; the engine was asked to abort the request."""
+    """The engine did not answer within the request's deadline; it was asked to abort the
+    request.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class ParsedCall:
 
     name: str
     arguments: str
-    """JSON, or of a broken call whatever stood in its place."""
+    """JSON; for a broken call, the text that was found instead."""
     id: str
 
 

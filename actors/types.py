@@ -347,7 +347,7 @@ class Trajectory(Attempt):
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
-        """All turns, in the order of play."""
+        """In the order of play. A trajectory without samples has none."""
         if len(self.samples) == 1:
             return self.samples[0].turns
         of_samples = (turn for sample in self.samples for turn in sample.turns)
@@ -407,7 +407,7 @@ class Trajectory(Attempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledText:
-    """What a trajectory reads like: special tokens included, the middle of a long text left out."""
+    """A trajectory as text: special tokens included, the middle of a long text left out."""
 
     prompt: str
     """The prompt of its first turn."""

@@ -1,7 +1,8 @@
-"""Giving up the step in hand before its first update, so that a run can end within its grace.
+"""Abandoning the current step before its first update, so that a run can end within its grace
+period.
 
-Every rank is asked, in its own time; between two micro-batches the ranks agree whether any of them
-was, so that none goes on into a collective that another one has left. Until the first update of a
+Every rank is asked, at a different time; between two micro-batches the ranks agree whether any of
+them was, so that none enters a collective that another one has left. Until the first update of a
 step the weights are those of the step before: a checkpoint of it can be written. Used by
 `TrainerRank`. Imports no torch at its top: the supervisor reads the error.
 """
@@ -20,18 +21,18 @@ class StepAbandoned(Exception):
 
 
 class Abandonment:
-    """What one rank was asked. `check` is collective, over a group of its own on gloo."""
+    """The request to one rank to abandon. `check` is collective, over a separate gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._is_asked = threading.Event()
 
     def ask(self) -> None:
-        """Have the step in hand given up, and every later one; from any thread."""
+        """Request that the current step, and every later one, is abandoned; from any thread."""
         self._is_asked.set()
 
     def check(self) -> None:
-        """Raises: StepAbandoned on every rank when any rank was asked."""
+        """Raise StepAbandoned on every rank if any rank was asked to abandon."""
         import torch
         import torch.distributed as dist
 

@@ -1,9 +1,9 @@
-"""One trainer rank as a Ray actor: `TrainerRank`, and what of it needs Ray.
+"""One trainer rank as a Ray actor: `TrainerRank`, and the parts of it that need Ray.
 
-Methods run one at a time, in the order of their calls, so that the ranks' collectives line up; but
-for the two groups of `CONCURRENCY`, which answer beside them.
-Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
-lost its process group is of no use to the others.
+Methods run one at a time, in the order of their calls, so that the ranks' collectives line up;
+except the two groups of `CONCURRENCY`, which run concurrently with them. Started, watched and
+killed by `group.TrainerGroup`; never restarted by Ray, because a rank that lost its process group
+is of no use to the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BOARD_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """Where a rank runs."""
+    """The process that a rank runs in."""
 
     node_id: str
     process_id: int
@@ -73,7 +73,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> int:
-        """A number that grows while this rank starts, loads, writes or gathers."""
+        """Return a number that grows while this rank starts, loads, writes or gathers."""
         if self._rank is not None:
             return self._moved.total
         # Loading a model fills memory, and checking it takes time.
@@ -89,9 +89,10 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:
-        """Returns: the most memory that this rank has held, bytes: of its GPU where it has one,
-            else of its process.
-        Raises: RuntimeError when the weights that this rank keeps are not broadcast any more.
+        """Return the peak memory of this rank, in bytes: of its GPU if it has one, else of its
+        process.
+
+        Raises: RuntimeError if the weights that this rank keeps are not broadcast any more.
         """
         if self._sender is not None:
             self._sender.check()
@@ -103,7 +104,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def abandon(self) -> None:
-        """As the rank's, beside the step in hand; nothing before the start is over."""
+        """Abandon the current step, as the rank's method; do nothing before the start is over."""
         if self._rank is not None:
             self._rank.abandon()
 
@@ -151,11 +152,11 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="save")
     def finish_save(self) -> Path:
-        """As the rank's."""
+        """Finish the checkpoint, as the rank's method."""
         return self._joined.finish_save()
 
     def score_rows(self, shard: RankShard) -> ObjectRef:
-        """A reference to the answers: [rows] RowScores."""
+        """Score rows; return a reference to the answers: [rows] RowScores."""
         return ray.put(self._joined.score_rows(shard))
 
     def put_weights(self) -> tuple[WeightGroup, ...]:

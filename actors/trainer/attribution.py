@@ -1,11 +1,12 @@
-"""What each trajectory brings to an update's gradient: norms, and dot products with the whole.
+"""The share of each trajectory in an update's gradient: norms, and dot products with the whole.
 
-An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own:
-G = sum_i g_i. Two passes, one backward of each trajectory in each: the first gives every |g_i| and
-adds up G, the second gives every g_i . G. So two gradients are kept beside the model, the whole's
-and the group's in hand, however many trajectories there are. Rejected: keeping every g_i (a model's
-size each), and random projections of them, which need one pass less and give every dot product an
-error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of an update.
+An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own: G =
+sum_i g_i. Two passes, one backward of each trajectory in each: the first gives every |g_i| and adds
+up G, the second gives every g_i . G. So two gradients are kept in addition to the model, the
+whole's and the current group's, for any number of trajectories. Rejected: keeping every g_i (a
+model's size each), and random projections of them, which need one pass less and give every dot
+product an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of
+an update.
 """
 
 from __future__ import annotations

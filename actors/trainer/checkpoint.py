@@ -42,7 +42,7 @@ class CheckpointNotWritten(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a checkpoint's manifest records."""
+    """The content of a checkpoint's manifest."""
 
     step: int
     """Training steps done."""
@@ -114,7 +114,7 @@ def check_files(
 
 
 def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
-    """Returns: what the manifest records, and each file's digest. Raises: as `read_manifest`."""
+    """Read the manifest; return its content and each file's digest. Raises: as `read_manifest`."""
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:
@@ -181,7 +181,7 @@ def claim(root: Path, term: int) -> None:
 
 
 def temporary_path(root: Path, progress: Progress) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Return the directory in which a checkpoint is written until it is complete."""
     return root / f"{_TEMPORARY}{progress.directory_name}"
 
 

@@ -113,7 +113,7 @@ class Critic:
         return values
 
     def update(self, shard: ValueShard) -> CriticStats:
-        """Take one step towards the targets; nothing moves where there are none."""
+        """Take one step towards the targets; without targets no weight changes."""
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(shard.rows):
             self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)

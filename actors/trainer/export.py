@@ -115,8 +115,8 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
                     del weights[name]
             dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
     except (CheckpointException, Exception) as error:
-        # torch's own is no Exception. Reading includes unpickling, and a damaged pickle raises
-        # whatever its bytes come to.
+        # torch's own error is not an Exception. Reading includes unpickling, and a damaged pickle
+        # may raise any error.
         raise CheckpointError(
             f"checkpoint {checkpoint}: its weights cannot be read ({type(error).__name__}), "
             f"expected those of {base}; name the run's base model or use another checkpoint"

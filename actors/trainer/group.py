@@ -58,7 +58,7 @@ log = logging.getLogger("rayloom.trainer")
 
 
 class _RankFailure(Exception):
-    """What one rank did not do; the whole group has been killed."""
+    """A call that one rank failed; the whole group has been killed."""
 
     sentence: str
 
@@ -77,7 +77,9 @@ class TrainerRankLost(_RankFailure, ActorLost):
 
 
 class ShardLost(TrainerRankLost):
-    """What a rank was to train on is gone from the object store; the group has been killed."""
+    """The data that a rank was to train on is gone from the object store; the group has been
+    killed.
+    """
 
     sentence = "trainer: rank {rank} could not fetch its shard for {method} ({reason})"
 
@@ -105,7 +107,7 @@ class Deadlines:
 
 
 def reservation_name(run_id: str, term: int) -> str:
-    """What a term's ranks call their placement group."""
+    """Return the name of the placement group of a term's ranks."""
     return f"{run_id}-ranks-{term}"
 
 
@@ -137,8 +139,11 @@ class TrainerGroup:
         resources: Mapping[str, float] | None = None,
         reservation: str = "",
     ) -> None:
-        """resources: what a rank asks for beside its CPU and its GPUs. reservation: the name of
-        its placement group (`reservation_name`); empty: none."""
+        """Create a group; `start` starts its ranks.
+
+        Args: resources: resources that a rank requests besides its CPU and its GPUs. reservation:
+        the name of its placement group (`reservation_name`); empty: none.
+        """
         self.settings = settings
         self._reservation = reservation
         self._resources = dict(resources or {})
@@ -234,9 +239,9 @@ class TrainerGroup:
         """Train one step; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
-        value_shard_refs: likewise to a `ValueShard`, where there is a critic.
-        Returns: statistics over all ranks; the seconds are rank 0's.
-        Raises: ShardRefused, PolicyTooOld, StepAbandoned with the weights unchanged;
+        value_shard_refs: one reference to a `ValueShard` for each rank, with a critic. Returns:
+        statistics over all ranks; the seconds are rank 0's. Raises: ShardRefused, PolicyTooOld,
+        StepAbandoned with the weights unchanged;
             TrainerRankLost.
         """
         values = value_shard_refs or [None] * len(shard_refs)
@@ -251,8 +256,11 @@ class TrainerGroup:
         return stats
 
     async def abandon(self) -> None:
-        """Have the step in hand given up where none of its updates is done: `step` or `score`
-        raises StepAbandoned. Whoever awaits that call learns of a lost rank."""
+        """Request that the current step is abandoned if none of its updates is done.
+
+        `step` or `score` then raises StepAbandoned. The caller that awaits it learns of a lost
+        rank.
+        """
         asked = [asyncio.wrap_future(rank.abandon.remote().future()) for rank in self._ranks]
         _ignore_results(asked)
         if asked:
@@ -327,7 +335,8 @@ class TrainerGroup:
         return Path((await self._join("finish_save", self._saves, None))[0])
 
     async def fingerprint(self) -> tuple[int, ...]:
-        """Of each rank's weights and optimiser: equal where they are, bit for bit.
+        """Return a hash of each rank's weights and optimiser: equal if these are equal, bit for
+        bit.
 
         Raises: TrainerRankLost.
         """
@@ -383,7 +392,9 @@ class TrainerGroup:
         return {"GPU": num_gpus} if num_gpus else {}
 
     async def _reserve(self, bundle: dict[str, float], strategy: str, timeout_s: float) -> bool:
-        """Make the placement group; False, and nothing reserved, where it does not come in time."""
+        """Create the placement group; return False, with nothing reserved, if it is not ready in
+        time.
+        """
         count = self.settings.trainer.num_ranks
         self._placement = placement_group(
             [bundle] * count, strategy=strategy, name=self._reservation
@@ -404,7 +415,9 @@ class TrainerGroup:
         return {"scheduling_strategy": strategy}
 
     def _check_not_killed(self) -> None:
-        """Raises: what it was killed for, which `RestartableTrainer` makes a new group on."""
+        """Raise the error that the group was killed for; `RestartableTrainer` then makes a new
+        group.
+        """
         if self._lost is not None:
             raise self._lost
 
@@ -474,7 +487,7 @@ class TrainerGroup:
         raise self._lost
 
     async def _progress(self) -> dict[int, int]:
-        """What each rank has moved so far, of those that answer at once."""
+        """Return the progress of each rank that answers at once."""
         looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
         if looks:
             await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
@@ -517,7 +530,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
 def _start_failure(
     method: str, answers: Sequence[asyncio.Future[Any]]
 ) -> TrainerStartFailed | None:
-    """The first error that a rank raised of its own, where no rank died."""
+    """Return the first error that a rank itself raised, if no rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ActorDiedError) for error in errors):
         return None

@@ -158,7 +158,9 @@ def _slopes(
     of_entropies: Tensor | None,
     entropies: Tensor,
 ) -> Tensor:
-    """The gradient for the logits, in the memory of log_softmax [C, V]; the rest is [C, 1]."""
+    """Compute the gradient for the logits, in the memory of log_softmax [C, V]; the rest is [C,
+    1].
+    """
     if of_entropies is None:
         slopes = log_softmax.exp_().mul_(-of_logprobs)
     else:

@@ -79,7 +79,7 @@ class RowTensors:
         old_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> MicroBatchTerms:
-        """What the loss asks about the row's trained tokens. Args: [M] float32 each."""
+        """Return the inputs of the loss for the row's trained tokens. Args: [M] float32 each."""
         return MicroBatchTerms(
             current_logprobs=current_logprobs,
             behaviour_logprobs=self.behaviour_logprobs,
@@ -162,8 +162,8 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Score the targets of one packed row, each at the temperature that it was sampled at.
 
-        Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies with
-            gradient where it is asked for.
+        Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies have
+        a gradient if has_entropy_gradient.
         """
         hidden = hidden_states(
             self.causal_lm.base_model,

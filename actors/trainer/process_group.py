@@ -1,7 +1,7 @@
-"""A rank's process: its device and memory, and how the ranks find and answer each other.
+"""A rank's process: its device and memory, and the rendezvous of the ranks.
 
 They meet at a TCP store on rank 0. Rank 0 opens it, on a port that the system chooses, before any
-other rank is told of it, so no port is guessed or taken twice.
+other rank gets its address, so no port is guessed or taken twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEVER_TRIM = 2**31 - 1
 
 
 class ByteCounter:
-    """What this process has moved, so that others see whether its work goes on."""
+    """A counter of the bytes that this process has moved, by which others see its progress."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -41,18 +41,18 @@ MOVED = ByteCounter()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where rank 0's store listens."""
+    """The address at which rank 0's store listens."""
 
     address: str
     port: int
 
 
 def keep_freed_memory() -> bool:
-    """Tell this process's C allocator to keep what it frees; return whether it can be told.
+    """Make this process's C allocator keep the memory that it frees; return whether it can.
 
-    Every activation of a packed row is larger than glibc's threshold for memory of its own from
-    the kernel, so each step would map, fault in, zero and unmap all of them again; kept, a step
-    took 5 to 20 % less processor time on two cores.
+    Every activation of a packed row is larger than glibc's threshold for memory of its own from the
+    kernel, so each step would map, fault in, zero and unmap all of them again; kept, a step took 5
+    to 20 % less processor time on two cores.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -65,10 +65,9 @@ def keep_freed_memory() -> bool:
 def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
     """Name the device of a rank, with an index on CUDA: torch can set no other as current.
 
-    Args: num_visible: GPUs that this process sees. Ray shows each rank its own alone, which is then
-        number 0; where all are seen, ranks take them in turn.
-    Raises: RuntimeError on CUDA without a GPU.
-    Example: rank 3 on CUDA with 2 visible -> cuda:1
+    Args: num_visible: GPUs that this process sees. Ray shows each rank only its own, which is then
+    number 0; if a rank sees all GPUs, ranks take them in turn. Raises: RuntimeError on CUDA without
+    a GPU. Example: rank 3 on CUDA with 2 visible -> cuda:1
     """
     if device == Device.CPU:
         return torch.device("cpu")

@@ -49,8 +49,8 @@ def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) ->
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds: a router's bias, an activation's constants.
 
-    An engine that loads a layer anew would leave them unset. They keep their type: the trainer does
-    not round them either.
+    An engine that loads a layer again would leave them unset. They keep their type: the trainer
+    does not round them either.
     """
     saved = causal_lm.state_dict()
     return {name: buffer for name, buffer in causal_lm.named_buffers() if name in saved}

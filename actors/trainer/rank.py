@@ -63,10 +63,10 @@ class ScoredMinibatch:
 
 
 class TrainerRank:
-    """One rank's share of the policy, and of the critic and the reference where there are any.
+    """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version that the weights are; one more after each step. republished: of
-    this term, the versions that are of the same step as the one before them.
+    version: the policy version of the weights; it grows by one after each step. republished: this
+    term's versions that are of the same step as the version before them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TrainerRank:
             timeout_s=settings.collective_timeout_s,
             address=address,
         )
-        # Of the checkpoints alone: they are written while the other group trains.
+        # Only for checkpoints: they are written while the other group trains.
         self._side_group = join_side_group()
         self._abandonment = Abandonment(join_side_group())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -157,9 +157,8 @@ class TrainerRank:
     def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
         """Run a step's updates: `epochs` passes over the shard's minibatches; then the critic's.
 
-        Args: value_shard: where there is a critic.
-        Returns: statistics over all ranks.
-        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+        Args: value_shard: None without a critic. Returns: statistics over all ranks. Raises:
+        ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
             StepAbandoned. The weights are then unchanged.
         """
         try:
@@ -191,9 +190,9 @@ class TrainerRank:
         return tuple(found)
 
     def abandon(self) -> None:
-        """Give up the step in hand, unless an update of it is done, and take no other.
+        """Abandon the current step, unless an update of it is done, and start no other.
 
-        From any thread, on any rank: the others follow.
+        May be called from any thread, on any rank: the others follow.
         """
         self._abandonment.ask()
 
@@ -246,7 +245,7 @@ class TrainerRank:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """What forward and backward compute in, and the engines are given."""
+        """The type that forward and backward compute in, and in which engines receive weights."""
         dtype: torch.dtype = getattr(torch, self.settings.trainer.dtype)
         return dtype
 
@@ -258,7 +257,7 @@ class TrainerRank:
         return pack_weights(self.causal_lm, dtype=self.param_dtype, is_kept=self.rank == 0)
 
     def begin_save(self, step: int, term: int) -> None:
-        """Copy weights, optimiser and progress, and write them in a thread; training may go on.
+        """Copy weights, optimiser and progress, and write them in a thread; training may continue.
 
         Args: step, term: name the checkpoint.
         """
@@ -314,7 +313,9 @@ class TrainerRank:
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
-        """Of this rank's shards of weights and optimiser: equal where they are, bit for bit."""
+        """Hash this rank's shards of weights and optimiser: equal if these are equal, bit for
+        bit.
+        """
         of_critic = () if self._critic is None else self._critic.trained.fingerprint()
         return zlib.crc32(repr((self._policy.fingerprint(), of_critic)).encode())
 
@@ -409,13 +410,14 @@ class TrainerRank:
 
 
 def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
-    """Write what an update was computed from to a NumPy archive, without pickles.
+    """Write the inputs of an update to a NumPy archive, without pickles.
 
-    Keys are `<micro-batch>/<field>`; beside the fields of a micro-batch, where there are any:
+    Keys are `<micro-batch>/<field>`; besides the fields of a micro-batch, if present:
     `old_logprobs`, `reference_logprobs`, and routing records as `expert_positions` and
     `expert_indices`.
 
-    Returns: a clause for the log: where they were written, or why not. Training goes on either way.
+    Returns: a clause for the log: the path, or why they were not written. Training continues either
+    way.
     """
     columns: dict[str, Any] = {}
     rows = zip(scored.minibatch.micro_batches, scored.old, scored.reference, strict=True)

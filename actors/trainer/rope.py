@@ -51,7 +51,7 @@ def _fix(module: Any, kind: str, layer_type: str | None, *, max_context_tokens: 
     table = longrope_table(module.config, layer_type, max_context_tokens=max_context_tokens)
     prefix = "" if layer_type is None else f"{layer_type}_"
     module.register_buffer(f"{prefix}inv_freq", table, persistent=False)
-    # Any other name than longrope: transformers then leaves the table alone.
+    # With any name other than longrope transformers does not change the table.
     if layer_type is None:
         module.rope_type = "fixed"
     else:

@@ -15,7 +15,7 @@ from actors.limits import STRICT, Fraction, Positive
 
 
 class ScheduleKind(StrEnum):
-    """How the rate decays after the warm-up."""
+    """The decay of the rate after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -25,7 +25,7 @@ class ScheduleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSettings:
-    """How a learning rate decays after its warm-up."""
+    """The decay of a learning rate after its warm-up."""
 
     __pydantic_config__ = STRICT
 

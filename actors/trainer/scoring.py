@@ -34,7 +34,7 @@ def score_minibatches(
     *,
     check: Callable[[], None],
 ) -> Scores:
-    """Score every row of a step, and free the gathered weights behind it.
+    """Score every row of a step, then free the gathered weights.
 
     check: called before each row; what it raises ends the scoring.
     """

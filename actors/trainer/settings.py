@@ -14,21 +14,21 @@ LOGPROB_CHUNK = 256
 
 
 class Device(StrEnum):
-    """Where the ranks run: gloo on CPU, NCCL on CUDA."""
+    """The device of the ranks: with gloo on CPU, with NCCL on CUDA."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Dtype(StrEnum):
-    """What forward and backward compute in; master weights and reductions are float32."""
+    """The type that forward and backward compute in; master weights and reductions are float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class WeightBackend(StrEnum):
-    """How published weights reach the engines.
+    """The transport of published weights to the engines.
 
     object_store: Ray's object store carries them and keeps the current ones. collective: the
     trainer's rank 0 broadcasts them, by gloo on CPU and by NCCL between GPUs.
@@ -95,7 +95,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What every rank is told."""
+    """The settings that every rank receives."""
 
     trainer: TrainerSettings
     algorithm: AlgorithmSettings

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a model is laid over the ranks."""
+    """The placement of a model on the ranks."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -132,7 +132,9 @@ class TrainedModel(ShardedModel[Model]):
         *,
         stored: nn.Module | None = None,
     ) -> None:
-        """stored: the part whose names a checkpoint has; None: the model itself."""
+        """Shard a model for training. stored: the part whose names a checkpoint has; None: the
+        model itself.
+        """
         super().__init__(model, pretrained, sharding)
         self.num_updates = 0
         self._settings = settings
@@ -168,7 +170,8 @@ class TrainedModel(ShardedModel[Model]):
         return rows[:, :-1], math.sqrt(float(rows[:, -1].sum()))
 
     def finish_update(self, *, grad_norm: float, is_applied: bool) -> None:
-        """Clip the gradients and apply them, or leave the weights alone; then drop the gradients.
+        """Clip the gradients and apply them, or keep the weights unchanged; then drop the
+        gradients.
 
         Args: grad_norm: as `gather` returned it. is_applied: False for an update that is not
             finite or has no tokens.
@@ -184,13 +187,15 @@ class TrainedModel(ShardedModel[Model]):
         self._optimizer.zero_grad(set_to_none=True)
 
     def take_gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients, those that are not empty; the model drops them."""
+        """Return this rank's shards of the gradients that are not empty, and drop them from the
+        model.
+        """
         found = self._local_gradients()
         self._optimizer.zero_grad(set_to_none=True)
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: sharded weights and moments."""
+        """Return the state that a checkpoint holds: sharded weights and moments."""
         return {
             "model": get_model_state_dict(self._stored),
             "optimizer": get_optimizer_state_dict(self._stored, self._optimizer),
@@ -202,7 +207,7 @@ class TrainedModel(ShardedModel[Model]):
         self.num_updates = num_updates
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Of this rank's shards of weights and moments, and of the number of updates."""
+        """Return hashes of this rank's shards of weights and moments, and the number of updates."""
         hashes = [self.num_updates]
         for parameter in self.model.parameters():
             moments = self._optimizer.state[parameter]
@@ -210,7 +215,7 @@ class TrainedModel(ShardedModel[Model]):
         return tuple(hashes)
 
     def _local_gradients(self) -> list[Tensor]:
-        """This rank's shards of the gradients, those that are not empty."""
+        """Return this rank's shards of the gradients that are not empty."""
         gradients = (parameter.grad for parameter in self.model.parameters())
         shards = (
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -271,7 +276,7 @@ def _multipliers(device: torch.device) -> Tensor:
 
 
 def squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
-    """The sum of squares over this rank's shards, a float64 scalar."""
+    """Return the sum of squares over this rank's shards, a float64 scalar."""
     if not shards:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(shards)).double().square().sum()
@@ -280,7 +285,7 @@ def squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
 def stage_checkpoint(
     *, policy: TrainedModel[Any], critic: TrainedModel[Any] | None = None
 ) -> dict[str, Any]:
-    """Copy what a checkpoint holds of this rank to the CPU, so that training may go on."""
+    """Copy this rank's part of a checkpoint to the CPU, so that training may continue."""
     staged: dict[str, Any] = BlockingAsyncStager().stage(_state(policy, critic))
     return staged
 
@@ -372,8 +377,8 @@ def load_checkpoint(
     try:
         dcp.load(state, checkpoint_id=path, process_group=group, planner=_CountingLoad())
     except (CheckpointException, Exception) as error:
-        # torch's own is no Exception. Reading includes unpickling, and a damaged pickle raises
-        # whatever its bytes come to.
+        # torch's own error is not an Exception. Reading includes unpickling, and a damaged pickle
+        # may raise any error.
         raise CheckpointError(
             f"checkpoint {path}: its shards cannot be read ({_first_line(error)}), expected "
             f"weights of {progress.model}; use an older one"

@@ -51,7 +51,7 @@ _PLACES = {key: place for place, key in enumerate((*ADDED, *COMPARED))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """What one update says, over all ranks."""
+    """The statistics of one update, over all ranks."""
 
     statistics: Mapping[str, float]
     """By name, of the values that the advantages were made with; what is not known is absent."""
@@ -62,7 +62,7 @@ class CriticStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What a training step did, over all ranks."""
+    """The statistics of a training step, over all ranks."""
 
     step: int
     trainer_version: int
@@ -142,7 +142,7 @@ def summarize_step(
 
 
 def _reduce(statistic: Statistic, updates: Sequence[UpdateTotals]) -> float | None:
-    """None where no token has the values."""
+    """Compute a statistic over the updates; None if no token has the values."""
 
     def total(part: Part) -> float:
         return sum(update.part(statistic.values, part) for update in updates)

@@ -77,10 +77,10 @@ def mfu(
     num_ranks: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """The statistic by its name; empty where model or peak are not known, or nothing was trained.
+    """Return the statistic by its name; empty if model or peak is unknown, or nothing was trained.
 
-    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device.
-    Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
+    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device. Example: 1e9
+    parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
     """
     if num_parameters is None or peak is None or not num_tokens:
         return {}

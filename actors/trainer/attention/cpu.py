@@ -105,7 +105,7 @@ class _ForestAttention(torch.autograd.Function):
 def _attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Each piece causally to itself; a padded key stands behind every real query."""
+    """Attend from each piece causally to itself; a padded key comes after every real query."""
     padded = [_pad(rows, plan) for rows in (query, key, value)]
     outs, normalizers = [], []
     for start, bucket in _slots(plan):
@@ -126,7 +126,10 @@ def _self_gradients(
     plan: AttentionPlan,
     scaling: float | None,
 ) -> list[Tensor]:
-    """A padded query has gradient 0 and normaliser 0, so that it adds exp(0) * 0 to its keys."""
+    """Compute a piece's gradients for its attention to itself.
+
+    A padded query has gradient 0 and normaliser 0, so that it adds exp(0) * 0 to its keys.
+    """
     padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]
     padded_normalizer = _pad(normalizer, plan)
     parts: list[tuple[Tensor, ...]] = []
@@ -149,7 +152,7 @@ def _self_gradients(
 
 
 def _slots(plan: AttentionPlan) -> list[tuple[int, Bucket]]:
-    """Each bucket and its first slot."""
+    """Return each bucket and its first slot."""
     starts, start = [], 0
     for bucket in plan.buckets:
         starts.append((start, bucket))
@@ -177,13 +180,13 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """[S, ...] in buckets -> [T, ...]: every token stands in exactly one slot."""
+    """Return buckets [S, ...] as tokens [T, ...]: every token is in exactly one slot."""
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 
 
 def _additive(block: Block, dtype: torch.dtype) -> Tensor | None:
-    """The kernel adds its mask to the scores."""
+    """Return the mask that the kernel adds to the scores."""
     if block.visible is None:
         return None
     hidden = torch.zeros(block.visible.shape, dtype=dtype, device=block.visible.device)

@@ -32,7 +32,7 @@ Counts = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the segments of a row begin and end; [S] int64 each."""
+    """The begins and ends of a row's segments; [S] int64 each."""
 
     starts: Ints
     """The row position of the first token."""
@@ -62,11 +62,11 @@ class Segments:
 
 
 class PackedLayout:
-    """What the attention of every layer needs of the row.
+    """The layout of a row, as the attention of every layer needs it.
 
-    plans: what the device's attention made of it, by sliding window; filled as layers ask. No
-    dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then plan
-    for itself.
+    plans: the plans that the device's attention made of it, by sliding window; filled on demand.
+    Not a dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then
+    make its own plan.
     """
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
@@ -141,7 +141,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """How one row is computed under one sliding window. A slot is an entry of a padded bucket."""
+    """The computation of one row under one sliding window. A slot is an entry of a padded
+    bucket.
+    """
 
     gather: Tensor
     """[slots] int64, the token in each slot, bucket after bucket; T in a slot of padding."""
@@ -242,7 +244,7 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """The block of one piece's keys; None where no query below is near enough."""
+    """Return the block of one piece's keys; None if no query below is near enough."""
     keys = slice(start, end)
     if window is None:
         return Block(queries=slice(end, subtree_end), keys=keys, visible=None)

@@ -18,7 +18,9 @@ from actors.trainer.loss.settings import KlEstimator
 
 
 class Divergence(StrEnum):
-    """What DPPO measures on {the sampled token, all others}: total variation, or KL."""
+    """The divergence that DPPO measures on {the sampled token, all others}: total variation, or
+    KL.
+    """
 
     BINARY_TV = "binary_tv"
     BINARY_KL = "binary_kl"

@@ -1,7 +1,7 @@
-"""Which loss is trained: the choices and their numbers, `algorithm.loss` of the configuration.
+"""The loss to train: the choices and their numbers, `algorithm.loss` of the configuration.
 
-Each choice is one pure function elsewhere in this package; docs/algorithms.md has the table. The
-aggregation alone is no part of the loss function: the merge side makes it a weight of each token.
+Each choice is one pure function elsewhere in this package; docs/algorithms.md has the table. Only
+the aggregation is not part of the loss function: the merge side makes it a weight of each token.
 Read by `micro_batch` and the merge actor. Imports no torch.
 """
 
@@ -18,7 +18,7 @@ from actors.merge.aggregation import Aggregation
 
 
 class Objective(StrEnum):
-    """What stops the push of a token (`objectives`)."""
+    """The rule that stops the update of a token (`objectives`)."""
 
     PPO_CLIP = "ppo_clip"
     DUAL_CLIP = "dual_clip"
@@ -37,7 +37,7 @@ class Ratio(StrEnum):
 
 
 class Denominator(StrEnum):
-    """What the ratio compares current with: the sampler, or the trainer at the step's start."""
+    """The policy that current is compared with: the sampler, or the trainer at the step's start."""
 
     BEHAVIOUR = "behaviour"
     OLD = "old"
@@ -75,10 +75,10 @@ class KlSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """What an update minimises; the defaults are PPO's clip against the behaviour policy.
+    """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is [low, high] of a ratio trainer / sampler, the trainer being old where that is the
-    denominator, else current.
+    A band is [low, high] of a ratio trainer / sampler. The trainer is old if the denominator is
+    old, else current.
     """
 
     __pydantic_config__ = STRICT
@@ -125,7 +125,7 @@ class LossSettings:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the trainer's log-probabilities at the step's start are asked for."""
+        """Whether the trainer's log-probabilities at the step's start are needed."""
         return self.denominator is Denominator.OLD
 
     @property

@@ -1,8 +1,8 @@
-"""What a micro-batch says about itself: the values behind each statistic of the loss, float64.
+"""The statistics of a micro-batch: the values that each statistic of the loss is made of, float64.
 
-They leave as one row of partial results (`actors.trainer.statistics`), which micro-batches and
-ranks combine. Called by `TrainerRank`. Letters: [M] trained tokens of the micro-batch, [S] places
-of a row.
+They are one row of partial results (`actors.trainer.statistics`), which micro-batches and ranks
+combine. Called by `TrainerRank`. Letters: [M] trained tokens of the micro-batch, [S] positions in a
+row.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def micro_batch_statistics(
 
 
 def no_statistics(device: torch.device | None = None) -> Tensor:
-    """A row of no micro-batch: combined with another it changes nothing."""
+    """Return the row of no micro-batch: combined with another row it changes nothing."""
     added = torch.zeros(len(ADDED), dtype=torch.float64, device=device)
     return torch.cat([added, added.new_full((len(COMPARED),), -torch.inf)])
 
@@ -86,14 +86,14 @@ def combine_rows(rows: Tensor) -> Tensor:
 
 
 def _or(rule: Tensor | None, nothing: Tensor) -> Tensor:
-    """What a rule masked; a rule that is off masks nothing."""
+    """Return the tokens that a rule masked; a rule that is off masks nothing."""
     return nothing if rule is None else rule
 
 
 def _reduced(
     values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
 ) -> Tensor:
-    """The partial result; the neutral number where there are no values."""
+    """Return the partial result; the neutral number if there are no values."""
     found, where = values if isinstance(values, tuple) else (values, None)
     if found is None or found.numel() == 0:
         return neutral

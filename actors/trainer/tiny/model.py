@@ -30,7 +30,7 @@ from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, MAX_POSITIONS, build_to
 from actors.trainer.tiny.warmup import MALFORMED_SHARE, WarmupConfig, warm_up
 
 _BUILD_VERSION = 2
-"""Counted up when the warm-up's texts change, so that an older directory is built anew."""
+"""Incremented when the warm-up's texts change, so that an older directory is built again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _write_model(
     )
     model.save_pretrained(directory)
     for weights in directory.glob("*.safetensors"):
-        # Written for its owner alone, but an engine may run as another user.
+        # It was written only for its owner, but an engine may run as another user.
         weights.chmod(0o644)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     return {

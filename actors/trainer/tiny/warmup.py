@@ -45,7 +45,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig:
-    """How long and how hard to warm up."""
+    """The length and the strength of a warm-up."""
 
     steps: int
     """Optimiser steps; 0 leaves the random initialisation."""
@@ -60,7 +60,8 @@ class WarmupConfig:
 
 
 class Decks:
-    """Uniform choices with less noise than dice: each deck is dealt out before it is shuffled anew.
+    """Uniform choices with less noise than dice: each deck is dealt out before it is shuffled
+    again.
 
     One deck for each range and turn, so that a game's guesses stay independent of each other.
     """
@@ -150,7 +151,7 @@ def encode(
     role_ids = set(tokenizer.convert_tokens_to_ids(list(ROLE_TOKENS.values())))
     labels = [IGNORED] * len(ids)
     starts = [position for position, token in enumerate(ids) if token in role_ids]
-    # A tool list puts a system turn, which is no message, before the first.
+    # A tool list puts a system turn, which is not a message, before the first.
     for message, start in enumerate(starts[-len(conversation.messages) :]):
         is_answer = conversation.messages[message][0] == "assistant"
         if is_answer and message not in conversation.untrained:
@@ -231,7 +232,9 @@ def imitate(
     learning_rate: float,
     on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
-    """Train on conversations, by kind, that are dealt anew each step. As `warm_up` otherwise."""
+    """Train on conversations, by kind, that are dealt again for each step; otherwise as
+    `warm_up`.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
