@@ -1,4 +1,4 @@
-"""Named keys of a run's API: who may ask for what, and whose it is. Plain values, no HTTP, no Ray.
+"""Named keys of a run's API: their permissions and their tenants. Plain values, no HTTP, no Ray.
 
 Invariant: a raw key is shown once, to who creates it; everything else holds its SHA-256. A key has
 256 random bits, so that a plain digest is as good as a slow one, and finding it in a dict is as
@@ -29,7 +29,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 class Scope(StrEnum):
-    """What a key is for. A session's own keys are `service.gateway.keys`."""
+    """The purpose of a key. A session's own keys are `service.gateway.keys`."""
 
     CLIENT = "client"
     """Submit, look at what is its tenant's, create sessions and reward them, sample and upload."""
@@ -39,7 +39,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """What one named key may ask for. As a key's own: null is the run's default."""
+    """The limits of one named key. In a key's own limits null is the run's default."""
 
     __pydantic_config__ = STRICT
 
@@ -54,7 +54,7 @@ class KeyLimits:
     a minute's worth at once. Null: any number."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
-        """These, with the defaults where one is None."""
+        """Return these limits, with the default for each that is None."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return KeyLimits(
             **{
@@ -87,15 +87,17 @@ class NamedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sends a request: a named key's holder, the first admin key's, or anybody."""
+    """The sender of a request: a named key's holder, the first admin key's, or anyone without
+    keys.
+    """
 
     name: str = ""
-    """Of the key; empty: the first admin key's, or nobody's where no key is asked for."""
+    """Name of the key; empty: the first admin key's, or no key if none is required."""
     scope: Scope = Scope.ADMIN
     tenant: str = ""
     limits: KeyLimits = NO_LIMITS
     secret: str = field(default="", repr=False)
-    """The raw key, from which its sessions' are derived; empty where no key is asked for."""
+    """The raw key, from which its sessions' keys are derived; empty if no key is required."""
 
     @property
     def is_admin(self) -> bool:
@@ -107,15 +109,18 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """What the run calls what it names. An admin may name any tenant's: TENANT~ID, or ~ID for
-        the run's own; of a client's key another tenant's is a name that nothing has."""
+        """Return the run's id for an id of this caller.
+
+        An admin may name any tenant's: TENANT~ID, or ~ID for the run's own; with a client's key
+        another tenant's id is one that nothing has.
+        """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):
             return whole_id(tenant, own_id(name))
         return whole_id(self.tenant, name)
 
     def shown(self, whole: str) -> str:
-        """What it calls what the run calls so; `whole` of it is the same again."""
+        """Return this caller's id for an id of the run; `whole` is the inverse."""
         tenant = tenant_of(whole)
         return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"
 
@@ -126,7 +131,7 @@ def may_see(sees: str | None, tenant: str) -> bool:
 
 
 def new_key() -> str:
-    """A raw key of 256 random bits."""
+    """Return a raw key of 256 random bits."""
     return KEY_MARK + secrets.token_urlsafe(32)
 
 
@@ -136,7 +141,7 @@ def digest_of(key: str) -> str:
 
 
 def check_key(name: str, scope: Scope, tenant: str) -> None:
-    """Raises: ValueError for what no key can be."""
+    """Raise ValueError for a name, scope or tenant that no key can have."""
     for what, text in (("name", name), ("tenant", tenant)):
         if not _NAME.match(text) and (text or what == "name"):
             raise ValueError(
@@ -169,7 +174,7 @@ class KeyBook:
         return len(self._by_name)
 
     def find(self, digest: str) -> NamedKey | None:
-        """A key in force."""
+        """Return a key in force by its digest."""
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:
@@ -178,6 +183,6 @@ class KeyBook:
         return key is not None and key.revoked_at is not None
 
     def limits_of(self, name: str) -> KeyLimits:
-        """A key's own limits; none where there is no such key."""
+        """Return a key's own limits; without limits if there is no such key."""
         key = self._by_name.get(name)
         return NO_LIMITS if key is None else key.limits

@@ -1,7 +1,7 @@
-"""Ids of tenants: what a tenant calls ID, the run calls TENANT~ID. Plain strings.
+"""Ids of tenants: a tenant's ID is the run's TENANT~ID. Plain strings.
 
-Invariant: no id that a client chooses has the mark in it, so that each tenant's ids are its own:
-none can be taken by another tenant, and none tells of another's. The run's own have no mark.
+Invariant: no id that a client chooses has the mark in it, so that each tenant has its own ids:
+another tenant can neither take nor discover them. The run's own have no mark.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
 def whole_id(tenant: str, own: str) -> str:
-    """What the run calls it. tenant: empty: the run's own."""
+    """Return the run's id for a tenant's id. tenant: empty: the run's own."""
     return f"{tenant}{MARK}{own}" if tenant else own
 
 
 def tenant_of(whole: str) -> str:
-    """Whose it is; empty: the run's own. Example: acme~task-9 -> acme"""
+    """Return the tenant of an id; empty: the run's own. Example: acme~task-9 -> acme"""
     return whole.rpartition(MARK)[0]
 
 
 def own_id(whole: str) -> str:
-    """What its tenant calls it. Example: acme~task-9 -> task-9"""
+    """Return the tenant's own id. Example: acme~task-9 -> task-9"""
     return whole.rpartition(MARK)[2]

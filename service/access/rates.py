@@ -1,4 +1,4 @@
-"""How often something may be done: a token bucket for each name; pure but for its clock."""
+"""Rate limits: a token bucket for each name; pure except for its clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rates:
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._buckets: dict[str, tuple[float, float]] = {}
-        """By name: what was left, and when."""
+        """By name: the number of tokens left, and the time of that count."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
         """Take one. Returns: 0, or the whole seconds after which one will be there.

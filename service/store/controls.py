@@ -39,7 +39,7 @@ class ControlStore:
         self._store = store
 
     def pauses(self) -> list[Pause]:
-        """Raises: StoreError."""
+        """Return the run's pauses. Raises: StoreError."""
         columns = tables.pauses.c
         query = select(columns.part, columns.since, columns.reason)
 
@@ -49,7 +49,9 @@ class ControlStore:
         return self._store.read(read)
 
     def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
-        """pause: None: it is resumed. Raises: LeaseLost, StoreError."""
+        """Store a pause of a part, or its end. pause: None: it is resumed. Raises: LeaseLost,
+        StoreError.
+        """
         table = tables.pauses
 
         def write(connection: Connection) -> None:
@@ -73,7 +75,7 @@ class ControlStore:
         self._store.write(term, write)
 
     def calls(self, *, limit: int) -> Sequence[AdminCall]:
-        """The newest first. Raises: StoreError."""
+        """Return the calls, newest first. Raises: StoreError."""
         columns = tables.admin_calls.c
         names = [each.name for each in fields(AdminCall)]
         query = select(*(columns[name] for name in names)).order_by(columns.id.desc()).limit(limit)

@@ -99,15 +99,15 @@ class Database:
 
     @property
     def away_s(self) -> float:
-        """For how long it has not answered; 0: it answers, or was not asked."""
+        """Seconds for which it has not answered; 0: it answers, or was not called."""
         since = list(self._away_since.values())
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
         """End all connections; an SQLite database is then whole in its own file."""
         if self.is_sqlite and not self._is_read_only:
-            # The last connection to close would do it, but somebody may be looking at the run.
-            # Where it fails the log stays, and the next one to open it goes on with it.
+            # Closing the last connection would do it, but another process may be reading the run.
+            # If this fails the log stays, and the next process that opens it continues with it.
             with (
                 suppress(DBAPIError, sqlite3.Error),
                 self._engine.connect() as connection,
@@ -185,7 +185,7 @@ class Database:
         return float(connection.scalar(select(_epoch(func.pg_postmaster_start_time()))) or 0.0)
 
     def damage(self, *, limit_s: float) -> str:
-        """What is wrong with SQLite's file, as far as the limit lets it be read; empty: nothing."""
+        """Describe what is wrong with SQLite's file, as far as the limit allows; empty: nothing."""
         if not self.is_sqlite:
             return ""
 
@@ -348,7 +348,7 @@ def _epoch(moment: Any) -> Any:
 
 
 def _reason(error: DBAPIError | NoConnectionLeft) -> str:
-    """The driver's own words, without the statement and its values."""
+    """Return the driver's message, without the statement and its values."""
     words = error.orig if isinstance(error, DBAPIError) else error
     return " ".join(str(words).split()) or type(words).__name__
 
@@ -420,9 +420,9 @@ def _sqlite_writer(url: URL, file: Path) -> Engine:
 
 
 def _sqlite_reader(file: Path) -> Engine:
-    """Of a file that is neither made nor written, nor kept from its writer.
+    """Open a file that is neither created nor written, without blocking its writer.
 
-    Where a log lies beside the database, SQLite keeps its index of it (-shm) up to date.
+    If a log is next to the database, SQLite keeps its index of it (-shm) up to date.
     """
 
     engine = create_engine(
@@ -450,9 +450,8 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _check_in_place(connection: Connection, file: Path) -> None:
-    """What SQLite writes to a file that was removed or moved away is gone with the process.
-
-    Raises: StoreError.
+    """Raise StoreError if the file was removed or moved away: SQLite's writes to it would be
+    lost.
     """
     try:
         is_there = os.path.samestat(os.stat(file), connection.info["opened"])

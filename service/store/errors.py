@@ -1,4 +1,4 @@
-"""What a run's store raises; each text says what failed, what was expected and how to go on."""
+"""The errors of a run's store; each message says what failed, what was expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """The run has a living owner, and the lease was asked for only if it has none."""
+    """The run has a living owner, and the lease was requested only if it has none."""
 
 
 class Damaged(Exception):

@@ -49,14 +49,15 @@ _TELL_ACCEPTED = insert(tables.feed).from_select(
 
 
 def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
-    """Append what was told of tasks, in order, to the feed; each gets the next number."""
+    """Append entries about tasks, in order, to the feed; each gets the next number."""
     _add(connection, [(tenant_of(entry.task or ""), entry) for entry in entries])
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append that each submission behind this position was accepted, in order.
+    """Append that each submission after this position was accepted, in order.
 
-    In the database alone: there may be thousands. num_of: how many of them each tenant has.
+    Only the database does this, because there may be thousands. num_of: how many of them each
+    tenant has.
     """
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
@@ -79,7 +80,7 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 
 def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
-    """told: each with the tenant who is shown it."""
+    """Add entries. told: each with the tenant to whom it is shown."""
     num_of = Counter(tenant for tenant, _ in told if tenant)
     newest, rows = _count_up(connection, num_of), []
     for tenant, entry in told:
@@ -109,7 +110,7 @@ def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, in
 
 
 def newest_number(connection: Connection) -> int:
-    """0 where nothing was told."""
+    """Return the newest entry's number; 0 if there is none."""
     return int(connection.scalar(select(func.max(tables.feed.c.number))) or 0)
 
 
@@ -122,15 +123,15 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 
 
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-    """The first `limit` entries behind a number.
+    """Return the first `limit` entries after a number.
 
-    sees: the tenant whose entries they are, by its own numbers; None: everybody's, where what was
-    told to all stands once. Raises: StoreError.
+    sees: the tenant whose entries they are, by its own numbers; None: the entries of all tenants,
+    with an entry to all tenants only once. Raises: StoreError.
     """
     columns = tables.feed.c
     number, is_shown = columns.own_number, columns.tenant == sees
     if sees is None:
-        # What tells of no task was told to each tenant too.
+        # An entry about no task was also added for each tenant.
         number, is_shown = columns.number, or_(columns.task.is_not(None), columns.tenant == "")
     query = (
         select(number.label("number"), *(columns[name] for name in _STORED))
@@ -143,7 +144,7 @@ def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = Non
     def read(connection: Connection) -> FeedPage:
         oldest = connection.scalar(select(func.min(number)).where(is_shown))
         if oldest is None and sees is not None and (last := connection.scalar(newest)):
-            # All that was told it is gone.
+            # All entries of this tenant are gone.
             oldest = last + 1
         entries = connection.execute(query).mappings()
         return FeedPage(entries=tuple(FeedEntry(**row) for row in entries), oldest=oldest or 0)

@@ -1,7 +1,7 @@
-"""Whether a directory lies on a file system that SQLite cannot be trusted with.
+"""Check whether a directory is on a file system that SQLite cannot be trusted with.
 
-SQLite's log needs memory that all its processes share and locks that hold. Network file systems and
-FUSE promise neither: two hosts that both wrote left a malformed database, without an error.
+SQLite's log needs memory that all its processes share, and reliable locks. Network file systems and
+FUSE guarantee neither: two hosts that both wrote left a malformed database, without an error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ REFUSED = {
 
 
 def refused_filesystem(path: Path) -> str | None:
-    """The name of the file system at `path`, where SQLite may not lie on it; else None.
+    """Return the name of the file system at `path` if SQLite may not be used on it; else None.
 
-    Of a path that is not there yet, its nearest parent counts. Not known on what is not Linux.
+    For a path that does not exist yet, its nearest parent counts. On systems other than Linux the
+    answer is not known: None.
     """
     kind = _filesystem_type(path)
     return None if kind is None else REFUSED.get(kind)

@@ -18,7 +18,7 @@ from service.store.run_store import RunStore
 
 
 def read_keys(store: Readable) -> tuple[NamedKey, ...]:
-    """All, revoked ones too, in the order of their creation. Raises: StoreError."""
+    """Return all keys, revoked ones too, in the order of their creation. Raises: StoreError."""
     query = select(tables.keys).order_by(tables.keys.c.created_at, tables.keys.c.name)
     return store.read(
         lambda connection: tuple(NamedKey(**row) for row in connection.execute(query).mappings())
@@ -26,7 +26,7 @@ def read_keys(store: Readable) -> tuple[NamedKey, ...]:
 
 
 def add_key(store: RunStore, key: NamedKey) -> bool:
-    """Returns: False where the name or the digest is taken, or there are too many keys.
+    """Add a key; return False if its name or digest is taken, or there are too many keys.
 
     Raises: StoreError.
     """

@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What survives of one term; None means all of it."""
+    """The part of one term that survives; None means all of it."""
 
     term: int
     last_step: int | None = None
@@ -97,12 +97,12 @@ def read_history(store: Readable) -> History:
 
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
-    """The events that survive and are kept, in order."""
+    """Return the events that survive and are kept, in order."""
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
 def recorded_steps(store: Readable) -> tuple[int, ...]:
-    """The numbers of the steps that survive and whose records are kept, in order."""
+    """Return the numbers of the steps that survive and whose records are kept, in order."""
     columns = tables.steps.c
     query = select(columns.step).order_by(columns.step)
 
@@ -117,7 +117,7 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """In each, places only grow along a lineage."""
+    """A kind of record. In each kind, positions only grow along a lineage."""
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -142,9 +142,9 @@ class StoredRecord:
 
 
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
-    """The records that survive behind these places, in the order in which they came about.
+    """Return the records that survive after these positions, in the order in which they were made.
 
-    Of a kind without a place all that are kept.
+    For a kind without a position, all kept records.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:
@@ -177,7 +177,7 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Step, number and record of those of the span behind a step's number."""
+    """Select step, number and record of the span's rows after a step's number."""
     if kind is RecordKind.STEP:
         columns = tables.steps.c
         query = select(columns.step, literal(0), columns.record).where(columns.step > step)
@@ -192,7 +192,9 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """The newest step and the newest scheduled evaluation that survive; None: there is none."""
+    """Return the newest step and the newest scheduled evaluation that survive; None: there is
+    none.
+    """
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
@@ -233,13 +235,13 @@ def is_named(commit: Checkpoint, name: str) -> bool:
 
 
 def stored_totals(store: Readable) -> RunTotals:
-    """Of every step that the run ever stored, superseded ones included."""
+    """Return the totals of every step that the run ever stored, including superseded ones."""
     query = select(tables.step_totals.c.totals)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
-    """How many events the run ever stored, superseded ones included, by kind and reason."""
+    """Count the events that the run ever stored, superseded ones included, by kind and reason."""
 
     def read(connection: Connection) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
         rows = connection.execute(select(tables.event_totals))
@@ -255,14 +257,14 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
-    """Of the steps of a lineage up to one of its checkpoints, to which the run can go back."""
+    """Return the totals of a lineage up to one of its checkpoints, to which the run can go back."""
     columns = tables.checkpoints.c
     query = select(columns.totals).where(columns.id == checkpoint.id)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Of the steps that the newest `term` holds, up to last_step; None: all of them."""
+    """Sum the steps that the newest `term` holds, up to last_step; None: all of them."""
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
         connection,
@@ -285,7 +287,7 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """The spans of the newest term's lineage, the oldest first."""
+    """Return the spans of the newest term's lineage, the oldest first."""
     newest = newest_term(connection)
     if newest == 0:
         return []
@@ -298,12 +300,12 @@ def surviving_spans(connection: Connection) -> list[Span]:
 
 
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
-    """What a run can go back to, newest first, each directory once.
+    """Return the checkpoints that a run can go back to, newest first, each directory once.
 
-    Those of which `retention` keeps the queue's snapshot, along the lineage of the newest: what a
-    term committed beyond the checkpoint that a later one went back to is not among them. Where that
-    later term has committed nothing, it is, unless the return was asked for: a term that passed
-    over a checkpoint that could not be read has not undone it.
+    These are the checkpoints of the newest one's lineage whose queue snapshot `retention` keeps.
+    Checkpoints that a term committed after the checkpoint that a later term went back to are left
+    out. They are not left out if that later term has committed nothing, unless the return was
+    requested: a term that passed over an unreadable checkpoint has not undone it.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -335,7 +337,9 @@ def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, .
 
 
 def within(columns: Any, span: Span) -> ColumnElement[bool]:
-    """columns: of `events`, `steps` or `evaluations`. Whether a row is of the span."""
+    """Return a condition: whether a row is in the span. columns: of `events`, `steps`,
+    `evaluations`.
+    """
     last, ends = (
         (span.last_event_seq, columns.seq) if "seq" in columns else (span.last_step, columns.step)
     )
@@ -365,7 +369,9 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """By term, of every lineage, the policy version that it went on from; 0: it began afresh."""
+    """Return by term, of every lineage, the policy version that it continued from; 0: a fresh
+    start.
+    """
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint
     query = select(leases.c.term, checkpoints.c.policy_version).select_from(
@@ -381,7 +387,9 @@ def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
 
 
 def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
-    """Of every lineage, newest first. only_usable: those with the queue's snapshot."""
+    """Return the checkpoints of every lineage, newest first. only_usable: with the queue's
+    snapshot.
+    """
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]
     query = select(*(columns[name] for name in names)).order_by(columns.id.desc())

@@ -11,7 +11,7 @@ import psutil
 
 
 def own_name() -> str:
-    """This process, as its lease names it."""
+    """Return the name of this process, as its lease has it."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
@@ -48,7 +48,9 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Where a process number means one process: a boot of a kernel, and a container on it."""
+    """Return the scope in which a process number is unique: a boot of a kernel, and a container on
+    it.
+    """
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

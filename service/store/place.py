@@ -1,9 +1,10 @@
-"""Where a run's database lies, as a URL without a password: chosen at its start, then recorded.
+"""The location of a run's database, as a URL without a password: chosen at its start, then
+recorded.
 
 sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
-a schema of its own. A password is found anew by each process that connects, in
-RAYLOOM_DATABASE_URL or where PostgreSQL's own clients look (PGPASSWORD, ~/.pgpass), so that no
-file, log, message or process title of ours has it.
+its own schema. Each process that connects reads the password again, from RAYLOOM_DATABASE_URL or
+from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass), so that no file, log,
+message or process title of ours contains it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_NAME_BYTES = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a user said about the store of a new run."""
+    """A user's options for the store of a new run."""
 
     state_dir: Path | None = None
     """Where rayloom.db is to lie; None: in the run directory."""
@@ -57,7 +58,7 @@ class StoreOptions:
 
 
 def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
-    """Where the store of a new run is to lie. Raises: StoreError."""
+    """Return the URL of a new run's store. Raises: StoreError."""
     options.check()
     if options.state_dir is not None:
         return sqlite_url(options.state_dir.expanduser().absolute())
@@ -75,7 +76,7 @@ def sqlite_url(directory: Path) -> str:
 
 
 def schema_name(run_id: str) -> str:
-    """A run's schema; PostgreSQL cuts longer names, and then two of them may be one."""
+    """Return a run's schema. PostgreSQL cuts longer names, and then two of them may be equal."""
     encoded = run_id.encode()
     if len(encoded) <= _MAX_NAME_BYTES:
         return run_id
@@ -84,7 +85,8 @@ def schema_name(run_id: str) -> str:
 
 
 def record(file: Path, url: str) -> None:
-    """Write the place beside the run; nothing where that is the run directory itself.
+    """Write the URL into the run directory; write nothing if the database is in that directory
+    itself.
 
     So a run with its database inside may be moved. Raises: OSError.
     """
@@ -95,7 +97,7 @@ def record(file: Path, url: str) -> None:
 
 
 def recorded_url(file: Path) -> str:
-    """Where the run's store lies. Raises: StoreError for a record that cannot be read."""
+    """Return the URL of the run's store. Raises: StoreError for a record that cannot be read."""
     try:
         tree = json.loads(file.read_text())
         url = make_url(tree["url"])
@@ -113,14 +115,14 @@ def recorded_url(file: Path) -> str:
 
 
 def sqlite_file(url: str | URL) -> Path | None:
-    """The file of an SQLite database; None for another one."""
+    """Return the file of an SQLite database; None for another one."""
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite" and parsed.database
     return Path(parsed.database) if is_sqlite and parsed.database else None
 
 
 def shown(url: str | URL) -> str:
-    """A place for people: a path, or the server with database and schema."""
+    """Return a location for people: a path, or the server with database and schema."""
     if (file := sqlite_file(url)) is not None:
         return str(file)
     return _without_password(make_url(url)).render_as_string(hide_password=True)
@@ -138,7 +140,7 @@ def check_local(url: str | URL) -> None:
 
 
 def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """The URL with the environment's password for the same user of the same database."""
+    """Return the URL with the environment's password for the same user of the same database."""
     given = environ.get(VARIABLE)
     if not given or url.password is not None:
         return url
@@ -154,7 +156,7 @@ def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """The text itself is in no error: it may hold a password."""
+    """Parse a URL. No error contains the string itself: it may hold a password."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

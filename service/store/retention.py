@@ -1,6 +1,6 @@
-"""How long a run's rows are kept: what a resume, the report, the API and `inspect` still need.
+"""Retention of a run's rows: those that a resume, the report, the API and `inspect` still need.
 
-Called after each committed checkpoint, in one fenced transaction. Sums are kept as they come
+Called after each committed checkpoint, in one fenced transaction. Sums are kept incrementally
 (`service.telemetry.totals`), so that no sum changes when rows leave.
 
 - Superseded rows leave at once.
@@ -8,11 +8,11 @@ Called after each committed checkpoint, in one fenced transaction. Sums are kept
   checkpoints: a run can go back only to these.
 - Step records: the first 5, the newest 256 or as many as the journal and the newest kept
   checkpoints reach back, those of the best, and of the older ones the first of each 2^k steps, with
-  the smallest k that leaves at most 257. Evaluations likewise.
-- Ledger events: those that a kept checkpoint, the best ones too, can go back before and those of
-  the journal's steps, which `inspect --audit` holds against them. The window admits no group
-  earlier than the bound on the policy's age allows, so that these were written after the step so
-  many versions before.
+  the smallest k that leaves at most 257. The same holds for evaluations.
+- Ledger events: those after the earliest step that a kept checkpoint (including the best) can go
+back to, and those of the journal's steps, which `inspect --audit` compares with them. The window
+admits no group earlier than the bound on the policy's age allows, so the journal's events were
+written after the step that is that many versions earlier.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OLDER_STEPS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Of the run's configuration."""
+    """The retention settings of the run's configuration."""
 
     journal_steps: int
     """Newest steps whose trajectories `inspect` can show."""
@@ -78,7 +78,10 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 
 
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
-    """kept: ids. A row that a term went on from stays, to tell where the lineage runs."""
+    """Forget queue snapshots. A row that a term continued from stays, because it shows the lineage.
+
+    kept: ids.
+    """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
     joints = select(leases.parent_checkpoint).where(leases.parent_checkpoint.is_not(None))
@@ -112,7 +115,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Of the lineage, whose events are numbered without gaps: all up to a step's last one."""
+    """Forget the lineage's events, which are numbered without gaps, up to a step's last one."""
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:

@@ -1,9 +1,9 @@
-"""What a run may rely on after a crash, behind one lease; SQLite, or PostgreSQL by URL.
+"""The state that survives a crash of a run, protected by a lease; SQLite, or PostgreSQL by URL.
 
-Invariants: terms only grow; a writer whose term is not the newest writes nothing; a checkpoint
-row, the ledger it stands for and the lease check are one transaction, and so are the look at a
-lease's owner and the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for those who
-look at a run that may be running, cut off or copied, and never makes a writer wait.
+Invariants: terms only grow; a writer whose term is not the newest writes nothing; a checkpoint row,
+the ledger that it commits and the lease check are one transaction, and so are the check of a
+lease's owner and the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for readers of
+a run that may be running, interrupted or copied, and never makes a writer wait.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Lease:
 
     term: int
     parent: Checkpoint | None
-    """The checkpoint that this term goes on from; None: a fresh start."""
+    """The checkpoint that this term continues from; None: a fresh start."""
     queue_snapshot: QueueSnapshot | None
     """What the queue held at the parent."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None
@@ -86,7 +86,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOwner:
-    """Who has the newest lease and is alive."""
+    """The owner of the newest lease, which is alive."""
 
     name: str
     """HOST:PID of the supervisor."""
@@ -117,7 +117,7 @@ class ReadOnlyStore:
         may_be_older: bool = False,
         steps: Mapping[int, Step] = STEPS,
     ) -> None:
-        """url: a place as in `service.store.place`, or the file of an SQLite database.
+        """Open a store. url: as in `service.store.place`, or the file of an SQLite database.
 
         may_be_older: leave what is in an older format as it is: the caller reads no more than the
         tables that no step changes (`service.store.migrations`). steps: those of this Rayloom.
@@ -142,16 +142,16 @@ class ReadOnlyStore:
 
     @property
     def location(self) -> str:
-        """For people; without a password."""
+        """The database's location for people, without a password."""
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """As `Database.read`."""
+        """Read in a transaction, as `Database.read`."""
         return self._database.read(body)
 
     @property
     def away_s(self) -> float:
-        """As `Database.away_s`."""
+        """Seconds without an answer, as `Database.away_s`."""
         return self._database.away_s
 
     def newest_term(self) -> int:
@@ -160,21 +160,23 @@ class ReadOnlyStore:
         return row.term if row else 0
 
     def kind(self) -> RunKind | None:
-        """None where no supervisor has ever had the lease."""
+        """Return the run's kind; None if no supervisor has ever had the lease."""
         row = self.read(self._newest_lease)
         return row.kind if row else None
 
     def directory(self) -> str:
-        """Of the run, as the newest owner saw it; empty where there is none, or it did not say."""
+        """Return the run directory as the newest owner saw it; empty if there is none or it is not
+        known.
+        """
         row = self.read(self._newest_lease)
         return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
-        """The owner of the newest lease, None where it has ended."""
+        """Return the owner of the newest lease; None if it has ended."""
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """What the run can go back to, newest first, each directory once."""
+        """Return the checkpoints that the run can go back to, newest first, each directory once."""
 
         def find(connection: Connection) -> list[Checkpoint]:
             is_blank = not self._database.has_tables(connection)
@@ -195,8 +197,10 @@ class ReadOnlyStore:
         return self.read(count)
 
     def all_checkpoints(self) -> list[Checkpoint]:
-        """Every row that is kept, of every lineage, newest first: also those that only say where
-        terms joined, and those that are undone."""
+        """Return every row that is kept, of every lineage, newest first.
+
+        Includes rows that only show where terms joined, and rows that are undone.
+        """
         return self.read(every_checkpoint)
 
     def check(self) -> None:
@@ -253,14 +257,14 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Raises: StoreError where they are of another format."""
+        """Whether the tables exist. Raises: StoreError if they are of another format."""
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
         return True
 
     def _check_format(self, connection: Connection) -> None:
-        """Raises: StoreError for a format that can be neither read nor moved forward."""
+        """Raise StoreError for a format that can be neither read nor moved forward."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
         written = f"the run in {place} was written in format {number}, this Rayloom reads format "
@@ -276,7 +280,7 @@ class ReadOnlyStore:
             )
 
     def _read_format(self, connection: Connection) -> int:
-        """Raises: StoreError."""
+        """Read the format's number. Raises: StoreError."""
         formats = tables.formats
         has_number = self._database.has_table(connection, formats.name)
         number = connection.scalar(select(formats.c.number)) if has_number else 1
@@ -295,9 +299,9 @@ class RunStore(ReadOnlyStore):
     """A run's database for its supervisor. Safe to call from several threads.
 
     While the database does not answer, a call waits for `patience_s`: a restart of PostgreSQL, a
-    lock or a full disk for a moment end no run.
-    Raises: StoreError for what cannot be opened, is no database, is of another format, or would be
-        SQLite on a network or FUSE file system.
+    lock or a disk that is full for a moment does not end a run. Raises: StoreError if it cannot be
+    opened, is not a database, is of another format, or would be SQLite on a network or FUSE file
+    system.
     """
 
     def __init__(
@@ -308,8 +312,10 @@ class RunStore(ReadOnlyStore):
         may_be_older: bool = False,
         steps: Mapping[int, Step] = STEPS,
     ) -> None:
-        """may_be_older: the caller takes the lease, or moves it forward, before it uses more than
-        the tables that no step changes. Otherwise an older format is refused."""
+        """Open a store for writing. may_be_older: the caller takes the lease, or moves it forward,
+        before it uses more than the tables that no step changes. Otherwise an older format is
+        refused.
+        """
         check_local(url)
         super().__init__(
             url,
@@ -337,14 +343,14 @@ class RunStore(ReadOnlyStore):
     ) -> Lease:
         """Take the next term; the owner of an older one can write nothing from here on.
 
-        It goes on from the newest checkpoint whose directory is not one of `passed_over`. What is
-        in an older format is moved forward in the same transaction (`move_forward`).
-        directory: of the run. follows: the caller's own term so far, which has to be the newest
-        still. unless_held: leave a run alone whose owner is alive. replaces: HOST:PID of an owner
-        that is known to be dead. returns_to: the directory of the checkpoint to go on from, of
-        those that the run can go back to: what was committed after it is undone. Where it is no
-        longer one of them, the newest is taken.
-        Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
+        The term continues from the newest checkpoint whose directory is not one of `passed_over`.
+        An older format is moved forward in the same transaction (`move_forward`). directory: of the
+        run. follows: the caller's own term so far, which has to be the newest still. unless_held:
+        leave a run alone whose owner is alive. replaces: HOST:PID of an owner that is known to be
+        dead. returns_to: the directory of the checkpoint to continue from, one that the run can go
+        back to: everything that was committed after it is undone. If it is no longer one of these,
+        the newest is taken. Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints,
+        but none is left, and
             for a run of another kind.
         """
         moved: list[int] = []
@@ -403,7 +409,7 @@ class RunStore(ReadOnlyStore):
         self._tell_moved(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Raises: LeaseHeld. replaces: as of `acquire_lease`."""
+        """Raise LeaseHeld if the run has a living owner. replaces: as of `acquire_lease`."""
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(
@@ -411,7 +417,7 @@ class RunStore(ReadOnlyStore):
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Returns: the format that it was in. Raises: StoreError."""
+        """Move an older format forward; return the format that it was in. Raises: StoreError."""
         number = self._read_format(connection)
         if number < self._format:
             # The transaction has written nothing yet, and keeps every other writer out.
@@ -436,7 +442,7 @@ class RunStore(ReadOnlyStore):
         return file.with_name(f"{file.name}.format-{number}.bak")
 
     def check_lease(self, term: int) -> None:
-        """Raises: LeaseLost when `term` is not the newest; StoreError."""
+        """Raise LeaseLost if `term` is not the newest. Raises: StoreError."""
         self.read(lambda connection: _check_term(connection, term))
 
     def renew(self, term: int) -> None:
@@ -473,7 +479,7 @@ class RunStore(ReadOnlyStore):
         return self._database.write(fenced)
 
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
-        """As `write`, for what belongs to no term: whoever has the database may write it.
+        """Write rows that belong to no term, as `write`: any process with the database may do so.
 
         Raises: StoreError.
         """
@@ -487,7 +493,9 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
     ) -> RunTotals:
-        """Returns: of every step that was ever stored, this one included. Raises: LeaseLost."""
+        """Add a step; return the totals of every step ever stored, this one included. Raises:
+        LeaseLost.
+        """
         table = tables.step_totals
         row = {"term": term, "step": record.step, "record": record}
 
@@ -505,7 +513,7 @@ class RunStore(ReadOnlyStore):
         return self.write(term, store)
 
     def add_evaluation(self, record: EvaluationRecord, *, term: int) -> None:
-        """Raises: LeaseLost."""
+        """Add an evaluation. Raises: LeaseLost."""
         columns = tables.evaluations.c
         newest = select(func.max(columns.number)).where(
             columns.term == term, columns.step == record.step
@@ -532,11 +540,11 @@ class RunStore(ReadOnlyStore):
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
     ) -> None:
-        """From here on, what the snapshot's ledger calls trained is trained.
+        """Commit a checkpoint: the rollouts that the snapshot's ledger calls trained are now
+        trained.
 
-        directory: its name in the run's directory of checkpoints. new_entries: what the feed tells
-        of the ledger up to last_event_seq.
-        Raises: LeaseLost.
+        directory: its name in the run's directory of checkpoints. new_entries: the feed's entries
+        about the ledger up to last_event_seq. Raises: LeaseLost.
         """
         row = {
             "term": term,
@@ -564,7 +572,7 @@ class RunStore(ReadOnlyStore):
         self._database.prepare(self._is_ready, self._create_tables)
 
     def _is_ready(self, connection: Connection) -> bool:
-        """Raises: StoreError for tables that cannot be written."""
+        """Whether the tables can be used. Raises: StoreError for tables that cannot be written."""
         if not self._has_tables(connection):
             return False
         if self._read_format(connection) < self._format and not self._may_be_older:
@@ -587,7 +595,7 @@ def has_run(url: str, *, patience_s: float) -> bool:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Raises: StoreError where a run would change its kind."""
+    """Raise StoreError if a run would change its kind."""
     if stored is not None and stored is not asked:
         raise StoreError(
             f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
@@ -603,7 +611,7 @@ def _newest_lease(connection: Connection) -> Row[Any] | None:
 
 
 def _check_term(connection: Connection, term: int) -> None:
-    """Raises: LeaseLost when `term` is not the newest."""
+    """Raise LeaseLost if `term` is not the newest."""
     newest = _newest_lease(connection)
     if newest is None or newest.term != term:
         raise _lost(term, newest)

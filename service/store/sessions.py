@@ -61,10 +61,10 @@ class SessionStore:
     def load(
         self, session_id: str
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
-        """The session, its turns by number, and the intents that no turn has followed.
+        """Load a session, its turns by number, and the intents that no turn has followed.
 
         The turns' arrays are read-only; versions of an earlier term that a recovery has undone are
-        marked (`actors.policy_age`). Returns: None for one that is not known. Raises: StoreError.
+        marked (`actors.policy_age`). Returns: None for an unknown session. Raises: StoreError.
         """
         turns, intents = tables.session_turns.c, tables.session_intents.c
         turns_query = (
@@ -93,13 +93,13 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Those of them that are known. Raises: StoreError."""
+        """Return the known sessions among these. Raises: StoreError."""
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
 
     def ends(self, session_ids: Sequence[str]) -> dict[str, SessionEnd]:
-        """Of those of them that have ended. Raises: StoreError."""
+        """Return the ends of the ended sessions among these. Raises: StoreError."""
         sessions = tables.sessions.c
         query = select(sessions.id, sessions.end).where(sessions.end.is_not(None))
 
@@ -114,7 +114,7 @@ class SessionStore:
         return self._store.read(read)
 
     def of_submission(self, submission_id: str) -> tuple[StoredSession, ...]:
-        """By member; empty for a submission without sessions. Raises: StoreError."""
+        """Return a submission's sessions, by member; empty if it has none. Raises: StoreError."""
         sessions = tables.sessions.c
         query = (
             select(tables.sessions)
@@ -124,7 +124,7 @@ class SessionStore:
         return tuple(self._store.read(lambda connection: _sessions(connection, query)))
 
     def page(self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int) -> SessionPage:
-        """Those behind a place. Raises: StoreError."""
+        """Return the sessions after a position. Raises: StoreError."""
         sessions, position = tables.sessions.c, tables.submissions.c.position
         query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
         if wanted.tenant is not None:
@@ -153,9 +153,8 @@ class SessionStore:
         return self._store.read(read)
 
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
-        """Store them in order, in one transaction; what is stored already is left as it is.
-
-        Returns: the places in `changes` of those that came too late and were not stored: an intent
+        """Store changes in order, in one transaction; those that are stored already change nothing.
+        Returns: the indices in `changes` of those that came too late and were not stored: an intent
             or a turn of a session that is not known, has ended, or whose submission is cancelled or
             over; a turn whose number another one has; an end of a session that is not known, or
             has another end and waits for no reward.
@@ -204,7 +203,7 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """What changes come to, given what is stored of their sessions."""
+    """The rows that changes result in, given what is stored of their sessions."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
@@ -229,7 +228,7 @@ class _Rows:
     now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
-        """Returns: False for one that comes too late."""
+        """Apply a change; return False if it comes too late."""
         session = change.session_id
         match change:
             case TurnAdded(turn=turn):
@@ -304,7 +303,7 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """rows: the term, and a turn's fields. first: as `first_versions`."""
+    """Read turns. rows: the term, and a turn's fields. first: as `first_versions`."""
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]
@@ -441,7 +440,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Of those of the changes' turns that are there."""
+    """Return the marks of those of the changes' turns that are stored."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)

@@ -59,13 +59,16 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Args: as `SubmissionQueue.submit`."""
+    """Make an offer. Args: as `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
 class SubmissionStore:
-    """Tables `submissions`, `bindings` and `results` of a run's database; of `sessions`, the rows'
-    beginning and end; of `feed`, what is told of acceptances and cancellations."""
+    """Tables `submissions`, `bindings` and `results` of a run's database.
+
+    It also writes the beginning and end of rows in `sessions`, and the entries on acceptances and
+    cancellations in `feed`.
+    """
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -146,7 +149,10 @@ class SubmissionStore:
         ]
 
     def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
-        """groups: group id to submission id. Returns: what is to be played. Raises: LeaseLost."""
+        """Bind groups to submissions; return the requests to play. Raises: LeaseLost.
+
+        groups: group id to submission id.
+        """
         rows = [
             {"term": term, "group_id": group_id, "submission_id": submission_id}
             for group_id, submission_id in groups.items()
@@ -162,8 +168,10 @@ class SubmissionStore:
         return self._store.write(term, bind)
 
     def cancel(self, submission_id: str, *, term: int) -> None:
-        """What is cancelled is never played again, so that its task goes, and what its sessions
-        have played. Raises: LeaseLost."""
+        """Mark a submission as cancelled, and delete its task and its sessions' turns.
+
+        It is never played again. Raises: LeaseLost.
+        """
         table = tables.submissions
         statement = (
             update(table).where(table.c.id == submission_id).values(is_cancelled=True, request=None)
@@ -188,10 +196,10 @@ class SubmissionStore:
         keep: int,
         keep_entries: int,
     ) -> None:
-        """Store how submissions ended, and let go of what only a live one needs.
+        """Store how submissions ended, and delete the data that only a live one needs.
 
-        rollout_ids: theirs. keep: so many of the newest that are over stay known. keep_entries: so
-        many of the feed's newest are kept. Raises: LeaseLost.
+        rollout_ids: of these submissions. keep: number of the newest ended submissions that stay
+        known. keep_entries: number of the feed's newest entries that are kept. Raises: LeaseLost.
         """
         table, bindings, results = tables.submissions, tables.bindings, tables.results
         ended = [{"ended_id": view.id, "view": view} for view in views]
@@ -232,8 +240,10 @@ class SubmissionStore:
     def find(
         self, submission_ids: Sequence[str], request_keys: Sequence[str] = ()
     ) -> tuple[dict[str, KnownSubmission], dict[str, str]]:
-        """Returns: those of them that are over and still known; by its key, of those that are still
-        known, the digest of the request that was accepted under it. Raises: StoreError.
+        """Return the ended submissions that are still known; and, by key, the digests of accepted
+        requests.
+
+        A digest is returned for each key whose submission is still known. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest, accepted.ended).where(
@@ -253,9 +263,10 @@ class SubmissionStore:
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int
     ) -> list[tuple[int, str, SubmissionView | None]]:
-        """The first `limit` behind a position that may be wanted: position, id, and how it ended.
+        """Return the first `limit` submissions after a position that may match: position, id, and
+        end.
 
-        Whether the status is the wanted one, the caller finds out. Raises: StoreError.
+        The caller checks whether the status matches. Raises: StoreError.
         """
         accepted = tables.submissions.c
         query = select(accepted.position, accepted.id, accepted.ended).where(
@@ -296,7 +307,9 @@ class SubmissionStore:
         self._store.write(lease.term, tell)
 
     def read(self) -> StoredSubmissions:
-        """What is not over: the submissions, and of the rest what the newest term goes on from."""
+        """Return the unfinished submissions, and the other rows that the newest term continues
+        from.
+        """
         accepted, bindings, results = (
             tables.submissions.c,
             tables.bindings.c,
@@ -341,8 +354,10 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """And the trajectories that were uploaded as submissions. `SessionStore.apply` adds no turn to
-    a submission without a request."""
+    """Delete the turns, and the trajectories that were uploaded as submissions.
+
+    `SessionStore.apply` adds no turn to a submission without a request.
+    """
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))
     rows = [{"of_submission": submission_id} for submission_id in submission_ids]

@@ -1,11 +1,12 @@
 """The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
-sessions, uploads, keys, and what operators asked for.
+sessions, uploads, keys, and operators' requests.
 
-A row of `checkpoints` is the commit point: what its ledger names as trained is trained. Rows of
-`events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py` says which of
-them survive, and `retention.py` for how long. What was ever stored is counted in `event_totals` and
-`step_totals`. A row of `submissions` is a promise to a client and belongs to no term; neither do a
-session and its turns, an uploaded trajectory, which every later term goes on with, and a key.
+A row of `checkpoints` is the commit point: the rollouts that its ledger names as trained are
+trained. Rows of `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py`
+decides which of them survive, and `retention.py` for how long. `event_totals` and `step_totals`
+count everything that was ever stored. A row of `submissions` is a promise to a client and belongs
+to no term; the same holds for a session and its turns, a key, and an uploaded trajectory, which
+every later term continues with.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from service.telemetry.totals import RunTotals
 
 
 class RunKind(StrEnum):
-    """Where a run's tasks come from, for all of its life; the values are the commands."""
+    """The source of a run's tasks, for all of its life; the values are the commands."""
 
     TRAIN = "train"
     SERVE = "serve"
@@ -78,14 +79,16 @@ class AsJson(TypeDecorator[Any]):
     cache_ok = True
 
     def __init__(self, kind: Any, *, left_out: Any = None) -> None:
-        """left_out: what follows from the rest, as pydantic's `exclude`."""
+        """Create a column type. left_out: fields that follow from the rest, as pydantic's
+        `exclude`.
+        """
         super().__init__()
         self.kind = kind
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
         self._left_out = left_out
 
     def text_of(self, value: Any) -> str:
-        """As it is stored."""
+        """Return a value as it is stored."""
         return self._adapter.dump_json(value, exclude=self._left_out).decode()
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
@@ -213,7 +216,7 @@ def _array_of(stored: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def word_of(kind: type[Word], value: str) -> Word:
-    """Raises: Damaged for what is no value of the enum."""
+    """Return the enum's value. Raises: Damaged if it has no such value."""
     try:
         return kind(value)
     except ValueError as error:
@@ -236,7 +239,7 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
-    # What tells this process from a later one of its number; empty where that is not known.
+    # Distinguishes this process from a later one with its number; empty if that is not known.
     Column("process", String, nullable=False),
     # Of the run, as the owner saw it; empty where it did not say.
     Column("directory", String, nullable=False),
@@ -367,7 +370,7 @@ results = Table(
     Column("result", AsJson(RolloutResult), nullable=False),
 )
 
-# The columns are the fields of `FeedEntry`, and whose it is.
+# The columns are the fields of `FeedEntry`, and its owner.
 feed = Table(
     "feed",
     metadata,

@@ -1,8 +1,8 @@
 """The thread in which a process calls its run's store, so that no event loop waits for a disk.
 
-Invariants: calls run one after the other, in the order in which they were asked for; what was begun
-is finished whole, with what follows from it, although its caller is cancelled meanwhile. So no
-write is lost or made twice, and what is counted of it is what is stored.
+Invariants: calls run one after the other, in the order in which they were made; a call that was
+begun is finished, with everything that follows from it, even if its caller is cancelled meanwhile.
+So no write is lost or made twice, and the counts agree with the stored rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreThread:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call it in the thread, after what was asked for before."""
+        """Call a function in the thread, after all earlier calls."""
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:

@@ -41,7 +41,7 @@ class GroupDiffers(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredUpload:
-    """What is delivered."""
+    """An uploaded trajectory, as it is delivered."""
 
     content: bytes
     """As `Upload.content`."""
@@ -81,7 +81,9 @@ class UploadStore:
         return self._store.write(term, add)
 
     def load(self, group: str, member: int) -> StoredUpload | None:
-        """None: there is none, or nothing of it is kept. Raises: StoreError."""
+        """Load an upload; return None if there is none, or its content is gone. Raises:
+        StoreError.
+        """
         uploads = tables.uploads.c
         query = select(uploads.content, uploads.term).where(
             uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
@@ -97,7 +99,7 @@ class UploadStore:
         return self._store.read(load)
 
     def view(self, name: str) -> UploadView | None:
-        """None: it is not known. Raises: StoreError."""
+        """Return the view of an upload; None: it is not known. Raises: StoreError."""
         uploads, groups = tables.uploads, tables.upload_groups
         query = (
             select(uploads, groups.c.is_closed)
@@ -133,7 +135,7 @@ class UploadStore:
 
 
 def forget_contents(connection: Connection, groups: Sequence[str]) -> None:
-    """Of groups of which nothing can be delivered any more; their ids stay known."""
+    """Delete the contents of groups that can no longer be delivered; their ids stay known."""
     uploads = tables.uploads
     connection.execute(
         update(uploads).where(uploads.c.group_id == bindparam("of_group")).values(content=None),
@@ -142,7 +144,7 @@ def forget_contents(connection: Connection, groups: Sequence[str]) -> None:
 
 
 def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -> None:
-    """groups: ids, or a query of them."""
+    """Delete groups and their uploads. groups: ids, or a query of them."""
     uploads, known = tables.uploads, tables.upload_groups
     connection.execute(delete(uploads).where(uploads.c.group_id.in_(groups)))
     connection.execute(delete(known).where(known.c.id.in_(groups)))
@@ -150,7 +152,7 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """What a request comes to, given what is stored of its groups and ids."""
+    """The result of an upload request, given what is stored of its groups and ids."""
 
     limits: UploadLimits
     digests: dict[str, str]
@@ -175,7 +177,7 @@ class _Intake:
         policies: Sequence[GroupPolicy],
         limits: UploadLimits,
     ) -> _Intake:
-        """Raises: UploadsFull; GroupDiffers."""
+        """Read what is stored. Raises: UploadsFull; GroupDiffers."""
         named = tuple(dict.fromkeys([*(each.id for each in policies), *_group_ids(uploads)]))
         known, groups = tables.uploads.c, _groups(connection, named)
         ids = [upload.id for upload in uploads]
@@ -228,7 +230,7 @@ class _Intake:
             self.accepted.append(upload.id)
 
     def close(self, name: str) -> None:
-        """One that is too small to be trained stays open."""
+        """Close a group; one that is too small to be trained stays open."""
         group = self.groups.get(name)
         if group is not None and group.num_uploaded >= self.limits.min_members:
             self.groups[name] = replace(group, num_members=group.num_uploaded, is_closed=True)
@@ -252,7 +254,7 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Raises: GroupDiffers."""
+        """Check a group's policy against the stored one. Raises: GroupDiffers."""
         wanted = policy.num_members
         group = self.groups.get(policy.id) or _new_group(policy.id)
         if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
@@ -268,7 +270,9 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """None: it is new and can be taken in, or is the same as before."""
+        """Return why an upload is refused; None: it is new and acceptable, or is the same as
+        before.
+        """
         limits, known = self.limits, self.digests.get(upload.id)
         if known is not None:
             if known == upload.digest:
@@ -305,7 +309,7 @@ class _Intake:
 
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
-    """Raises: UploadsFull."""
+    """Raise UploadsFull if there is no room."""
     uploads, bindings = tables.uploads.c, tables.bindings.c
     # What has been admitted once does not wait: else a run whose checkpoints are far apart would
     # take nothing in that could bring it to the next one.
