@@ -20,7 +20,7 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """The share of each advantage that no other member can take away by being left out.
+    """Return the share of each advantage that remains whichever other member is left out.
 
     f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
 

@@ -6,8 +6,9 @@ from enum import StrEnum
 
 
 class Order(StrEnum):
-    """By the size of its gradient that is its own doing (`leverage`), by that size as it is, or by
-    how much of the update's direction is its."""
+    """The order of trajectories: by the part of their gradient's size that does not depend on
+    others (`leverage`), by that size unchanged, or by their share of the update's direction.
+    """
 
     OWN = "own"
     NORM = "norm"

@@ -41,14 +41,14 @@ _ANY_LAG = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What a part g of an update's gradient G is; over several updates, the means."""
+    """The relation of a part g of an update's gradient to G; over several updates, the means."""
 
     norm: float
     """|g|."""
     share: float
     """g . G / |G|^2; those of all trajectories add up to 1. NaN where G is 0 or not finite."""
     cosine: float
-    """g . G / (|g| |G|); NaN likewise."""
+    """g . G / (|g| |G|); NaN as for share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,9 @@ class Contribution:
     entry: TrajectoryEntry
     share: Share
     own_norm: float
-    """|g| times what stays of its advantage whichever other member of its group is left out; |g|
-    where advantages are no function of the group's returns."""
+    """|g| times the share of its advantage that remains whichever other member of its group is left
+    out; |g| if advantages do not depend only on the group's returns.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,9 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
 
 
 def _one_rank(config: Config, model: str) -> RankSettings:
-    """The run's trainer as one rank here, without what only makes advantages: they are recorded."""
+    """Return the run's trainer as one rank here, without models that only serve recorded
+    advantages.
+    """
     has_gpu = config.trainer.device is Device.CUDA and torch.cuda.is_available()
     trainer = replace(
         config.trainer,
@@ -149,7 +152,7 @@ def _one_rank(config: Config, model: str) -> RankSettings:
 
 @contextmanager
 def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
-    """A rank with the weights before the step. Raises: ConfigError."""
+    """Start a rank with the weights before the step. Raises: ConfigError."""
     store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
     try:
         rank = TrainerRank(settings, rank=0, store=store)
@@ -178,7 +181,7 @@ def _train_again(rank: TrainerRank, step: JournalStep, config: Config) -> None:
 def _shard(
     step: JournalStep, updates: Sequence[Sequence[list[WeightedSample]]], *, share_prefixes: bool
 ) -> RankShard:
-    """The step's updates, a trajectory a row."""
+    """Pack the step's updates with one trajectory in each row."""
     return RankShard(
         step=step.step,
         trainer_version=step.trainer_version,
@@ -198,7 +201,7 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """As a step records it: the mean over the updates that are finite; infinite without any."""
+    """Return the mean over the finite updates, as a step records it; infinite without any."""
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -209,7 +212,9 @@ def _trajectories(
     *,
     own: Mapping[str, float],
 ) -> tuple[Contribution, ...]:
-    """own: by trajectory, as `own_shares`; 1 where it says nothing."""
+    """Describe the trajectories. own: by trajectory, as `own_shares`; 1 for those that are
+    absent.
+    """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
         for entry, part in zip(entries, update.rows, strict=True):
@@ -267,7 +272,7 @@ def _groups(
 
 
 def _share(parts: Sequence[tuple[GradientPart, float]], *, num_updates: int) -> Share:
-    """parts: in each update that has the part, with that update's |G|."""
+    """Compute a share. parts: in each update that has the part, with that update's |G|."""
     return Share(
         norm=_mean(part.norm for part, _ in parts),
         share=math.fsum(_ratio(part.dot, whole**2) for part, whole in parts) / num_updates,

@@ -32,7 +32,7 @@ _ROW = TypeVar("_ROW", Contribution, GroupContribution)
 
 
 def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
-    """The largest first, and before them what is not finite: it alone ruins an update.
+    """Sort by size, largest first, and before them those that are not finite: one ruins an update.
 
     Groups have no other size than their norm.
     """
@@ -74,7 +74,7 @@ def describe(found: Explanation, *, by: Order, top: int) -> str:
 
 
 def notes(found: Explanation) -> list[str]:
-    """Which weights, whether the norm agrees, and what is not in the numbers."""
+    """Return notes: the weights used, whether the norm agrees, and what the numbers leave out."""
     source = found.source
     name = "the model that training started from"
     if source.checkpoint is not None:
@@ -93,7 +93,9 @@ def notes(found: Explanation) -> list[str]:
 
 
 def document(found: Explanation, *, by: Order, top: int | None) -> dict[str, Any]:
-    """For programs; what is not finite is null. top: trajectories and groups; None: all."""
+    """Return a document for programs; null for a number that is not finite. top: most rows; None:
+    all.
+    """
     source = found.source
     return {
         "step": source.step.step,

@@ -39,7 +39,7 @@ class StepSource:
     """The journal's files of the steps after them and before the step; fewer than `num_behind`
     where some are gone."""
     recorded_grad_norm: float
-    """Of the step's record, before clipping; NaN where it has none."""
+    """The step's recorded gradient norm before clipping; NaN if it has none."""
     is_of_older_term: bool
     """Whether the run went on since, so that its settings may be others now."""
 
@@ -49,7 +49,7 @@ class StepSource:
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
-        """The steps that lead from these weights to the step's. Raises: ConfigError."""
+        """Return the steps that lead from these weights to the step's. Raises: ConfigError."""
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "
@@ -110,7 +110,7 @@ def _journal_step(journal: OpenJournal, number: int) -> JournalStep:
 
 
 def _newest_before(run_dir: RunDir, commits: list[Checkpoint], number: int) -> Checkpoint | None:
-    """The newest checkpoint that can be read of the steps before `number`."""
+    """Return the newest readable checkpoint of the steps before `number`."""
     for commit in sorted(commits, key=lambda commit: commit.step, reverse=True):
         if commit.step < number:
             try:

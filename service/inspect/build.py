@@ -36,7 +36,7 @@ def build_view(
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
-    """The advantage at each position of a sample that was handed to the trainer."""
+    """Return the advantage at each position of a sample that the trainer received."""
     if not entry.advantages:
         return {}
     positions = np.flatnonzero(entry.trajectory.samples[number].mask).tolist()
@@ -124,7 +124,7 @@ class _SampleBuilder:
         return found
 
     def _inserted_positions(self) -> frozenset[int]:
-        """The first tokens behind a reply, as many as the renderer puts there to close it."""
+        """Return the positions after a reply that the renderer filled to close it."""
         found: list[int] = []
         ids, turns = self._sample.token_ids, self._sample.turns
         next_starts = [*(turn.start for turn in turns[1:]), self._sample.num_tokens]
@@ -145,7 +145,7 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """The tokens that lie wholly in an occurrence of a mark."""
+    """Return the tokens that are entirely within an occurrence of a mark."""
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces] if pieces else ends

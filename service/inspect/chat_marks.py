@@ -21,7 +21,7 @@ _CHATS: tuple[tuple[list[dict[str, str]], str], ...] = (
     ([_USER], "assistant"),
     ([_USER, _ASSISTANT], "tool"),
 )
-# Shorter ones, such as a line break, are no evidence of a template.
+# Shorter marks, such as a line break, are not evidence of a template.
 _SHORTEST = 3
 
 

@@ -27,7 +27,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
 
 
 def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
-    """What the page is given; columns of a sample are by position."""
+    """Return the data of the page; columns of a sample are by position."""
     trajectory, counts = view.entry.trajectory, view.counts
     return {
         "kind": "trajectory",

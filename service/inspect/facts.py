@@ -57,7 +57,7 @@ def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
 
 
 def advantage(entry: TrajectoryEntry) -> str:
-    """One number, or its range where tokens differ; empty where nothing was trained."""
+    """Return one number, or the range if tokens differ; empty if nothing was trained."""
     values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
     if not values:
         return ""

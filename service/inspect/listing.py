@@ -27,7 +27,7 @@ class Filters:
 
 
 def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
-    """A table in plain text, and a line on what is not in it."""
+    """Return a table in plain text, and a line on what is not in it."""
     rows: list[tuple[str, ...]] = []
     num_found = 0
     for step, _, entry in matching(journal, filters):
@@ -53,7 +53,9 @@ def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tu
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart; but for words to the right, by the names in the first row."""
+    """Align columns, two spaces apart, to the right except those of words, by the first row's
+    names.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -67,8 +69,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def matching(
     journal: OpenJournal, filters: Filters, *, after: tuple[int, int] | None = None
 ) -> Iterator[tuple[JournalStep, int, TrajectoryEntry]]:
-    """Each with its number in its step, the newest step first. after: a step and a number in it;
-    what stands behind them.
+    """Yield each match with its number in its step, the newest step first.
+
+    after: a step and a number in it; only later entries of this order are returned.
     """
     last_step, last_place = after or (math.inf, -1)
     for file in reversed(journal.files):

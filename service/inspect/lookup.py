@@ -38,7 +38,7 @@ class JournalLine:
     outcome: str
     episode_return: float
     advantage: str
-    """One number, or its range; empty where nothing was trained."""
+    """One number, or its range; empty if nothing was trained."""
     num_turns: int
     num_trained: int
     """Tokens."""
@@ -53,11 +53,11 @@ class JournalPage:
 
     lines: tuple[JournalLine, ...]
     next: Place | None
-    """The place to go on behind; None: there are no more."""
+    """The position after which the next page begins; None: there are no more."""
 
 
 def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> JournalPage:
-    """A page; empty where there is no journal. Raises: ConfigError for a damaged file."""
+    """Return a page; empty if there is no journal. Raises: ConfigError for a damaged file."""
     journal = _opened(run_dir)
     lines: list[JournalLine] = []
     place = None
@@ -71,7 +71,7 @@ def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> Journ
 
 
 def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
-    """The page's document on a trajectory; None for one that the journal does not hold.
+    """Return the page's document on a trajectory; None for one that the journal does not hold.
 
     name: as `find_entry`. Raises: ConfigError for a damaged file.
     """

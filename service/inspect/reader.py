@@ -48,7 +48,7 @@ class OpenJournal:
     refused: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[JournalStep]:
-        """Raises: ConfigError for a file that cannot be read."""
+        """Yield the steps in order. Raises: ConfigError for a file that cannot be read."""
         for file in self.files:
             yield load_step(file.path)
 
@@ -59,7 +59,7 @@ def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
 
 
 def newest_run(runs: Path = RUNS) -> Path:
-    """The run directory under runs/ whose journal was written last. Raises: ConfigError."""
+    """Return the run directory under runs/ whose journal was written last. Raises: ConfigError."""
     journals = [path for path in runs.glob("*/journal") if path.is_dir()]
     if not journals:
         raise ConfigError(
@@ -109,7 +109,7 @@ def open_journal(place: Path) -> OpenJournal:
 
 
 def load_step(path: Path) -> JournalStep:
-    """Raises: ConfigError for a file that cannot be read."""
+    """Load a step. Raises: ConfigError for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             return read_step(file)
@@ -156,7 +156,9 @@ def _find_member(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajecto
 
 
 def tokenizer_of(journal: OpenJournal) -> TokenText:
-    """The tokenizer of the journal's run: its own tiny model, or the configuration's path."""
+    """Return the tokenizer of the journal's run: its own tiny model, or the configuration's
+    path.
+    """
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
     try:
         config = config_beside(run_dir)
@@ -172,9 +174,9 @@ def tokenizer_of(journal: OpenJournal) -> TokenText:
 
 
 def config_beside(run_dir: RunDir) -> Config:
-    """The configuration that lies beside a journal; a journal that was copied alone has none.
+    """Load the configuration next to a journal; a journal that was copied without it has none.
 
-    Raises: ConfigError where there is none, or none that can be read.
+    Raises: ConfigError if there is none, or it cannot be read.
     """
     if not run_dir.config_file.is_file():
         raise ConfigError(f"there is no {run_dir.config_file.name} beside the journal")

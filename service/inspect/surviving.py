@@ -29,7 +29,7 @@ _RESTORE = "restore a copy of it, or look at one journal file alone by its path"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surviving:
-    """What one trajectory needs of the run's database."""
+    """The facts that one trajectory needs of the run's database."""
 
     spans: tuple[Span, ...]
     refused: frozenset[str]
@@ -39,16 +39,16 @@ class Surviving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What an audit holds against the journal."""
+    """The records that an audit compares with the journal."""
 
     steps: tuple[int, ...]
     events: tuple[LedgerEvent, ...]
 
 
 def read_surviving(run_dir: RunDir) -> Surviving | None:
-    """What survives by the run's database; None for a journal that was copied without it.
+    """Read what survives by the run's database; None for a journal that was copied without it.
 
-    Raises: ConfigError where it is lost, damaged, or knows nothing of a run.
+    Raises: ConfigError if it is lost or damaged, or has no run.
     """
     try:
         url = run_dir.database_url
@@ -58,7 +58,7 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
     if file is not None and not file.is_file():
         _check_copied(run_dir, file)
         return None
-    # SQLite takes away the log of an empty database: it must not come to opening one.
+    # SQLite removes the log of an empty database, so such a file must not be opened.
     if file is not None and file.stat().st_size == 0:
         raise ConfigError(
             f"inspect: the database {database} is empty; expected a run's; {_RESTORE}"
@@ -73,7 +73,7 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
 
 
 def read_recorded(run_dir: RunDir) -> Recorded:
-    """Raises: ConfigError."""
+    """Read the records for an audit. Raises: ConfigError."""
     return _read(
         run_dir, lambda store: Recorded(steps=recorded_steps(store), events=read_events(store))
     )
@@ -96,7 +96,7 @@ def _surviving(store: ReadOnlyStore) -> Surviving:
 
 
 def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
-    """Raises: ConfigError."""
+    """Read from the run's store. Raises: ConfigError."""
     try:
         with run_dir.looked_into() as store:
             return read(store)
@@ -113,10 +113,10 @@ def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
 def surviving_files(
     files: Sequence[JournalFile], spans: Sequence[Span] | None
 ) -> list[JournalFile]:
-    """One file a step, those of the run's lineage; None: not known, the newest term counts.
+    """Return one file for each step, of the run's lineage; None: not known, the newest term counts.
 
-    Example: term 1 wrote steps 1 to 4, term 2 went on from 2 and wrote 3: 1, 2 of term 1, and 3 of
-    term 2.
+    Example: term 1 wrote steps 1 to 4, term 2 continued from 2 and wrote 3: 1, 2 of term 1, and 3
+    of term 2.
     """
     if spans is None:
         return list({file.step: file for file in files}.values())
@@ -130,7 +130,7 @@ def surviving_files(
 
 
 def _check_copied(run_dir: RunDir, database: Path) -> None:
-    """Raises: ConfigError where a run lies whose database is gone."""
+    """Raise ConfigError if this is a run directory whose database is gone."""
     left = (
         run_dir.checkpoints,
         run_dir.log_file,

@@ -1,7 +1,7 @@
-"""Token ids as the bytes that they stand for; without a tokenizer the ids are shown themselves.
+"""Token ids as their bytes; without a tokenizer the ids themselves are shown.
 
-A token need not be whole characters: byte-level tokenizers cut them anywhere. So a token is its
-own bytes, whatever its neighbours are.
+A token need not be whole characters: byte-level tokenizers cut them anywhere. So a token is its own
+bytes, whatever its neighbours are.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class TokenText(Protocol):
     def note(self) -> str: ...
 
     def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
-        """One byte string a token."""
+        """Return one byte string for each token."""
         ...
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """How many tokens were put behind this reply to close it, which nobody sampled."""
+        """Count the tokens that were added after this reply to close it, and not sampled."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareIds:
-    """No tokenizer. note: why."""
+    """A replacement for a missing tokenizer. note: why it is missing."""
 
     note: str
     special_ids: frozenset[int] = frozenset()
@@ -57,7 +57,7 @@ class BareIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerText:
-    """By a Hugging Face tokenizer and its chat template."""
+    """The text of tokens by a Hugging Face tokenizer and its chat template."""
 
     tokenizer: Any
     renderer: ChatRenderer
@@ -104,9 +104,9 @@ def token_text(
     chat_template: str | None,
     why_not: str,
 ) -> TokenText:
-    """The tokenizer of a model directory or hub name; BareIds where there is none.
+    """Load the tokenizer of a model directory or hub name; return BareIds if there is none.
 
-    why_not: said where `model` is None.
+    why_not: the note if `model` is None.
     """
     if model is None:
         return BareIds(note=why_not)
@@ -133,7 +133,9 @@ def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerTex
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2's encoder)."""
+    """Return the character that represents each byte in byte-level vocabularies (GPT-2's
+    encoder).
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}

@@ -1,8 +1,8 @@
-"""A trajectory as it is looked at: samples, segments, tokens, each with its columns and faults.
+"""The view of a trajectory: samples, segments, tokens, each with its columns and faults.
 
-What was sampled is told by the spans of the turns, what was trained by the advantages that the
-trainer was handed, and what is template by the tokenizer. A fault is a token where they disagree.
-Pure; drawn by `terminal` and `page`.
+The spans of the turns show what was sampled, the advantages that the trainer received show what was
+trained, and the tokenizer shows what is template. A fault is a token where they disagree. Pure;
+drawn by `terminal` and `page`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from actors.journal.record import JournalStep, TrajectoryEntry
 
 
 class TokenClass(StrEnum):
-    """What a token is to the training."""
+    """The role of a token in training."""
 
     TRAINED = "trained"
     MASKED = "masked"
@@ -105,7 +105,7 @@ class TrajectoryView:
 
     @property
     def fault_counts(self) -> dict[str, int]:
-        """How many tokens have each fault, in the order of the tokens."""
+        """Count the tokens with each fault, in the order of the tokens."""
         tokens = (token for sample in self.samples for token in sample.tokens)
         return dict(Counter(fault for token in tokens for fault in token.faults))
 

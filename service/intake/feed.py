@@ -17,7 +17,7 @@ from service.intake.submission import RolloutResult
 
 
 class FeedKind(StrEnum):
-    """What an entry tells."""
+    """The kind of an entry."""
 
     ACCEPTED = "accepted"
     """Of a task."""
@@ -53,18 +53,23 @@ class FeedEntry:
     outcome: Outcome | None = None
     reward: float | None = None
     step: int | None = None
-    """The training step that a rollout left with; of `went_back`, that the run goes on from."""
+    """The training step that a rollout left with; for `went_back`, the step that the run continues
+    from.
+    """
     reason: EvictionReason | None = None
     session_status: SessionStatus | None = None
     void_after: int | None = None
-    """Of `went_back`: entries beyond this number that tell of rollouts, or of an admission, hold
-    no more; they come again."""
+    """For `went_back`: entries after this number about rollouts, or about an admission, are void;
+    they are sent again.
+    """
 
     @classmethod
     def of_event(
         cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
     ) -> FeedEntry:
-        """result: of the rollout's newest attempt; None: none has ended."""
+        """Make the entry of an event. result: of the rollout's newest attempt; None: none has
+        ended.
+        """
         if event.kind is LedgerEventKind.ADMITTED:
             return cls(at=at, kind=FeedKind.ADMITTED, task=task)
         is_trained = event.kind is LedgerEventKind.TRAINED

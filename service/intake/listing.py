@@ -1,4 +1,4 @@
-"""Lists of tasks and of sessions: what is asked for, and a page of the answer."""
+"""Lists of tasks and of sessions: the filter of a request, and a page of the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.intake.submission import Status, SubmissionView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFilter:
-    """Which tasks; None: any."""
+    """A filter of tasks; None: any."""
 
     status: Status | None = None
     environment: str | None = None
@@ -27,12 +27,12 @@ class TaskPage:
     tasks: tuple[SubmissionView, ...]
     """May be fewer than asked for, or none, although there are more."""
     next: int | None
-    """The position to go on behind; None: there are no more."""
+    """The position after which the next page begins; None: there are no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFilter:
-    """Which sessions; None: any."""
+    """A filter of sessions; None: any."""
 
     group: str | None = None
     """The submission's id."""
@@ -69,4 +69,4 @@ class SessionPage:
     sessions: tuple[SessionLine, ...]
     """May be fewer than asked for, or none, although there are more."""
     next: SessionPlace | None
-    """The place to go on behind; None: there are no more."""
+    """The position after which the next page begins; None: there are no more."""

@@ -80,7 +80,7 @@ class SubmissionQueue:
         groups_per_step: int,
         policy: OutcomePolicy,
     ) -> None:
-        """groups_per_step: P."""
+        """Create a queue. groups_per_step: P."""
         self._run_store = store
         self._store = SubmissionStore(store)
         self._sessions = SessionStore(store)
@@ -99,7 +99,7 @@ class SubmissionQueue:
         self._closed_because = "the run has not begun; wait until /readyz says 200"
         # Those that wait to be answered, in order.
         self._offers: deque[_Waiting] = deque()
-        # Noted of the ledger and in no checkpoint yet, so that the feed does not tell of it.
+        # Events of the ledger that are in no checkpoint yet, so that the feed does not show them.
         self._untold: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
@@ -117,7 +117,7 @@ class SubmissionQueue:
         return rebuild(self._policy, self._store.read(), held_groups=held_groups)
 
     def close(self, reason: str) -> None:
-        """Accept nothing from here on; what is known can still be asked for."""
+        """Accept nothing from now on; known submissions can still be read."""
         self._closed_because = reason
 
     @property
@@ -130,7 +130,7 @@ class SubmissionQueue:
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
-        """As the table's."""
+        """Return the time of acceptance, as the table does."""
         return self._table.accepted_at(group_id)
 
     async def submit(
@@ -182,7 +182,7 @@ class SubmissionQueue:
                         each.answer = each.answer or error
 
     def _next_batch(self) -> list[_Waiting]:
-        """The first of what is offered, up to one that depends on what becomes of another."""
+        """Return the first offers that wait, up to one that depends on the result of another."""
         batch: list[_Waiting] = []
         names: set[str] = set()
         while self._offers:
@@ -249,7 +249,7 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, Place], over: Mapping[str, KnownSubmission]
     ) -> SubmitReply:
-        """Of an accepted offer. new: the places of those that were not known before."""
+        """Make the reply to an accepted offer. new: the positions of the new tasks."""
         return SubmitReply(
             places=tuple(
                 new.get(item.id) or self._known_place(item.id, over) for item in offer.tasks
@@ -276,10 +276,10 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """What of it is to be stored, or why nothing is.
+        """Return the tasks of an offer that are to be stored, or the reply that refuses it.
 
-        over: those of its tasks that are known and over. stored: the digest of what was accepted
-        under its key; None: nothing was. ahead: what is to be stored before it.
+        over: those of its tasks that are known and over. stored: the digest of the request that was
+        accepted under its key; None: there is none. ahead: tasks that are stored before it.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -310,7 +310,7 @@ class SubmissionQueue:
     def _refusal(
         self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
     ) -> SubmitReply | None:
-        """Why these cannot be accepted now; None: they can."""
+        """Return the reply that refuses these tasks for now; None: they can be accepted."""
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
@@ -349,7 +349,7 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Why their key may not add these now; None: it may."""
+        """Return the reply if the key may not add these tasks now; None: it may."""
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),
@@ -370,7 +370,9 @@ class SubmissionQueue:
         return None
 
     def _full(self, refusal: str, *, excess: int) -> SubmitReply:
-        """excess: tasks that have to be admitted before there is room."""
+        """Make the reply of a full queue. excess: tasks that must be admitted before there is
+        room.
+        """
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
         return SubmitReply(
             refusal=refusal,
@@ -379,7 +381,8 @@ class SubmissionQueue:
         )
 
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """None for one that was never accepted, has been over for too long, or is not shown.
+        """Return a submission's view; None if it was never accepted, was forgotten, or is not
+        shown.
 
         sees: the tenant whose tasks are shown; None: every tenant's. Raises: StoreError.
         """
@@ -391,7 +394,9 @@ class SubmissionQueue:
         return known.view if known else None
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Those behind a position, in the order of acceptance. Raises: StoreError."""
+        """Return the submissions after a position, in the order of acceptance. Raises:
+        StoreError.
+        """
         found: list[SubmissionView] = []
         for _ in range(READS_PER_PAGE):
             rows = await self._thread.call(
@@ -411,7 +416,7 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Of those that are still known."""
+        """Return the views of the submissions that are still known."""
         # What has ended since the rows were read.
         over = await self._known_as_over(
             [name for _, name, ended in rows if ended is None and name not in self._table]
@@ -429,11 +434,11 @@ class SubmissionQueue:
     async def sessions(
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
-        """Those behind a place, in its order. Raises: StoreError."""
+        """Return the sessions after a position, in its order. Raises: StoreError."""
         return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """What was told behind a number, as `read_feed`. Raises: StoreError."""
+        """Return the feed's entries after a number, as `read_feed`. Raises: StoreError."""
         return await self._thread.call(
             read_feed, self._run_store, after=after, limit=limit, sees=sees
         )
@@ -479,7 +484,7 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Returns: False when it has got another group since, or a newer term may have it again."""
+        """Cancel a submission; return False if its group or the term has changed since."""
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False
@@ -521,7 +526,8 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """The first of the backlog for as many slots as there are; waits a moment for one.
+        """Give as many slots as possible the first tasks of the backlog; wait a moment if it is
+        empty.
 
         Raises: LeaseLost, StoreError.
         """
@@ -554,7 +560,7 @@ class SubmissionQueue:
         ]
 
     def note_rollouts(self, summaries: Sequence[TrajectorySummary]) -> list[RolloutResult]:
-        """Take in ended attempts. Returns: what is to be stored of them."""
+        """Record ended attempts; return the results that are to be stored."""
         results = [RolloutResult.of(summary) for summary in summaries]
         self._table.note_results(results)
         return results
@@ -566,7 +572,7 @@ class SubmissionQueue:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """What the feed tells with a checkpoint whose ledger reaches to this event."""
+        """Return the feed's entries for a checkpoint whose ledger reaches to this event."""
         entries, now = [], time.time()
         for event in self._untold:
             told = self._table.told_by(event) if event.seq <= last_event_seq else None
@@ -577,7 +583,7 @@ class SubmissionQueue:
         return entries
 
     def note_step_seconds(self, seconds: float) -> None:
-        """How long a step takes now; estimates when a refused request may be sent again."""
+        """Record how long a step takes; this estimates when a refused request may be sent again."""
         self._step_s = seconds
 
 

@@ -16,7 +16,7 @@ from service.access.names import tenant_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """What holds for every session of a submission."""
+    """The settings of every session of a submission."""
 
     max_turns: int
     max_tokens_per_turn: int
@@ -43,7 +43,7 @@ class SessionKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """The sessions of a submission, as they are asked for."""
+    """The sessions that a submission requests."""
 
     spec: SessionSpec
     keys: tuple[SessionKeys, ...]
@@ -54,7 +54,7 @@ class SessionRequest:
 
 
 class SessionStatus(StrEnum):
-    """Where a session stands."""
+    """The state of a session."""
 
     QUEUED = "queued"
     """Its group waits for a place in the window; requests are held."""
@@ -66,12 +66,14 @@ class SessionStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTotals:
-    """What was sampled in a session."""
+    """The totals of what was sampled in a session."""
 
     num_turns: int
     num_sampled_tokens: int
     num_ambiguous: int
-    """Conversations that were rendered anew, because two turns of theirs have equal texts."""
+    """Number of conversations that were rendered again, because two of their turns have equal
+    texts.
+    """
     num_left_out: int
     """Turns that are not trained."""
     num_malformed: int
@@ -83,7 +85,7 @@ class SessionTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnd:
-    """How a session ended."""
+    """The end of a session."""
 
     status: SessionStatus
     """finished, discarded or expired."""
@@ -145,7 +147,7 @@ class StoredSession:
 
     @property
     def tenant(self) -> str:
-        """Whose it is; empty: the run's own."""
+        """The tenant that owns it; empty: the run's own."""
         return tenant_of(self.id)
 
     @property
@@ -162,12 +164,12 @@ class StoredSession:
 
 
 def session_id(submission_id: str, member: int) -> str:
-    """Example: session_id("prompt-9", 3) -> "prompt-9-3"."""
+    """Return a session's id. Example: session_id("prompt-9", 3) -> "prompt-9-3"."""
     return f"{submission_id}-{member}"
 
 
 def status_of(opened_at: float | None, end: SessionEnd | None) -> SessionStatus:
-    """Where a session stands; the arguments as those of `StoredSession`."""
+    """Return the state of a session; the arguments are as those of `StoredSession`."""
     if end is not None:
         return end.status
     return SessionStatus.QUEUED if opened_at is None else SessionStatus.OPEN

@@ -1,8 +1,8 @@
-"""What a client submits, and what it is answered. Plain values, no HTTP, no Ray.
+"""A client's submission, and the replies to it. Plain values, no HTTP, no Ray.
 
-A submission is one task and how many rollouts of it are requested; its id is the client's. It has
-a position in the backlog; once a group number is free, the group of its rollouts is admitted. The
-task itself lies in the store alone, until nothing can play it again.
+A submission is one task and how many rollouts of it are requested; its id is the client's. It has a
+position in the backlog; once a group number is free, the group of its rollouts is admitted. Only
+the store keeps the task itself, until nothing can play it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 class Status(StrEnum):
-    """Where a rollout stands, or a submission as a whole."""
+    """The state of a rollout, or of a submission as a whole."""
 
     QUEUED = "queued"
     """Accepted; its group is not admitted yet."""
@@ -73,11 +73,11 @@ class RolloutRequest:
         batch: str = "",
         sessions: SessionRequest | None = None,
     ) -> RolloutRequest:
-        """asked_samples: what the client named; None: nothing, so that it gets the run's default.
+        """Make a request. asked_samples: the client's number; None: the run's default.
 
-        The digest is of what the client sent: a run that is resumed may have other defaults. Of the
-        keys the first is in it, since one key of the client's gives them all.
-        Raises: ValueError for sessions of more or fewer members than samples.
+        The digest covers what the client sent: a resumed run may have other defaults. It includes
+        only the first of the keys, because all are derived from one key of the client. Raises:
+        ValueError for sessions of more or fewer members than samples.
         """
         num_samples = asked_samples or default_samples
         sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
@@ -127,12 +127,12 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def tenant(self) -> str:
-        """Whose it is, and who sees it; empty: the run's own."""
+        """The tenant that owns it and may see it; empty: the run's own."""
         return tenant_of(self.id)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one HTTP request submits: accepted whole, or not at all."""
+    """The tasks of one HTTP request: accepted whole, or not at all."""
 
     tasks: tuple[PackedRequest, ...]
     key: str = ""
@@ -142,7 +142,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def digest(self) -> str:
-        """Of what is asked for, in its order."""
+        """The digest of the requested tasks, in their order."""
         return sha256("\n".join(item.digest for item in self.tasks).encode()).hexdigest()
 
 
@@ -166,7 +166,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What the last attempt of a rollout came to."""
+    """The result of the last attempt of a rollout."""
 
     rollout_id: str
     attempt: int
@@ -195,7 +195,7 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSubmissions:
-    """All that survives of a run's submissions when it starts again."""
+    """The part of a run's submissions that survives a restart."""
 
     submissions: tuple[Submission, ...]
     """Those that are not over, in the order of acceptance."""
@@ -237,7 +237,7 @@ class SubmissionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownSubmission:
-    """What the store still says of a submission that is over."""
+    """A submission that is over, as the store still knows it."""
 
     digest: str
     view: SubmissionView
@@ -253,7 +253,7 @@ class Backlog:
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Where an accepted task stands, as `SubmissionView`."""
+    """The position of an accepted task, as in `SubmissionView`."""
 
     id: str
     position: int
@@ -266,7 +266,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """What became of a request: it is accepted whole, or nothing of it is."""
+    """The reply to a request: it is accepted whole, or nothing of it is."""
 
     backlog: Backlog
     places: tuple[Place, ...] = ()
@@ -286,5 +286,5 @@ class SubmitReply:
 
     @property
     def new_ids(self) -> frozenset[str]:
-        """Of the tasks that were not known before."""
+        """The ids of the tasks that were not known before."""
         return frozenset(place.id for place in self.places if place.is_new)

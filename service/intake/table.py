@@ -44,7 +44,9 @@ class SubmissionTable:
     """Called by the submission queue alone, from one thread."""
 
     def __init__(self, policy: OutcomePolicy) -> None:
-        """policy: says which attempts are repeated or dropped, and so do not count."""
+        """Create a table. policy: decides which attempts are repeated or dropped, and so do not
+        count.
+        """
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}
@@ -67,7 +69,7 @@ class SubmissionTable:
         return self._entries[submission_id].submission.digest
 
     def num_waiting_of(self, key_name: str) -> int:
-        """Of the backlog, those that came with this key."""
+        """Count the submissions of the backlog that came with this key."""
         return sum(submission.key_name == key_name for submission in self._backlog)
 
     def num_open_sessions_of(self, key_name: str) -> int:
@@ -92,11 +94,11 @@ class SubmissionTable:
             self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:
-        """The first `count` of the backlog; they stay in it until they are bound."""
+        """Return the first `count` of the backlog; they stay in it until they are bound."""
         return self._backlog[:count]
 
     def bind(self, submission_id: str, group_id: str) -> None:
-        """Its rollouts are those of this group from here on."""
+        """Bind a submission: its rollouts are those of this group from now on."""
         entry = self._entries[submission_id]
         assert entry.group_id is None, submission_id
         entry.group_id = group_id
@@ -104,11 +106,11 @@ class SubmissionTable:
         self._leave_backlog(entry)
 
     def group_of(self, submission_id: str) -> str | None:
-        """The group of a submission, None while it waits."""
+        """Return the group of a submission; None while it waits."""
         return self._entries[submission_id].group_id
 
     def accepted_at(self, group_id: str) -> float | None:
-        """When the group's submission was accepted; None for another's group."""
+        """Return when the group's submission was accepted; None for a group of another kind."""
         entry = self._by_group.get(group_id)
         return None if entry is None else entry.submission.accepted_at
 
@@ -133,7 +135,7 @@ class SubmissionTable:
                 entry.results[index] = result
 
     def note_events(self, events: Iterable[LedgerEvent]) -> None:
-        """The ledger's events; rollouts that no client submitted are skipped."""
+        """Record the ledger's events; rollouts that no client submitted are skipped."""
         for event in events:
             entry, index = self._find(event.rollout_id)
             if entry is None:
@@ -144,8 +146,10 @@ class SubmissionTable:
                 entry.admitted_seq = event.seq
 
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
-        """The submission that the feed names for an event that was noted, and the rollout's result;
-        None where the event is no client's, or tells of an admission once more."""
+        """Return the submission and result that the feed shows for a recorded event.
+
+        None if the event belongs to no client, or repeats an admission.
+        """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
             return None
@@ -156,12 +160,12 @@ class SubmissionTable:
         return self._entries[submission_id].admitted_seq is not None
 
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
-        """Those that no rollout can be played of any more, as they ended.
+        """Return the ended views of submissions that no rollout can be played of any more.
 
         last_event_seq: the newest ledger event that the run cannot go back before.
-        newest_event_seq: of the newest checkpoint. What was evicted up to it without a step is over
-        unless an older checkpoint's queue holds it: while no step comes, nothing else bounds how
-        many there are.
+        newest_event_seq: of the newest checkpoint. A submission whose rollouts were evicted up to
+        it without a step is over unless an older checkpoint's queue holds it: while no step is
+        trained, nothing else limits their number.
         """
         return [
             self.view(submission_id)
@@ -232,7 +236,9 @@ class SubmissionTable:
 
 @lru_cache(maxsize=256)
 def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
-    """Of a submission without a group: the same for all, so that an answer has them once."""
+    """Return the rollouts of a submission without a group: shared, so that an answer has them
+    once.
+    """
     status = Status.CANCELLED if is_cancelled else Status.QUEUED
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
@@ -256,11 +262,12 @@ def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bo
 def rebuild(
     policy: OutcomePolicy, stored: StoredSubmissions, *, held_groups: Iterable[str] = ()
 ) -> SubmissionTable:
-    """The table of a run that starts again. held_groups: those that the restored queue holds.
+    """Rebuild the table of a run that starts again. held_groups: those that the restored queue
+    holds.
 
     A binding whose group was never admitted is void: its submission is in the backlog again, at its
-    old position. What had not left the ledger is played again, so that its results so far are void
-    as well.
+    old position. Rollouts that had not left the ledger are played again, so that their results so
+    far are void too.
     """
     table = SubmissionTable(policy)
     for submission in stored.submissions:

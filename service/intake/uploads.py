@@ -20,7 +20,7 @@ from service.intake.submission import RolloutRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What holds for all that is sampled from a run's policy."""
+    """The facts that hold for everything that is sampled from a run's policy."""
 
     tokenizer_fingerprint: str
     """Of `actors.environment.rendering.tokenizer_fingerprint`."""
@@ -52,7 +52,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """When a group is complete."""
+    """The rule by which a group is complete."""
 
     id: str
     num_members: int | None = None
@@ -63,7 +63,7 @@ class GroupPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadLimits:
-    """What is not for the items themselves to say."""
+    """The limits of an upload that its items cannot choose."""
 
     oldest_version: int
     """What an older one sampled can be in no group that is admitted from here on."""
@@ -76,7 +76,7 @@ class UploadLimits:
 
 
 class UploadRefusal(StrEnum):
-    """Why one of several trajectories is not taken in; stable, for programs."""
+    """The reason why a trajectory of an upload is refused; stable, for programs."""
 
     STALE_POLICY = "stale-policy"
     UNKNOWN_VERSION = "unknown-version"
@@ -97,7 +97,7 @@ class RefusedUpload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadGroup:
-    """A group as it stands."""
+    """The state of an upload group."""
 
     id: str
     num_uploaded: int
@@ -107,7 +107,9 @@ class UploadGroup:
     """It is complete: it can be submitted, and takes no more."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """The submission that it becomes; the same one every time. key_name: of who closes it."""
+        """Make the submission of a closed group; always the same one. key_name: of the closing
+        client.
+        """
         assert self.is_closed and self.num_members is not None, self
         task = Task(task_id=self.id, environment=UPLOADED, seed=derived_seed("submitted", self.id))
         return RolloutRequest.of(
@@ -120,7 +122,7 @@ class UploadGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadReply:
-    """What became of a request's trajectories; what is accepted is durable."""
+    """The reply to an upload; accepted trajectories are durable."""
 
     accepted: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ Numbers = dict[str, list[float | int | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveState:
-    """What only a run that goes on has."""
+    """The state that only a running run has."""
 
     phase: Phase
     phase_detail: str
@@ -61,7 +61,7 @@ class RunPicture:
 
 
 def run_document(picture: RunPicture) -> dict[str, Any]:
-    """What the page is given. The steps are those behind `after`; all else is whole."""
+    """Return the page's data. The steps are those after `after`; everything else is complete."""
     summary, history, live = picture.summary, picture.history, picture.live
     totals = history.totals
     steps = [record for record in history.steps if record.step > picture.after]
@@ -78,7 +78,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
         "outcomes": dict(summary.outcomes),
         "stage_seconds": summary.stage_seconds.by_name(),
         "tiles": [_plain(each) for each in tables.tiles(summary)],
-        # A run that goes on has rollouts in flight, and breaks no promise by it.
+        # A run that still runs has rollouts in flight, which is not an error.
         "checks": [
             _plain(each)
             for each in tables.checks(summary, totals)
@@ -128,7 +128,7 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """What a figure can show of it; whole numbers stay whole, so that times do."""
+    """Round a value to what a figure can show; whole numbers stay whole, so that times do."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():

@@ -21,6 +21,6 @@ def write_report(
 
 
 def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     picture = RunPicture(summary=summary, history=history, config_text=config_text)
     return page_with(run_document(picture))

@@ -52,7 +52,7 @@ class Table:
 
 
 def verdict(summary: RunSummary) -> str:
-    """Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
+    """Describe the run in a line. Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
     time = units.duration(summary.wall_s)
     if summary.steps == 0:
         return f"No training step was completed in {time}."
@@ -66,7 +66,7 @@ def verdict(summary: RunSummary) -> str:
 
 
 def ending(summary: RunSummary) -> str:
-    """How the run ended, as a sentence; empty where nobody said."""
+    """Return how the run ended, as a sentence; empty if it is not known."""
     reason = (summary.exit_reason or "").strip()
     if not reason:
         return ""
@@ -74,7 +74,9 @@ def ending(summary: RunSummary) -> str:
 
 
 def balance_equation(summary: RunSummary) -> str:
-    """Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'."""
+    """Return the ledger's balance. Example: '30 720 = 29 952 trained + 768 evicted + 0 in
+    flight'.
+    """
     ledger = summary.ledger
     out = ledger.trained + ledger.num_evicted + ledger.in_flight
     sign = "=" if ledger.is_balanced else f"≠ {units.full_count(out)} ="
@@ -132,7 +134,9 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
 
 
 def _checked(summary: RunSummary) -> str:
-    """Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'."""
+    """Describe the check. Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats
+    apart, …'.
+    """
     check = summary.logprob_check
     return (
         f"Both scored texts of up to {units.full_count(int(check.tokens or 0))} tokens, at most "
@@ -193,7 +197,7 @@ def _evaluation(summary: RunSummary) -> tuple[str, str]:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Of a single sample the tile says it all."""
+    """Yield the last evaluation, unless it is a single sample, which the tile shows completely."""
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
     yield from evaluation.sets.values()
@@ -213,7 +217,7 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
-    """The tables of the run as a whole that have a row."""
+    """Return the tables of the run as a whole that have a row."""
     found = (
         _answers_table(summary.evaluation),
         _ledger_table(summary),
@@ -234,7 +238,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
 
 
 def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
-    """Of the parts that the environment names in its rewards, and of the parts of a mixture."""
+    """Return the tables of the named parts of rewards, and of the parts of a mixture."""
     return (
         *_early_and_late(
             "Reward components",
@@ -281,7 +285,7 @@ def _early_and_late(
 
 
 def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
-    """By name, the mean over the records that know it."""
+    """Return by name the mean over the records that know it."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -455,13 +459,14 @@ def _share(part: float, whole: float) -> str:
 
 
 def words(name: str) -> str:
-    """Example: 'zero_variance' -> 'zero variance'."""
+    """Return a name as words. Example: 'zero_variance' -> 'zero variance'."""
     return name.replace("_", " ")
 
 
 def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
-    """One table a group: of each statistic that was known at some step, where it began, where it
-    went and where it ended. What a group's names begin with stands in its caption alone.
+    """Return a table for each group: the begin, the course and the end of each known statistic.
+
+    The common beginning of a group's names is only in its caption.
     """
     tables = (_statistic_table(group, totals) for group in GROUPS)
     return tuple(table for table in tables if table.rows)
@@ -470,7 +475,7 @@ def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
 def _statistic_table(group: str, totals: RunTotals) -> Table:
     names = [statistic.name for statistic in STATISTICS if statistic.group == group]
     known = [(name, totals.statistics[name]) for name in names if name in totals.statistics]
-    # The last word of a name always stands in its row.
+    # The last word of a name is always in its row.
     columns = zip(*(name.split("_")[:-1] for name in names), strict=False)
     num_shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     return Table(
@@ -487,7 +492,7 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
 
 
 def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """What the values behind each known statistic are."""
+    """Explain the values that each known statistic is made of."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -497,7 +502,7 @@ def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
 
 
 def definitions() -> tuple[tuple[str, str], ...]:
-    """What each number of the run's page means."""
+    """Explain each number of the run's page."""
     return (
         (
             "Reward",
@@ -560,7 +565,7 @@ def definitions() -> tuple[tuple[str, str], ...]:
 
 
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
-    """How many rollouts may be in flight, and where they are."""
+    """Show how many rollouts may be in flight, and their states."""
     if queue is None:
         return Table(caption="Window", header=(), rows=())
     in_flight = queue.ledger.in_flight
@@ -582,7 +587,7 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """What waits for a step, and who has waited for whom."""
+    """Show what waits for a step, and how long each side has waited for the other."""
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
     mib = 1 << 20
@@ -614,6 +619,6 @@ def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
 
 
 def help_of(name: str) -> str:
-    """What a statistic is, as the page goes on behind its name."""
+    """Return the explanation of a statistic, as it continues its name on the page."""
     text = BY_NAME[name].help.replace("`", "")
     return text[0].lower() + text[1:]

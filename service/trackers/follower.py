@@ -27,7 +27,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is to be written."""
+    """The target of a tracker."""
 
     name: str
     """The setting's."""
@@ -48,7 +48,7 @@ class Follower(threading.Thread):
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
-        """tell: gives the user a notice."""
+        """Create a follower. tell: gives the user a notice."""
         super().__init__(name=f"tracker {target.name}", daemon=True)
         self._setting = f"trackers.{target.name}"
         self._target, self._store, self._tell = target, store, tell
@@ -127,7 +127,7 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """How far the target has been written; another one than before begins anew.
+        """Read how far the target has been written; a changed target begins again.
 
         Raises: OSError; ValueError for a file that was changed.
         """
@@ -139,7 +139,7 @@ class Follower(threading.Thread):
         return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written["places"].items()}
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
-        """Raises: OSError."""
+        """Write how far the target has been written. Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))

@@ -17,7 +17,7 @@ class JsonLines:
     """A line is whole or not there: what a death or a full disk cut off is removed."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: OSError."""
+        """Open the file. Raises: OSError."""
         # Without a buffer, which would keep what a full disk refuses.
         self._file = path.open("ab+", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
@@ -26,7 +26,7 @@ class JsonLines:
         self._file.truncate(size - len(cut_off))
 
     def write(self, point: Point) -> None:
-        """Raises: OSError."""
+        """Append a line. Raises: OSError."""
         line = {
             "kind": point.kind,
             "term": point.term,
@@ -55,8 +55,8 @@ class JsonLines:
             )
 
     def flush(self) -> None:
-        """Each line has been given to the system."""
+        """Do nothing: each line has already been given to the system."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Raises: OSError."""
+        """Close the file. Raises: OSError."""
         self._file.close()

@@ -18,10 +18,12 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """Each point is one request. A metric that is sent twice with one time is the same metric."""
+    """A tracker with one request for each point. A metric that is sent twice with one time is the
+    same.
+    """
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
-        """Raises: httpx.HTTPError; MlflowRefused."""
+        """Open the run. Raises: httpx.HTTPError; MlflowRefused."""
         # A tenth of a second of imports, which only a run that is tracked so makes.
         import httpx
 
@@ -35,17 +37,17 @@ class Mlflow:
         self._run_id = self._run(experiment, run_id=run_id, name=name)
 
     def write(self, point: Point) -> None:
-        """Raises: httpx.HTTPError; MlflowRefused."""
+        """Send a point. Raises: httpx.HTTPError; MlflowRefused."""
         curves = {"term": float(point.term), **point.curves}
         stamp = {"timestamp": round(point.wall_time * 1000), "step": point.step}
         metrics = [{"key": key, "value": value, **stamp} for key, value in curves.items()]
         self._ask("POST", "runs/log-batch", {"run_id": self._run_id, "metrics": metrics})
 
     def flush(self) -> None:
-        """The server has answered."""
+        """Do nothing: the server has already answered."""
 
     def close(self, *, is_ended: bool) -> None:
-        """Raises: httpx.HTTPError; MlflowRefused."""
+        """End the run. Raises: httpx.HTTPError; MlflowRefused."""
         try:
             if is_ended:
                 ended = {"status": "FINISHED", "end_time": round(time.time() * 1000)}
@@ -89,7 +91,9 @@ class Mlflow:
         return str(made["run"]["info"]["run_id"])
 
     def _ask(self, method: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises: httpx.HTTPError; MlflowRefused for what is no success and JSON."""
+        """Send a request. Raises: httpx.HTTPError; MlflowRefused for an answer without success or
+        JSON.
+        """
         if method == "GET":
             answer = self._client.get(route, params=body)
         else:

@@ -12,7 +12,7 @@ from pydantic import Field
 from actors.limits import STRICT
 
 Name = Annotated[str, MinLen(1)]
-# Without a password: it would stand in the files of the run.
+# Without a password, which would otherwise be in the files of the run.
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
 
 
@@ -70,7 +70,9 @@ class TrackioSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSettings:
-    """Where a run's curves are written beside its own database; off unless named."""
+    """The targets to which a run's curves are written besides its own database; off unless
+    named.
+    """
 
     __pydantic_config__ = STRICT
 

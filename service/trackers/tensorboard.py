@@ -1,6 +1,6 @@
 """TensorBoard's event files, written by tensorboardX, which needs neither torch nor TensorFlow.
 
-A term that goes on from a checkpoint begins with the mark of a restart: TensorBoard drops what it
+A term that continues from a checkpoint begins with the mark of a restart: TensorBoard drops what it
 has of that step and later ones.
 """
 
@@ -17,7 +17,7 @@ class TensorBoard:
     """A file for each process that writes the run."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises: ImportError; OSError."""
+        """Open an event file. Raises: ImportError; OSError."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar, text
@@ -29,7 +29,7 @@ class TensorBoard:
         self._scalar, self._text = scalar, text
 
     def write(self, point: Point) -> None:
-        """Raises: OSError."""
+        """Write a point. Raises: OSError."""
         if point.is_first_of_term:
             self._add(point, session_log=self._restart, step=point.first_step)
         for name, value in point.curves.items():
@@ -39,11 +39,11 @@ class TensorBoard:
             self._add(point, summary=summary, step=point.step)
 
     def flush(self) -> None:
-        """Raises: OSError."""
+        """Flush the file. Raises: OSError."""
         self._file.flush()
 
     def close(self, *, is_ended: bool) -> None:
-        """Raises: OSError."""
+        """Close the file. Raises: OSError."""
         self._file.close()
 
     def _add(self, point: Point, **content: object) -> None:

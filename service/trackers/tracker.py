@@ -38,7 +38,7 @@ class Tracker(Protocol):
         ...
 
     def close(self, *, is_ended: bool) -> None:
-        """Let go of everything. is_ended: False: another process goes on with the run already."""
+        """Release everything. is_ended: False: another process has already continued the run."""
         ...
 
 

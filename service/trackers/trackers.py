@@ -29,10 +29,10 @@ CLOSE_LIMIT_S = 30.0
 
 
 class Trackers:
-    """None of its calls waits for a tracker, but for `close` and `catch_up`."""
+    """The trackers of a run. Only `close` and `catch_up` wait for a tracker."""
 
     def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
-        """directory: where each keeps how far it has been written."""
+        """Create the trackers. directory: where each keeps how far it has been written."""
         self._targets, self._store, self._directory = targets, store, directory
         self._followers: list[Follower] = []
 
@@ -64,14 +64,14 @@ class Trackers:
         ]
 
     def wake(self) -> None:
-        """A record has been stored."""
+        """Wake the followers: a record has been stored."""
         for follower in self._followers:
             follower.wake()
 
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write what is left and close. Blocks, limit_s at most.
+        """Write the rest and close. Blocks, limit_s at most.
 
-        writes_rest: False where another process has the run.
+        writes_rest: False if another process has the run.
         """
         for follower in self._followers:
             follower.end(writes_rest=writes_rest)
@@ -88,7 +88,7 @@ class Trackers:
 def trackers_of(
     config: Config, run_dir: RunDir, *, run_id: str, store: Readable
 ) -> Trackers | None:
-    """Those that the configuration names; None: it names none."""
+    """Return the trackers that the configuration names; None: it names none."""
     targets = list(_targets(config, run_dir.path, run_id))
     if not targets:
         return None

@@ -27,7 +27,7 @@ class Trackio:
     def __init__(
         self, settings: TrackioSettings, *, run_id: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        """config: the configuration, which Trackio shows beside the curves.
+        """Open the project. config: the configuration, which Trackio shows next to the curves.
 
         Raises: ImportError without the package; OSError; ValueError if Trackio rejects the name of
         the project, or was imported in this process with another directory.

@@ -25,7 +25,9 @@ class Wandb:
     def __init__(
         self, settings: WandbSettings, *, run_id: str, name: str, config: Any, directory: Path
     ) -> None:
-        """config: what is shown beside the curves. Raises: ImportError; wandb.Error; OSError."""
+        """Open the run. config: shown next to the curves. Raises: ImportError; wandb.Error;
+        OSError.
+        """
         import wandb
 
         directory.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ from service.visible import visible_text
 _NO_DATABASE = "there is no rayloom.db beside the journal"
 _NO_RULE = "not a function of the group's returns alone"
 _SHAPED = "returns may be shaped; each is finite"
-# What needs the run's database, and what advantages that are a function of the returns alone.
+# The checks that need the run's database, and those that need advantages that depend only on
+# returns.
 _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DATABASE)
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
 # Steps that a note names.
@@ -33,9 +34,11 @@ _MAX_NAMED_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """unchecked: why a check could not be made. missing_steps: recorded by the run and to be kept,
-    and without a file. unrecorded_steps: with a file, and in hand or cut short. refused_steps: of
-    which the trainer refused the update; nothing of them counts as trained.
+    """The result of an audit.
+
+    unchecked: why a check could not be made. missing_steps: recorded by the run and to be kept, but
+    without a file. unrecorded_steps: with a file, but unfinished or interrupted. refused_steps:
+    those whose update the trainer refused; nothing of them counts as trained.
     """
 
     num_steps: int
@@ -54,7 +57,7 @@ class Audit:
 
 
 class _Auditor:
-    """What is known over all steps."""
+    """The facts that are collected over all steps."""
 
     def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
         self._journal = journal
@@ -150,7 +153,7 @@ def _plan(journal: OpenJournal) -> Plan | None:
 
 
 def describe(result: Audit, *, limit: int) -> list[str]:
-    """A line a check, its offenders below it. limit: offenders named of each; 0: all."""
+    """Return a line for each check, with its offenders after it. limit: most offenders; 0: all."""
     lines = [
         f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
         f"{result.num_sampled} sampled tokens, {result.num_trained} trained"

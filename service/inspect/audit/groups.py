@@ -1,8 +1,8 @@
 """Checks of one group: its statistics, computed again by plain loops.
 
 Deliberately not the merge's own `group_advantages`: the formulas are written a second time, with
-Python's sums, from the papers that docs/semantics.md names. A run whose advantages are no function
-of the group's returns alone (group_rule None) is checked for its baseline's members only.
+Python's sums, from the papers that docs/semantics.md names. A run whose advantages depend on more
+than the group's returns (group_rule None) is checked for its baseline's members only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 def check_groups(
     step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
-    """Every group of a step. admitted: by group, the ledger's rollouts; None: not known."""
+    """Check every group of a step. admitted: by group, the ledger's rollouts; None: not known."""
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
         groups.setdefault(entry.trajectory.group_id, []).append(entry)
@@ -137,7 +137,7 @@ def _check_admitted(
     entries: Sequence[TrajectoryEntry],
     admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
-    """A rollout that left under a reason is explained: the survivors form the group."""
+    """Check that every missing rollout left for a reason: the survivors form the group."""
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
     if not missing or not counted:

@@ -1,7 +1,8 @@
 """The journal against the run's ledger: two records of one run, written by different parts.
 
 The merge actor writes the journal before a step is trained, the supervisor the ledger's rows after
-it. A step that the run has not recorded (it is in hand, or the run was cut short) is not compared.
+it. A step that the run has not recorded (it is unfinished, or the run was interrupted) is not
+compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from service.inspect.audit.offence import Check, Offence
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """The admitted rollouts of each group. newest: each rollout's newest event."""
+    """Return the admitted rollouts of each group. newest: each rollout's newest event."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -22,7 +23,7 @@ def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEve
 
 
 def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
-    """Each rollout of the step left in the same way in both, none is in one of them alone.
+    """Check that each rollout of the step left in the same way in both, and none is in only one.
 
     newest: each rollout's newest event in the ledger.
     """

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Check(StrEnum):
-    """An invariant; its value is the sentence that holds where nothing is wrong."""
+    """An invariant; its value is the sentence that holds if nothing is wrong."""
 
     LOGPROBS = "every sampled token has a finite log-probability"
     SAMPLED = "every trained token was sampled"
@@ -26,8 +26,10 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offence:
-    """subject: a trajectory, group or step by name. is_explained: it is as the rules allow, and
-    worth knowing; such a finding alone does not fail an audit.
+    """A finding of a check.
+
+    subject: a trajectory, group or step by name. is_explained: the rules allow it, but it is worth
+    knowing; such a finding does not fail an audit.
     """
 
     check: Check

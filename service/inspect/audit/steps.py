@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from service.inspect.audit.offence import Check, Offence
 
-# The step in hand, and the one before it while the engines take its version.
+# The current step, and the one before it while the engines load its version.
 MAX_UNRECORDED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Of the run's configuration. steps: the last one planned. keep_steps: run.journal_steps."""
+    """The run's plan. steps: the last one planned. keep_steps: run.journal_steps."""
 
     steps: int
     keep_steps: int

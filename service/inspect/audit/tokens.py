@@ -18,7 +18,7 @@ from service.inspect.audit.offence import Check, Offence
 
 
 def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
-    """Every check of one trajectory."""
+    """Run every check of one trajectory."""
     name = entry.trajectory.trajectory_id
     for check, text in _findings(step, entry):
         yield Offence(check=check, step=step.step, subject=name, text=text)
