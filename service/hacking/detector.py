@@ -1,7 +1,7 @@
-"""Finds patterns of reward hacking in the steps of a run as they come; each is told once.
+"""A detector of patterns of reward hacking in the steps of a run; each pattern is reported once.
 
-What is found at a step depends on that step and the earlier ones alone, so that the recorder of a
-run and a reader of its journal find the same. Pure; called by both.
+The findings at a step depend only on that step and the earlier ones, so that the recorder of a run
+and a reader of its journal find the same. Pure; called by both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from service.hacking.patterns import find
 from service.hacking.window import EARLIER_STEPS, RECENT_STEPS, Window
 
 KEPT_STEPS = EARLIER_STEPS + RECENT_STEPS
-# A pattern that was away for so long is told again.
+# Steps without a pattern after which it is reported again.
 FORGOTTEN_AFTER = 20
 
 

@@ -54,17 +54,19 @@ class StepFeatures:
     """That were sampled."""
     num_turns: Ints
     answer: Ints
-    """Equal for equal answers, but for case and spaces where the environment tells the answer."""
+    """Equal for equal answers, ignoring case and spaces if the environment reports the answer."""
     is_malformed: Bools
     """Its last turn was called malformed, or has nothing but a stop token."""
     last_reward: Floats
     """Of its last turn."""
     repeated: Floats
-    """Of the runs of a turn's tokens, the share that stood in it before; of the turn with the most;
-    0 for a short text. Calls of tools have the same markup in each turn."""
+    """The share of a turn's token runs that occurred in the turn before; of the turn with the
+    largest share;
+    """
     copied: Floats
-    """The share of the last turn's tokens in runs that the first prompt has; 0 for a short one, and
-    where they are less than MOST_OF_PROMPT of that prompt: an answer may stand in its question."""
+    """The share of the last turn's tokens in runs that the first prompt has; 0 for a short turn,
+    and if they are less than MOST_OF_PROMPT of that prompt: a question may contain its answer.
+    """
     components: Mapping[str, Floats]
     """By name; NaN where a trajectory has none of it."""
     verified: Floats
@@ -78,7 +80,7 @@ class StepFeatures:
         return len(self.ids)
 
     def with_verified(self, verdicts: Mapping[str, bool]) -> StepFeatures:
-        """verdicts: by trajectory id."""
+        """Add a verifier's verdicts. verdicts: by trajectory id."""
         found = [float(verdicts[name]) if name in verdicts else np.nan for name in self.ids]
         return replace(self, verified=np.array(found, np.float64))
 
@@ -145,7 +147,9 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def _sampled(trajectory: Trajectory) -> list[TokenIds]:
-    """The sampled tokens of each turn, in the order of play, and nothing for none."""
+    """Return the sampled tokens of each turn, in the order of play; without turns one empty
+    array.
+    """
     turns = sorted(
         ((turn.index, sample.token_ids[turn.tokens]) for sample in trajectory.samples
          for turn in sample.turns),
@@ -163,15 +167,20 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Of what the environment calls the answer; else of the last turn's tokens."""
+    """Return the code of the environment's answer, or, if there is none, of the last turn's
+    tokens.
+    """
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """The token that most answers end with, by those of more than one token where there are any:
-    a stop string ends an answer of one token too, which is not an empty one. -1: none ends."""
+    """Return the token that most answers end with; -1: none ends.
+
+    Answers of more than one token decide if there are any, because a stop string may end an answer
+    of one token that is not empty.
+    """
     ended = [
         parts[-1]
         for turn, parts in zip(last, sampled, strict=True)
@@ -186,7 +195,7 @@ def _is_malformed(turn: TurnSpan | None, tokens: TokenIds, stop: int) -> bool:
 
 
 def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
-    """A number for each run of so many tokens, equal for equal runs."""
+    """Return a number for each run of `length` tokens, equal for equal runs."""
     whole = tokens[:MAX_TOKENS].astype(np.uint64) + np.uint64(1)
     count = whole.shape[0] - length + 1
     if count < 1:
@@ -199,7 +208,9 @@ def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
 
 
 def _repeated(tokens: TokenIds) -> float:
-    """Example: of forty equal tokens nearly 1; of forty different ones 0."""
+    """Return the repeated share. Example: of forty equal tokens nearly 1; of forty different ones
+    0.
+    """
     if tokens.shape[0] < MIN_REPEATED_TOKENS:
         return 0.0
     runs = _runs(tokens, REPEATED_RUN)
@@ -223,7 +234,9 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Each the sum over a trajectory's turns; names as the step's record has them."""
+    """Return the components by the names in the step's record, each summed over a trajectory's
+    turns.
+    """
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
@@ -236,8 +249,9 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 
 
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
-    """Example: of a group with the members 0, 1 and 4 two; of one with 0 and 1 three where most
-    groups of the step have five."""
+    """Count missing members. Example: two in a group with the members 0, 1 and 4; three in one with
+    0 and 1 if most groups of the step have five.
+    """
     members: dict[str, set[int]] = {}
     for each in trajectories:
         _, _, member = each.rollout_id.rpartition("-")

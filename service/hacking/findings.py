@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """The value stands in lists; the sentence of a finding has the numbers."""
+    """A kind of pattern. Lists show the value; the sentence of a finding has the numbers."""
 
     EQUAL_ANSWERS = "equal_answers"
     MALFORMED_PAID = "malformed_paid"
@@ -31,7 +31,7 @@ class Finding:
     kind: Kind
     environment: str
     onset: int
-    """The first step of the pattern, as far as it can be told."""
+    """The first step of the pattern, as far as it can be determined."""
     step: int
     """At which it was found."""
     before: float
@@ -39,7 +39,7 @@ class Finding:
     now: float
     """The same in the newest steps."""
     reward_before: float
-    """Mean return over the best possible one, where that is known."""
+    """Mean return divided by the best possible one, if that is known."""
     reward_now: float
     examples: tuple[str, ...]
     """Ids of trajectories that `rayloom inspect` opens."""

@@ -1,8 +1,8 @@
-"""What the audit for reward hacking keeps in a run's directory: its findings, and verdicts.
+"""The audit's records in a run's directory: findings of reward hacking, and verdicts.
 
-`hacking.jsonl`, a line each; of verdicts the newest, so that it is bounded. The journal has all
-the rest: a verdict alone cannot be had again, as the user's verifier may be another one by then.
-Written by the recorder of a run, read by it when the run goes on and by `rayloom inspect
+`hacking.jsonl`, one record a line; only the newest verdicts, so that it is bounded. The journal has
+everything else: only a verdict cannot be obtained again, as the user's verifier may have changed by
+then. Written by the recorder of a run, read by it when the run continues and by `rayloom inspect
 --hacking`.
 """
 
@@ -27,7 +27,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Of one step; findings or verdicts."""
+    """The record of one step; findings or verdicts."""
 
     step: int
     term: int
@@ -41,14 +41,14 @@ _LINES = TypeAdapter(Line)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Of the steps that a run has not gone back behind."""
+    """The records of the steps that a run has not undone."""
 
     findings: tuple[Finding, ...] = ()
     verdicts: Mapping[Place, Mapping[str, bool]] = field(default_factory=dict)
 
 
 def append(run_dir: Path, line: Line) -> None:
-    """Raises: OSError."""
+    """Append a record. Raises: OSError."""
     tree: dict[str, Any] = _LINES.dump_python(line, mode="json")
     path = run_dir / FILE
     with path.open("a", encoding="utf-8") as file:
@@ -70,7 +70,7 @@ def _leave_out_old_verdicts(path: Path) -> None:
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
     """surviving: the steps of the journal, with their terms; of older ones all lines count.
 
-    A line that was cut short is left out. Raises: OSError.
+    Read the records; an incomplete line is left out. Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():

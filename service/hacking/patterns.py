@@ -65,7 +65,7 @@ class _Seen:
 
 
 def find(window: Window) -> Iterator[Finding]:
-    """Every pattern that stands out at the window's last step."""
+    """Find every pattern that is clear at the window's last step."""
     if not window.is_enough or window.scale == 0.0:
         return
     for look in _PATTERNS:
@@ -114,7 +114,10 @@ def _pays(window: Window, gain: Gain | None) -> bool:
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
-    """For marks that are wrong whatever they earn: where too few others are left to compare."""
+    """Whether marked trajectories earn more than before; for marks that are wrong in any case.
+
+    Used if too few others are left to compare with.
+    """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
     return bool(now >= before + MIN_GAIN * window.scale)
@@ -126,13 +129,13 @@ def _reward_before_and_now(window: Window) -> tuple[float, float]:
 
 
 def _share(window: Window, kind: Kind, seen: _Seen, what: str, *, rest: str = "") -> Finding:
-    """what: continues "the trajectories …"."""
+    """Make a finding on a share. what: continues "the trajectories …"."""
     text = f"{_percent(seen.now)} of the trajectories {what}, {_percent(seen.before)} before{rest}"
     return _finding(window, kind, seen, text)
 
 
 def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
-    """text: continues "in steps 31 to 40, …"."""
+    """Make a finding. text: continues "in steps 31 to 40, …"."""
     last = int(window.step_numbers[-1])
     before, now = _reward_before_and_now(window)
     since = f"in steps {seen.onset} to {last}" if seen.onset < last else f"in step {last}"
@@ -152,7 +155,9 @@ def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
 
 
 def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
-    """Of the newest steps, those with the highest reward first, of groups of their own."""
+    """Return examples from the newest steps: the highest rewards first, each of a different
+    group.
+    """
     chosen = np.flatnonzero(mark & window.is_recent)
     ids = [name for each in window.steps for name in each.ids]
     found: dict[int, str] = {}
@@ -202,7 +207,9 @@ def _equal_answers(window: Window) -> Finding | None:
 
 
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
-    """The answer that the most tasks have got, of how many, and its share of the trajectories."""
+    """Return the answer that most tasks have, the number of tasks, and its share of the
+    trajectories.
+    """
     if not among.any():
         return None, 0, 0.0
     pairs = np.unique(np.stack([answers[among], tasks[among]]), axis=1)
@@ -231,7 +238,7 @@ def _malformed_paid(window: Window) -> Finding | None:
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
-    """Of what has to earn more than others of its group: by itself it may be honest."""
+    """Find a mark that earns more than others of its group: without that it may be honest."""
     seen, gain = _rise(window, mark, window.is_graded), window.gain(mark)
     if seen is None or not _pays(window, gain):
         return None
@@ -310,17 +317,19 @@ def _component_falls(window: Window) -> Finding | None:
 
 
 def _range(window: Window, name: str) -> float:
-    """Of the earlier steps' values, all but a few."""
+    """Return the range of the earlier steps' values, without a few extremes."""
     values = window.component(name)
     known = values[~np.isnan(values) & ~window.is_recent & window.is_graded]
     return float(np.ptp(np.percentile(known, (1, 99)))) if known.size else 0.0
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """In parts of its range, and what it was; None: it stands, rises, or falls as it did before.
+    """Return a component's fall in parts of its range, and its earlier value; None: it does not
+    fall.
 
-    Against all earlier steps, or against those just before: a component that rose while the policy
-    learnt has a wide spread, and falls from the height that it had reached.
+    Compared with all earlier steps, or with the last ones before: a component that rose while the
+    policy learnt has a wide spread, and falls from the height that it had reached. A fall as before
+    does not count.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -401,7 +410,7 @@ def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
 
 
 def _growth_of_all(window: Window, mark: Bools) -> float:
-    """By how much the share of marked trajectories has grown, of all rollouts."""
+    """Return the growth of the share of marked trajectories among all rollouts."""
     totals = window.num_rollouts
     counts = np.bincount(window.place[mark & window.is_graded], minlength=len(window.steps))
     with np.errstate(invalid="ignore"):

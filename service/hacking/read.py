@@ -27,7 +27,7 @@ class HackingAudit:
 
 
 def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> HackingAudit:
-    """verify: a shadow verifier in place of the verdicts that the run has kept.
+    """Audit a journal. verify: a shadow verifier that replaces the verdicts that the run has kept.
 
     Raises: ConfigError for a file that cannot be read; OSError.
     """
@@ -39,7 +39,7 @@ def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> Hack
 
 
 def kept_of(journal: OpenJournal) -> Kept:
-    """Raises: OSError."""
+    """Read the run's kept records. Raises: OSError."""
     if journal.run_dir is None:
         return Kept()
     places = {(file.step, file.term) for file in journal.files}
@@ -49,7 +49,9 @@ def kept_of(journal: OpenJournal) -> Kept:
 def read_features(
     journal: OpenJournal, *, verify: Verify | None = None, newest: int | None = None
 ) -> Iterator[tuple[StepFeatures, ...]]:
-    """newest: so many steps; None: all. Raises: as `audit_hacking`."""
+    """Yield the features of each step. newest: number of steps; None: all. Raises: as
+    `audit_hacking`.
+    """
     kept = kept_of(journal)
     files = journal.files if newest is None else journal.files[-newest:]
     for file in files:

@@ -64,8 +64,8 @@ class ShadowVerifier:
         num_samples: int,
         key: str = "audit.shadow",
     ) -> None:
-        """model: path or name of the tokenizer. name, key: see `load_shadow`. num_samples: number
-        of trajectories of a step that `verdicts` checks.
+        """Load a verifier. model: path or name of the tokenizer. name, key: see `load_shadow`.
+        num_samples: number of trajectories of a step that `verdicts` checks.
 
         Raises: ConfigError.
         """
@@ -81,7 +81,7 @@ class ShadowVerifier:
         self._renderer = ChatRenderer(tokenizer, template_options=config.rollouts.template_options)
 
     def verdicts(self, step: JournalStep) -> Verdicts:
-        """Of a sample of the graded trajectories."""
+        """Check a sample of the graded trajectories."""
         graded = [e.trajectory for e in step.entries if e.trajectory.is_graded]
         chosen = sorted(
             (each for each in graded if each.samples),
@@ -123,7 +123,7 @@ class ShadowVerifier:
         return None if score.value is None else float(score.value)
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The task's data; where the run's tasks have none, the prompt as it was rendered."""
+        """Return the task's data; if the run's tasks have none, the prompt as it was rendered."""
         task = self._tasks.find(trajectory.task_id)
         first = trajectory.samples[0]
         data = {} if task is None else dict(task.data)

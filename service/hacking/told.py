@@ -29,7 +29,7 @@ _CLOSING = (
 
 
 def describe(journal: OpenJournal, found: HackingAudit, *, limit: int) -> list[str]:
-    """limit: newest lines of the table; 0: all."""
+    """Describe an audit. limit: newest lines of the table; 0: all."""
     rows = [_row(part) for parts in found.steps for part in parts]
     shown = rows[-limit:] if limit else rows
     lines = [*aligned([_HEADER, *shown]), "", _MEANING]

@@ -34,7 +34,7 @@ MAD_TO_SD = 1.4826
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """What marked trajectories earn beyond the unmarked ones of their groups."""
+    """The reward that marked trajectories earn beyond the unmarked ones of their groups."""
 
     mean: float
     error: float
@@ -47,7 +47,7 @@ class Window:
     """N trajectories of the newest steps and of those before them."""
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:
-        """steps: of one environment, in order."""
+        """Make a window. steps: of one environment, in order."""
         self.steps = tuple(steps)
 
     @property
@@ -110,7 +110,7 @@ class Window:
 
     @cached_property
     def scale(self) -> float:
-        """How far returns lie apart: all but a few, or half of all where most are equal."""
+        """The spread of returns: of all but a few, or of half of all if most are equal."""
         known = self.reward[self.is_graded]
         if not known.size:
             return 0.0
@@ -122,7 +122,9 @@ class Window:
         return np.array([each.step for each in self.steps])
 
     def means(self, values: Floats, among: Bools) -> Floats:
-        """[number of steps], of each step's values among some; NaN where it has none."""
+        """Return each step's mean of values among some, [number of steps]; NaN for a step without
+        any.
+        """
         counts = np.bincount(self.place[among], minlength=len(self.steps))
         sums = np.bincount(self.place[among], weights=values[among], minlength=len(self.steps))
         with np.errstate(invalid="ignore"):
@@ -134,7 +136,9 @@ class Window:
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gain(self, mark: Bools) -> Gain | None:
-        """None: there are too few groups of the newest steps with marked and unmarked ones."""
+        """Return the gain; None if the newest steps have too few groups with marked and unmarked
+        ones.
+        """
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
         _, codes = np.unique(groups, return_inverse=True)
@@ -154,7 +158,8 @@ class Window:
         return Gain(mean=float(differences.mean()), error=error, num_groups=number)
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
-        """The step since which values are nearer to what they are now than to what they were.
+        """Return the step since which values are nearer to their present value than to their former
+        one.
 
         values: [number of steps]. One step may be an exception.
         """
