@@ -1,0 +1,26 @@
+"""A tool that knows what the policy cannot know, and what the answer is scored by."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROWS = [json.loads(line) for line in Path(__file__).with_name("stock.jsonl").open()]
+STOCK = {row["item"]: int(row["answer"]) for row in ROWS}
+
+
+def stock(item: str) -> int:
+    """Look up how many of an item are in stock."""
+    if item not in STOCK:
+        raise ValueError(f"there is no item {item}")
+    return STOCK[item]
+
+
+def score(completion: str, answer: str, messages: list[dict[str, Any]]) -> dict[str, float]:
+    """Reward the right number, the last one of the answer, and report whether a call worked."""
+    numbers = re.findall(r"\d+", completion)
+    results = [each["content"] for each in messages if each["role"] == "tool"]
+    called = any(not result.startswith("error") for result in results)
+    return {"score": float(numbers[-1:] == [answer]), "called": float(called)}
