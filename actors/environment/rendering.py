@@ -272,7 +272,7 @@ class ChatRenderer:
         if hidden:
             raise RenderError(
                 f"chat template: it shows no tools and no calls: {', '.join(hidden)} would be in "
-                "no prompt; leave the tools out, or train a model whose template shows them",
+                "no prompt; leave them out, or name a template with them in model.chat_template",
                 param="tools",
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def stock(item: str) -> int:
     return STOCK[item]
 
 
-def score(completion: str, answer: str, messages: list[dict[str, Any]]) -> dict[str, float]:
+def score(completion: str, answer: str, messages: Sequence[Any] = ()) -> dict[str, float]:
     """Reward the right number, the last one of the answer, and report whether a call worked."""
     numbers = re.findall(r"\d+", completion)
     results = [each["content"] for each in messages if each["role"] == "tool"]
