@@ -8,17 +8,24 @@ from actors.environment.protocol import Action, Message, Observation, Role, Step
 from actors.types import Task
 
 RULES = "Sticks lie in a pile. Take 1, 2 or 3; who takes the last one wins."
+# A short game that a pretrained model is shown first, so that it answers with a number alone.
+GAME = (
+    Message(role=Role.USER, content="8 left."),
+    Message(role=Role.ASSISTANT, content="2"),
+    Message(role=Role.USER, content="3 left."),
+    Message(role=Role.ASSISTANT, content="3"),
+)
 
 
 class Sticks:
     """Take one to three sticks in turn with an opponent who plays blindly; the last one wins."""
 
-    def __init__(self, *, fewest: int = 5, most: int = 9) -> None:
+    def __init__(self, *, fewest: int = 5, most: int = 9, shows_game: bool = False) -> None:
         if not 1 <= fewest <= most:
             raise ValueError(
                 f"sticks: got fewest={fewest}, most={most}; expected 1 <= fewest <= most"
             )
-        self._fewest, self._most = fewest, most
+        self._fewest, self._most, self._shows_game = fewest, most, shows_game
         self._left = 0
         self._dice = random.Random()
 
@@ -27,7 +34,8 @@ class Sticks:
         self._dice = random.Random(task.seed)
         self._left = self._dice.randint(self._fewest, self._most)
         rules = Message(role=Role.SYSTEM, content=RULES)
-        return Observation(messages=(rules, self._pile()), best_return=1.0)
+        shown = GAME if self._shows_game else ()
+        return Observation(messages=(rules, *shown, self._pile()), best_return=1.0)
 
     async def step(self, action: Action) -> StepResult:
         said = action.text.strip()
