@@ -3,7 +3,7 @@
 Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
 counts what has not happened yet is zero from the start, so that its first increase can be seen.
 Those of a step's statistics are made from their table. The supervisor holds the one `Metrics` of a
-run; `service/telemetry/recorder.py` fills it. docs/metrics.md lists them.
+run; `service/run/recorder.py` fills it. docs/metrics.md lists them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import psutil
 
 LOOPBACK = "127.0.0.1"
@@ -20,3 +22,11 @@ def gloo_interface(address: str) -> dict[str, str]:
         if any(each.address == address for each in addresses):
             return {"GLOO_SOCKET_IFNAME": name}
     return {}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -32,6 +32,13 @@ SESSION = "session"
 UPLOADED = "uploaded"
 
 
+class Dtype(StrEnum):
+    """The type that forward and backward compute in; master weights and reductions are float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 class FinishReason(StrEnum):
     """The reason why the engine stopped a turn."""
 
@@ -101,7 +108,7 @@ class Turn:
     """One model call with its whole prompt, as it is recorded. Merging makes samples of turns.
 
     Raises: ValueError for a column of another type or of more dimensions.
-    `actors.merge.misalignment` checks whether lengths and numbers fit together.
+    `actors.misalignment` checks whether lengths and numbers fit together.
     """
 
     prompt_token_ids: TokenIds

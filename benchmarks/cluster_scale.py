@@ -33,13 +33,13 @@ import torch
 from actors.algorithm import AlgorithmSettings
 from actors.batch import Float32s
 from actors.environment.actor import EnvironmentActor
+from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import (
     EnvironmentActorSettings,
     PlayedEnvironment,
     RolloutSettings,
 )
 from actors.environment.tasks import GeneratedTasks
-from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import GroupRequest

@@ -25,10 +25,10 @@ from actors.trajectory_queue.messages import QueueSnapshot
 from actors.types import Outcome, RolloutAssignment, Task, Trajectory
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
+from service.run.recorder import RunRecorder
 from service.store.retention import Retention
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 
 START = 1_795_000_000.0

@@ -33,10 +33,10 @@ from service.inspect.reader import find_entry, open_journal
 from service.launch.resume import finished_step
 from service.launch.run_dir import RunDir, check_resumable
 from service.report.page import write_report
+from service.run.recorder import RunRecorder
 from service.store.lineage import read_history
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 from service.telemetry.summary import summarize_run, write_summary
 
 SHORT_STEPS = 100

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from actors.algorithm import LossSettings
 from actors.trainer.logprobs import token_logprobs
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
-from actors.trainer.loss.settings import LossSettings
 from actors.trainer.settings import LOGPROB_CHUNK
 from benchmarks.environment import describe_environment
 from benchmarks.live_memory import LiveMemory

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from worlds.prefix_merge import merge_turns
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
-from actors.merge.prefix import merge_turns
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import Sample, Turn
 from benchmarks.environment import describe_environment

@@ -18,12 +18,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, KlRewardSettings, RewardSettings
 from actors.batch import RowScores
 from actors.environment.sample_builder import build_samples
 from actors.merge.groups import classify_groups
 from actors.merge.settings import StepSettings
-from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import build_step
 from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.codec import decode, encode

@@ -21,7 +21,7 @@ import psutil
 import uvicorn
 from transformers import AutoTokenizer
 
-from actors.policy import GenerateReply, GenerateRequest, ParsedReply
+from actors.environment.policy import GenerateReply, GenerateRequest, ParsedReply
 from actors.types import FinishReason, VersionSpan
 from benchmarks.serve_router import free_port
 from benchmarks.session_world import NAME, World, world

@@ -151,10 +151,10 @@ def serve_side(port: int) -> None:
 
     from actors.algorithm import AlgorithmSettings
     from actors.environment.settings import RolloutSettings
-    from service.api.ingress import ingress_application
     from service.api.settings import HttpSettings
     from service.config.tree import ServiceSettings
     from service.launch.cluster import start_ray
+    from service.serve.ingress import ingress_application
 
     class Echo:
         async def __call__(self, request: Request) -> bytes:

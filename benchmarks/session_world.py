@@ -22,19 +22,19 @@ from starlette.types import Message
 from transformers import AutoTokenizer
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.policy import GenerateReply, GenerateRequest, ParsedReply, PolicyClient
 from actors.environment.settings import RolloutSettings
-from actors.policy import GenerateReply, GenerateRequest, ParsedReply, PolicyClient
 from actors.trainer.tiny.model import build_tiny_model
 from actors.types import SESSION, FinishReason, RolloutAssignment, Task, VersionSpan
 from service.api.app import create_app
 from service.api.settings import HttpSettings
+from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
 from service.gateway.actor import Gateway
 from service.gateway.client import GatewayClient
 from service.gateway.keys import AGENT, key_digests, session_key
 from service.gateway.routes import add_sessions
 from service.gateway.sessions import GatewaySettings
-from service.gateway.settings import SessionSettings
 from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.launch.cluster import start_ray

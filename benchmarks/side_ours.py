@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, Denominator, LossSettings
 from actors.batch import RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch
 from actors.network import LOOPBACK
-from actors.trainer.loss.settings import Denominator, LossSettings
 from actors.trainer.process_group import keep_freed_memory, open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import Dtype, RankSettings, TrainerSettings, WeightBackend
+from actors.trainer.settings import RankSettings, TrainerSettings, WeightBackend
 from actors.trainer.statistics import StepStats
+from actors.types import Dtype
 from benchmarks.pairs import time_once
 from benchmarks.side import StepTaken, serve
 from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh

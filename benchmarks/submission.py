@@ -42,8 +42,8 @@ from benchmarks.environment import describe_environment
 from benchmarks.http_connection import HttpConnection
 from benchmarks.pairs import Spread, interleave, rounds
 from benchmarks.sessions import cpu_by_part
+from service.haproxy import VARIABLE
 from service.launch.cluster import attached
-from service.launch.haproxy import VARIABLE
 
 NUM_CLIENTS, TASKS_PER_REQUEST = 64, 16
 WINDOW_S = 4.0
@@ -138,7 +138,7 @@ def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
 
 
 def deploy_echo(address: str) -> None:
-    """The child: deploy it as the API is (`service.api.ingress`), with the answer that its input
+    """The child: deploy it as the API is (`service.serve.ingress`), with the answer that its input
     is."""
     from ray import serve
 

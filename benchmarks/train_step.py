@@ -20,7 +20,7 @@ from pathlib import Path
 
 from actors.merge.packing import WeightedSample
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Seconds, interleave, ratios_of, rounds, time_once
 from benchmarks.side import restart_quietly

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from deploy.run_arguments import RunArguments
-from service.api.ingress import ingress_application
 from service.api.settings import http_settings
 from service.launch.run_dir import RunDir, run_id_of, session_secret
-from service.launch.serve_host import run_host
+from service.serve.ingress import ingress_application
+from service.serve.serve_host import run_host
 from service.store.database import PATIENCE_S
 from service.store.place import StoreOptions
 

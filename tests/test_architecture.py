@@ -1,4 +1,7 @@
-"""The rules over all files: imports point down, cores are pure, Ray and vLLM stay in the shells."""
+"""The rules over all files: cores are pure, Ray and vLLM stay in the shells.
+
+The order of the packages within `actors` and `service` is in test_order.py.
+"""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.evaluation import Play, Played, rollout_line
 from actors.environment.group_scoring import GroupScorer, score_together
+from actors.environment.policy import PolicyClient
 from actors.environment.protocol import Environment, Observation
 from actors.environment.registry import UnknownEnvironment, is_built_in, resolve
 from actors.environment.rendering import load_renderer
@@ -34,10 +35,8 @@ from actors.environment.settings import (
 )
 from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.environment.turn_loop import play_episode
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded
 from actors.environment.worker_environment import WorkerEnvironment
 from actors.environment.workers import LostCalls
-from actors.policy import PolicyClient
 from actors.trajectory_queue.exchange import GroupExchange, RolloutExchange, play_once
 from actors.trajectory_queue.messages import GroupToScore
 from actors.types import (
@@ -49,6 +48,7 @@ from actors.types import (
     Trajectory,
     summarize,
 )
+from actors.user_code import CallFailed, CallTimedOut, bounded
 
 # Trajectories of an evaluation, and characters of each of their texts, that are shown as text.
 SHOWN_SAMPLES = 8

@@ -34,8 +34,8 @@ from pydantic import ValidationError as BadValue
 from actors.environment import workers
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
-from actors.environment.user_code import bounded, in_thread
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
+from actors.user_code import bounded, in_thread
 
 _NOT_TAKEN = (
     inspect.Parameter.VAR_POSITIONAL,

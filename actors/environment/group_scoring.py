@@ -16,8 +16,8 @@ from typing import Protocol
 from msgspec.structs import replace as replace_struct
 
 from actors.environment.protocol import RewardError, StepResult, reward_problem
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded, closing, describe
 from actors.types import Outcome, Task, TokenIds, Trajectory
+from actors.user_code import CallFailed, CallTimedOut, bounded, closing, describe
 
 _RETRY_DELAYS_S = (0.1, 0.5)
 

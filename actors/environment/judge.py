@@ -34,7 +34,7 @@ from actors.environment.judge_options import (
 )
 from actors.environment.protocol import RewardError
 from actors.environment.reward_functions import Score
-from actors.environment.user_code import describe
+from actors.user_code import describe
 
 MAX_DELAY_S = 30.0
 MAX_REPLY_CHARS = 100_000

@@ -26,8 +26,8 @@ from actors.environment import server_keeper
 from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
 from actors.environment.server_stderr import ServerStderr
-from actors.environment.user_code import CallTimedOut, describe
 from actors.environment.variables import expanded
+from actors.user_code import CallTimedOut, describe
 
 OPEN_LIMIT_S = 30.0
 CHECK_LIMIT_S = 5.0

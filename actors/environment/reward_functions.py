@@ -51,10 +51,10 @@ from actors.environment.trainer_arguments import (
     call_with_logs,
     trainer_state,
 )
-from actors.environment.user_code import CallFailed, CallTimedOut, in_thread
 from actors.environment.user_names import BadName, find
 from actors.environment.workers import WorkerLost
 from actors.limits import MAX_REWARD
+from actors.user_code import CallFailed, CallTimedOut, in_thread
 
 # What TRL's trainers give a function besides, and nobody has here.
 _NOT_HERE = frozenset({"completion_ids"})

@@ -5,9 +5,9 @@ between is observation, mask 0. All samples stay open; the longest match wins, t
 equals. Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it:
 nothing is compared. `add` takes a turn of which nobody says what it extends, and compares its
 prompt with every open sample. A property test holds both to the rule in plain loops
-(`actors.merge.prefix`). Of each open sample the builder keeps the newest prompt and reply, which
-are all its ids, so that an episode's memory does not grow with its turns times their length. Called
-by the turn loop.
+(`tests/worlds/prefix_merge.py`). Of each open sample the builder keeps the newest prompt and reply,
+which are all its ids, so that an episode's memory does not grow with its turns times their length.
+Called by the turn loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.branches import branch_reason, common_prefix, regions
 from actors.expert_records import ExpertIndices, ExpertRecords
-from actors.merge.branches import branch_reason, common_prefix, regions
 from actors.types import (
     NO_VERSION,
     BranchReason,

@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from actors.environment.policy import ParsedCall
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolCall, ToolSchema
-from actors.policy import ParsedCall
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

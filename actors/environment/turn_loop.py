@@ -17,6 +17,14 @@ from functools import partial
 from hashlib import blake2b
 
 from actors.environment.chat_template import RenderError
+from actors.environment.policy import (
+    GenerateRequest,
+    ParsedReply,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+    UnusableReply,
+    check_reply,
+)
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -35,17 +43,8 @@ from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import KeptTokens, RolloutSettings, playing
 from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import check_calls
-from actors.environment.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 from actors.environment.workers import task_id
 from actors.outcomes import Disposition, OutcomePolicy
-from actors.policy import (
-    GenerateRequest,
-    ParsedReply,
-    PolicyClient,
-    PolicyDeadlineExceeded,
-    UnusableReply,
-    check_reply,
-)
 from actors.types import (
     PLAYED_OUT,
     FinishReason,
@@ -56,6 +55,7 @@ from actors.types import (
     Trajectory,
     Turn,
 )
+from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 
 # The client is told the deadline and ends by itself; only one that does not is cut off.
 _POLICY_GRACE_S = 2.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from actors.environment.user_code import describe
+from actors.user_code import describe
 
 _EXPECTED = "expected a name of a module that can be imported from where the command is started"
 

@@ -23,8 +23,8 @@ from actors.environment.protocol import (
 )
 from actors.environment.registry import resolve
 from actors.environment.settings import playing
-from actors.environment.user_code import CallFailed
 from actors.types import Task
+from actors.user_code import CallFailed
 
 
 class WorkerEnvironment:

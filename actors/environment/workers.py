@@ -39,14 +39,9 @@ from typing import Any
 
 from actors.environment import worker_process
 from actors.environment.settings import playing
-from actors.environment.user_code import (
-    UNWIND_S,
-    CallFailed,
-    CallTimedOut,
-    RaisedInWorker,
-)
 from actors.environment.user_names import BadName, module_of
 from actors.environment.worker_process import HEAD, LENGTH, MAX_CONTROL_BYTES
+from actors.user_code import UNWIND_S, CallFailed, CallTimedOut, RaisedInWorker
 
 LOAD_LIMIT_S = 120.0
 """Seconds that importing a function's module may take; a call's own limit does not include them."""

@@ -14,7 +14,6 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,7 @@ from typing import IO
 
 import msgspec
 
-from actors.journal.record import GroupRule, JournalStep, journal_step
-from actors.merge.step import StepResult
-from actors.policy_age import oldest_version
+from actors.journal.record import JournalStep
 from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, without_shared
 
 FORMAT = 2
@@ -116,20 +113,6 @@ def _read_section(file: IO[bytes]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JournalSettings:
-    """The settings of a run's journal; a run without a journal has none."""
-
-    directory: Path
-    """The journal's directory in the run directory, as the merge actor's node sees it."""
-    term: int
-    keep_steps: int
-    """Number of the newest steps whose files are kept."""
-    max_policy_age: int
-    group_rule: GroupRule | None
-    """This and max_policy_age are the run's; both are written into each file."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalFile:
     path: Path
     step: int
@@ -185,41 +168,3 @@ def prune(directory: Path, *, newest: int, keep_steps: int) -> None:
     for file in list_files(directory):
         if file.step <= newest - keep_steps:
             file.path.unlink(missing_ok=True)
-
-
-class Journal:
-    """The writer of one term's steps."""
-
-    def __init__(self, settings: JournalSettings) -> None:
-        self._settings = settings
-        self._is_told = False
-
-    def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
-        """Write a step; return a warning the first time it cannot be written, else an empty string.
-
-        republished: as `policy_ages`.
-        """
-        settings = self._settings
-        version = result.report.trainer_version
-        step = journal_step(
-            result,
-            term=settings.term,
-            max_policy_age=version - oldest_version(version, settings.max_policy_age, republished),
-            group_rule=settings.group_rule,
-        )
-        try:
-            write_file(settings.directory, step)
-            prune(settings.directory, newest=step.step, keep_steps=settings.keep_steps)
-        except OSError as error:
-            return self._warning(step.step, error)
-        return ""
-
-    def _warning(self, step: int, error: OSError) -> str:
-        if self._is_told:
-            return ""
-        self._is_told = True
-        return (
-            f"step {step} is not in the journal: {self._settings.directory} cannot be written "
-            f"({error.strerror or error}); training goes on, `rayloom inspect` lacks such steps; "
-            "free space there, or set run.journal_steps to 0"
-        )

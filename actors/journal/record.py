@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from actors.algorithm import Baseline, Scale
 from actors.batch import Float32s
-from actors.merge.advantages import Baseline, Scale
-from actors.merge.member import Member
-from actors.merge.step import StepResult
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Trajectory
 
@@ -68,52 +64,3 @@ class JournalStep:
     num_packed_trained: int
     """Trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]
-
-
-def journal_step(
-    result: StepResult, *, term: int, max_policy_age: int, group_rule: GroupRule | None
-) -> JournalStep:
-    """Convert a built step to the journal's record."""
-    report = result.report
-    return JournalStep(
-        step=report.step,
-        term=term,
-        trainer_version=report.trainer_version,
-        max_policy_age=max_policy_age,
-        group_rule=group_rule,
-        num_packed_trained=report.num_trained_tokens,
-        entries=tuple(
-            TrajectoryEntry(
-                trajectory=member.trajectory,
-                reason=member.reason,
-                baseline_return=member.baseline_return,
-                advantages=tuple(values.astype(np.float32) for values in member.advantages)
-                if member.is_trained
-                else (),
-                problem=member.problem,
-            )
-            for member in result.members
-        ),
-    )
-
-
-# Reasons why a group gives no training signal. Its members are not in the rows, but count in the
-# loss weights.
-_NO_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
-
-
-def members_of(step: JournalStep) -> tuple[Member, ...]:
-    """Rebuild the members that the step's rows were made of, with all that `weigh_updates`
-    reads.
-    """
-    return tuple(
-        Member(
-            trajectory=entry.trajectory,
-            reason=entry.reason,
-            baseline_return=entry.baseline_return,
-            shaped_return=entry.trajectory.episode_return,
-            advantages=tuple(values.astype(np.float64) for values in entry.advantages),
-            no_signal=entry.reason if entry.reason in _NO_SIGNAL else None,
-        )
-        for entry in step.entries
-    )

@@ -14,97 +14,17 @@ that it was sampled in, in its own sample. Called by `step`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from actors.algorithm import Baseline, CriticSettings, Scale, Truncation
 from actors.batch import Float64s, Int64s
-from actors.limits import STRICT, Fraction, ModelName, Natural, NotNegative, Rate
 from actors.merge.member import Member, token_numbers, turn_bounds
-from actors.outcomes import Disposition, OutcomeRule, are_equal
-from actors.trainer.schedule import ScheduleSettings
+from actors.outcomes import are_equal
 from actors.trajectory_queue.ledger import EvictionReason
 
 STD_EPSILON = 1e-6
-
-
-class Baseline(StrEnum):
-    """The number that a return is compared with."""
-
-    MEAN = "mean"
-    LEAVE_ONE_OUT = "leave_one_out"
-    NONE = "none"
-    CRITIC = "critic"
-
-
-class Scale(StrEnum):
-    """The number that the difference is divided by."""
-
-    NONE = "none"
-    STD = "std"
-    MEAN = "mean"
-
-
-class Truncation(StrEnum):
-    """The treatment, with a critic, of a trajectory that was cut off.
-
-    bootstrap: trained, with V(s_T) after the last token. terminal: trained, with 0 there. mask: not
-    in the loss. penalty: as terminal, with an amount subtracted from the return. drop: in neither
-    loss nor baseline.
-    """
-
-    BOOTSTRAP = "bootstrap"
-    TERMINAL = "terminal"
-    MASK = "mask"
-    PENALTY = "penalty"
-    DROP = "drop"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """A value model and GAE over its values (PPO); read only with baseline critic.
-
-    The other settings of its optimiser are the policy's (`trainer`).
-    """
-
-    __pydantic_config__ = STRICT
-
-    model: ModelName | None = None
-    """Directory or hub name of the model that the critic starts from; null: the model that training
-    starts from.
-    """
-    discount: Fraction = 1.0
-    """Gamma, from one sampled token to the next."""
-    decay: Fraction = 1.0
-    """Lambda of GAE, from one sampled token to the next."""
-    truncation: Truncation = Truncation.BOOTSTRAP
-    """Treatment of a trajectory that was cut off: its end is worth V(s_T), or is worth 0; it is
-    masked; its end is worth 0 and truncation_penalty is subtracted; or it is dropped.
-    """
-    truncation_penalty: NotNegative = 0.0
-    """Subtracted from the return, with truncation penalty."""
-    learning_rate: Rate = 1e-4
-    """AdamW's learning rate after the warm-up."""
-    warmup_updates: Natural = 5
-    """Number of updates over which the learning rate grows linearly; one update a step."""
-    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
-    value_clip: Rate | None = 0.2
-    """Largest change of a value in one step; null: no clip."""
-
-    @property
-    def truncation_rule(self) -> OutcomeRule:
-        """The outcome rule of a trajectory that was cut off."""
-        match self.truncation:
-            case Truncation.BOOTSTRAP | Truncation.TERMINAL:
-                return OutcomeRule(disposition=Disposition.TRAIN)
-            case Truncation.MASK:
-                return OutcomeRule(disposition=Disposition.MASK)
-            case Truncation.PENALTY:
-                penalised = Disposition.TRAIN_PENALISED
-                return OutcomeRule(disposition=penalised, penalty=self.truncation_penalty)
-            case Truncation.DROP:
-                return OutcomeRule(disposition=Disposition.DROP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

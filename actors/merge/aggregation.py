@@ -12,21 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Aggregation(StrEnum):
-    """The unit that has equal weight: tokens, trajectories, prompts (groups), or tokens at a fixed
-    rate.
-    """
-
-    TOKEN_MEAN = "token_mean"
-    TRAJECTORY_MEAN = "trajectory_mean"
-    PROMPT_MEAN = "prompt_mean"
-    CONSTANT = "constant"
+from actors.algorithm import Aggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from actors.algorithm import RewardSettings
 from actors.limits import MAX_REWARD
 from actors.merge.member import Member
-from actors.merge.shaping import RewardSettings, add_at_end, shaped_rewards, total
+from actors.merge.shaping import add_at_end, shaped_rewards, total
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory

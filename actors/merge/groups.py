@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from actors.merge.disposition import classify, worst_completed_return
 from actors.merge.member import Member
-from actors.merge.misalignment import find_misfit
 from actors.merge.settings import StepSettings
+from actors.misalignment import find_misfit
 from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.trajectory_queue.messages import StepInput, StepTrajectory
 from actors.types import Trajectory

@@ -18,8 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from actors.batch import Float64s, Int32s, Int64s
+from actors.branches import common_prefix
 from actors.expert_records import ExpertIndices, ExpertRecords
-from actors.merge.branches import common_prefix
 from actors.types import Sample, TokenIds
 
 # Token ids are not negative, so these bytes are greater than any id's: a sample sorts after its

@@ -9,59 +9,18 @@ return, overlong and missing-end penalties (`shaped_rewards`), then the outcome'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.limits import MAX_LOG_RATIO, STRICT, NotNegative, Positive, Rate
+from actors.algorithm import KlEstimator, KlRewardSettings, RewardSettings
+from actors.limits import MAX_LOG_RATIO
 from actors.merge.member import Member, token_numbers, turn_bounds
-from actors.trainer.loss.settings import KlEstimator
 from actors.types import FinishReason, Trajectory
 
 # Tolerated error of a clipped return, relative to the larger of its size and 1.
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlongSettings:
-    """Soft punishment of length (DAPO)."""
-
-    __pydantic_config__ = STRICT
-
-    max_tokens: Positive
-    """Number of sampled tokens of a trajectory that gets the full punishment; L_max."""
-    cache_tokens: Positive
-    """Tokens over which the punishment grows; L_cache, at most max_tokens."""
-    factor: Rate = 1.0
-    """Size of the full punishment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KlRewardSettings:
-    """KL(policy || reference) subtracted from the rewards, at each token."""
-
-    __pydantic_config__ = STRICT
-
-    coefficient: Rate
-    """Amount subtracted from the return for each nat; beta."""
-    estimator: Literal[KlEstimator.K1, KlEstimator.K3] = KlEstimator.K1
-    """Estimator of the KL at each token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings:
-    """Shaping of returns before groups compare them; null and 0: not changed."""
-
-    __pydantic_config__ = STRICT
-
-    clip: tuple[float, float] | None = None
-    """Lowest and highest return."""
-    overlong: OverlongSettings | None = None
-    missing_end_penalty: NotNegative = 0.0
-    """Subtracted from the return if the last answer was cut off."""
-    kl: KlRewardSettings | None = None
 
 
 def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:

@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from actors.algorithm import CriticSettings
 from actors.batch import Float32s, MicroBatch, ValueRow, ValueShard
-from actors.merge.advantages import CriticSettings
 from actors.statistics import only_known
 from actors.trainer.model import load_value_model, row_tensors
 from actors.trainer.settings import TrainerSettings

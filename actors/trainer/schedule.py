@@ -8,37 +8,8 @@ resumed run computes the same rate for its next update as an uninterrupted run. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import StrEnum
 
-from actors.limits import STRICT, Fraction, Positive
-
-
-class ScheduleKind(StrEnum):
-    """The decay of the rate after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-    WSD = "wsd"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSettings:
-    """The decay of a learning rate after its warm-up."""
-
-    __pydantic_config__ = STRICT
-
-    kind: ScheduleKind = ScheduleKind.CONSTANT
-    """constant: no decay; linear, cosine: decay from the end of the warm-up; wsd: constant, then
-    linear decay over the last decay_updates."""
-    updates: Positive | None = None
-    """Number of updates, including the warm-up, after which the rate stays at its minimum; null:
-    all updates of run.steps."""
-    decay_updates: Positive | None = None
-    """Number of updates of the decay, at the end of `updates`; only with wsd."""
-    min_ratio: Fraction = 0.0
-    """The minimum rate, as a fraction of the learning rate."""
+from actors.algorithm import ScheduleKind, ScheduleSettings
 
 
 def learning_rate_at(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, ScheduleSettings
 from actors.limits import STRICT, Decay, Natural, NotNegative, Positive, Rate, Seconds
-from actors.trainer.schedule import ScheduleSettings
+from actors.types import Dtype
 
 LOGPROB_CHUNK = 256
 
@@ -18,13 +18,6 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class Dtype(StrEnum):
-    """The type that forward and backward compute in; master weights and reductions are float32."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 class WeightBackend(StrEnum):

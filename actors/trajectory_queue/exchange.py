@@ -19,11 +19,11 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from actors.deadline import is_set_within, retry, within
-from actors.environment.user_code import describe
 from actors.trajectory_queue.codec import decode, encode
 from actors.trajectory_queue.messages import GroupToScore
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome, RolloutAssignment, Trajectory, summarize
+from actors.user_code import describe
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 from actors.batch import Float32s, Int32s, MicroBatch
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
 """Length of the start's text on CPU, unless the configuration names one."""

@@ -41,10 +41,10 @@ from actors.environment.builtin.code_search.tools import (
     ToolSettings,
     read_answer,
 )
+from actors.environment.policy import ParsedCall
 from actors.environment.protocol import MalformedCall
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import check_calls
-from actors.policy import ParsedCall
 from actors.types import Task
 
 TOOLS = (*SEARCH_TOOLS, ANSWER)

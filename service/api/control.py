@@ -16,12 +16,7 @@ from fastapi import FastAPI, Path, Request, Response
 from pydantic import Field, model_validator
 
 from actors.environment.settings import KeptTokens, Sampling, StructuredOutputs
-from service.api.ports import PREFIX
-from service.api.problems import Problem, RunUnavailable
-from service.api.rollouts import Limit
-from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
-from service.config.kept_tokens import kept_tokens_problems
-from service.run.control_calls import (
+from service.api.control_calls import (
     CheckpointView,
     ControlRefused,
     ControlView,
@@ -32,9 +27,13 @@ from service.run.control_calls import (
     RefusalCode,
     ReplicaView,
 )
-from service.run.health import Readiness
-from service.run.pauses import Pausable
+from service.api.ports import PREFIX, Readiness
+from service.api.problems import Problem, RunUnavailable
+from service.api.rollouts import Limit
+from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
+from service.config.kept_tokens import kept_tokens_problems
 from service.store.controls import AdminCall
+from service.store.tables import Pausable
 from service.telemetry.records import EvaluationRecord
 
 log = logging.getLogger("rayloom.api")

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.run.health import Readiness
+from service.report.document import Phase
 
 PREFIX = "/api/v1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readiness:
+    """What /readyz answers."""
+
+    reasons: tuple[str, ...]
+    """What is missing, a sentence each; none when ready."""
+
+    phase: Phase
+    policy_version: int
+
+    engines_ready: int
+    """Engines that hold the current version."""
+
+    engines_expected: int
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.reasons
 
 
 class RunPort(Protocol):

@@ -6,7 +6,6 @@ All that can be refused before anything is started; nothing here imports a web f
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -15,12 +14,13 @@ from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
+from actors.network import is_loopback
 from service.access.keys import digest_of
 from service.config.file import ConfigError
+from service.config.sessions import SessionSettings
 from service.config.tree import Config, ServiceSettings
-from service.gateway.settings import SessionSettings
-from service.launch.haproxy import VARIABLE as HAPROXY_VARIABLE
-from service.launch.haproxy import uses_haproxy
+from service.haproxy import VARIABLE as HAPROXY_VARIABLE
+from service.haproxy import uses_haproxy
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
 MIN_KEY_CHARACTERS = 16
@@ -161,14 +161,6 @@ def bearer_of(headers: Mapping[str, str]) -> str:
     """The bearer key of a request; empty: there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def api_address(service: ServiceSettings, *, route: str = "/") -> str:

@@ -16,7 +16,7 @@ from actors.environment.builtin.reasoning_gym_env import generate_tasks
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress, has_digests
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.config.file import ConfigError
 from service.launch.resume import newest_usable
 from service.launch.run_dir import RunDir

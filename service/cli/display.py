@@ -24,7 +24,8 @@ from actors.trajectory_queue.ledger import TokenCounts
 from service import units
 from service.cli.outlet import OutletConsole, outlet
 from service.cli.progress import ProgressState, StoryLine
-from service.run.health import Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import RunStatus
 from service.telemetry.records import StageSeconds
 from service.visible import visible_text
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost
 from actors.environment.evaluation import EvaluationSet, Played, plays_of
-from actors.policy import PolicyUnavailable
+from actors.environment.policy import PolicyUnavailable
 from actors.trainer.publish import pack_weights
 from actors.trainer.settings import TrainerSettings, WeightBackend
 from actors.weights.board import WeightError, WeightGroup

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import reduce
 
 from actors.trajectory_queue.ledger import TokenCounts
-from service.run.health import Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import RunStatus
 from service.telemetry.records import (
     EvaluationRecord,
     StageSeconds,

@@ -16,8 +16,9 @@ from ray.util import list_named_actors
 
 from service.cli.outlet import say
 from service.config.file import ConfigError, load_config
-from service.launch.cluster import NAMESPACE, attached
+from service.launch.cluster import attached
 from service.launch.run_dir import RunDir, run_id_of, run_name_of
+from service.remote_calls import NAMESPACE
 
 EXIT_OK, EXIT_LATE = 0, 1
 # Beyond the grace: a checkpoint, the report, the end of the actors.

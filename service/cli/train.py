@@ -13,7 +13,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.deadline import poll
 from service import units
-from service.api.ingress import check_listens, open_api, start_serve
 from service.api.settings import HttpSettings, api_address, api_route
 from service.cli.display import Display, open_display
 from service.cli.outlet import say, warn
@@ -33,11 +32,13 @@ from service.launch.run_dir import (
     session_secret,
 )
 from service.launch.signals import EXIT_INTERRUPTED, StopSignals, stopped_in_order
-from service.launch.watcher import POLL_S, SupervisorWatcher
-from service.run.health import Ending, Phase, RunStatus
-from service.run.remote_handles import reason_of
+from service.remote_calls import reason_of
+from service.report.document import Phase
+from service.run.health import Ending, RunStatus
 from service.run.start import start_endpoint, start_supervisor, supervisor_place
 from service.run.supervisor import WhenHeld
+from service.serve.ingress import check_listens, open_api, start_serve
+from service.serve.watcher import POLL_S, SupervisorWatcher
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.trackers.trackers import trackers_of

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from actors.environment.chat_template import RenderError
+from actors.environment.policy import ParsedCall
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -34,7 +35,9 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.environment.tool_calls import check_calls, parse_tool_calls
-from actors.environment.user_code import (
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.types import Task
+from actors.user_code import (
     CallFailed,
     CallTimedOut,
     bounded,
@@ -43,9 +46,6 @@ from actors.environment.user_code import (
     note_of_close,
     root_cause,
 )
-from actors.policy import ParsedCall
-from actors.trainer.tiny.tokenizer import build_tokenizer
-from actors.types import Task
 from service import units
 from service.cli.outlet import say, warn
 from service.config.file import ConfigError

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD
-from actors.merge.advantages import CriticSettings, Scale, Truncation
-from actors.merge.aggregation import Aggregation
-from actors.outcomes import Disposition
-from actors.trainer.loss.settings import (
+from actors.algorithm import (
+    Aggregation,
     Correction,
+    CriticSettings,
     Denominator,
     KlEstimator,
     LossSettings,
     Objective,
     Ratio,
+    Scale,
+    ScheduleKind,
+    ScheduleSettings,
+    Truncation,
 )
-from actors.trainer.schedule import ScheduleKind, ScheduleSettings
+from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD
+from actors.outcomes import Disposition
 from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
 from service.config.kept_tokens import kept_tokens_problems

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.config.file import ConfigError
 from service.inference.model_support import unserved
 from service.inference.settings import InferenceSettings

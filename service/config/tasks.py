@@ -43,8 +43,8 @@ from actors.environment.tasks import (
     read_tasks,
 )
 from actors.environment.tokenizer import load_tokenizer
-from actors.environment.user_code import closing, describe, location, note_of_close, root_cause
 from actors.types import Task
+from actors.user_code import closing, describe, location, note_of_close, root_cause
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO

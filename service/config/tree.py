@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from pydantic import Field
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, RewardSettings, ScheduleSettings
 from actors.environment.settings import (
     CurriculumSettings,
     KeptTokens,
@@ -40,16 +40,14 @@ from actors.limits import (
     Share,
     Temperature,
 )
-from actors.merge.shaping import RewardSettings
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
-from actors.trainer.schedule import ScheduleSettings
-from actors.trainer.settings import Dtype, TrainerSettings
+from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.settings import QueueSettings
-from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
+from actors.types import SESSION, TRUNCATIONS, UPLOADED, Dtype, Outcome
 from service.access.keys import KeyLimits
-from service.gateway.settings import SessionSettings
+from service.config.sessions import SessionSettings
+from service.config.trackers import TrackerSettings
 from service.inference.settings import InferenceSettings
-from service.trackers.settings import TrackerSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]

@@ -41,14 +41,14 @@ from actors.environment.protocol import (
 )
 from actors.environment.reward_functions import NoScore, RewardFunction
 from actors.environment.tasks import TaskSource
-from actors.environment.user_code import closing, describe, location, root_cause
 from actors.environment.user_names import HIDES, hides_arguments
 from actors.environment.worker_process import die_with
 from actors.types import Task
+from actors.user_code import closing, describe, location, root_cause
 from service.config import tasks
 from service.config.file import ConfigError
+from service.config.preflight import load_shadow
 from service.config.tree import Config, TasksSettings
-from service.hacking.shadow import load_shadow
 
 CALLS_LIMIT_S = 10.0
 """Time limit for all calls of a preflight together, in seconds."""

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.algorithm import Baseline
 from actors.batch import Minibatch, RankShard
-from actors.journal.record import JournalStep, TrajectoryEntry, members_of
-from actors.merge.advantages import Baseline
+from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.merge.journal import members_of
 from actors.merge.packing import WeightedSample, pack_row
 from actors.merge.step import pack_updates, weigh_updates
 from actors.network import LOOPBACK

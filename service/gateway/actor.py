@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.rendering import load_renderer
 from actors.metrics import GatewayMetrics
-from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION, UPLOADED, RolloutAssignment, Trajectory

@@ -17,7 +17,7 @@ from service.gateway.replies import as_reply
 from service.gateway.sampling import Sampler
 from service.gateway.session import Sampling, Session, closed, stopping
 from service.gateway.tree import Place, read
-from service.gateway.turns import SessionTurn
+from service.intake.turns import SessionTurn
 
 
 class Answers:

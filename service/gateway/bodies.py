@@ -21,9 +21,9 @@ from actors.types import SESSION, LeftOutReason, Outcome, Task
 from service.access.keys import Caller
 from service.access.names import own_id
 from service.api.schemas import WHOLE, NumSamples, RolloutId, StrictBody, TaskData
+from service.config.sessions import SessionSettings
 from service.gateway.calls import Finish, SessionView
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
-from service.gateway.settings import SessionSettings
 from service.intake.listing import SessionLine, SessionPage
 from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
 from service.intake.submission import RolloutRequest

@@ -15,7 +15,8 @@ from actors.metrics import GatewayMetrics
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.commits import GroupCommit, StoreAway, TooLate
 from service.gateway.session import Session, broken_off, closed, ended_otherwise, totals_of
-from service.gateway.turns import (
+from service.intake.session import Cut, SessionEnd, SessionStatus
+from service.intake.turns import (
     Change,
     IntentAdded,
     IntentDropped,
@@ -29,7 +30,6 @@ from service.gateway.turns import (
     TurnSeen,
     TurnUnseen,
 )
-from service.intake.session import Cut, SessionEnd, SessionStatus
 from service.store.errors import StoreError
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from actors.deadline import ActorLost, retry
-from actors.policy import GenerateReply, GenerateRequest
+from actors.environment.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.problems import RunUnavailable
 from service.gateway.calls import ChatCall, Finish, SessionView
@@ -26,7 +26,7 @@ from service.intake.uploads import (
     UploadReply,
     UploadView,
 )
-from service.run.remote_handles import SUPERVISOR_DEADLINE_S, await_reply
+from service.remote_calls import SUPERVISOR_DEADLINE_S, await_reply
 from service.store.errors import LeaseLost, StoreError
 
 # The gateway ends a request itself when its time is up; only one that does not is given up.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.deadline import is_set_within, within
-from service.gateway.turns import Change, TurnAdded, TurnUnseen
+from service.intake.turns import Change, TurnAdded, TurnUnseen
 from service.store.run_store import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.store.thread import StoreThread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from actors.policy import (
+from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyClient,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.settings import RolloutSettings
-from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from service.api.problems import Problem
 from service.gateway.engine import Engine
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from actors.environment.policy import ParsedReply
 from actors.environment.protocol import MalformedCall, Message, Role, ToolCall, ToolSchema
 from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import arguments_of, visible_text
-from actors.policy import ParsedReply
 from actors.types import FinishReason, original_numbers
 from service.gateway.chat import ChatReply, StopReason
 from service.gateway.session import Session
-from service.gateway.turns import SessionTurn
+from service.intake.turns import SessionTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

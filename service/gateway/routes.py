@@ -34,6 +34,7 @@ from service.api.rollouts import (
 from service.api.schemas import KnownId
 from service.api.settings import HttpSettings
 from service.api.waiting import Prefer, patiently
+from service.config.sessions import Unsupported
 from service.gateway.admission import (
     SESSION_HEADER,
     SessionAdmission,
@@ -64,7 +65,6 @@ from service.gateway.dialects.dialect import (
     models_answer,
 )
 from service.gateway.keys import session_of_key
-from service.gateway.settings import Unsupported
 from service.intake.listing import SessionFilter
 from service.intake.session import SessionStatus, session_id
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.environment.chat_template import RenderError, system_merged
+from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.rendering import ChatRenderer
-from actors.policy import GenerateReply, GenerateRequest
 from actors.types import FinishReason, Outcome, Turn
 from service.access.keys import KeyBook, KeyLimits
 from service.access.names import tenant_of
 from service.access.rates import Rates
+from service.config.sessions import SystemMessages
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
 from service.gateway.changes import SessionChanges
@@ -20,10 +21,9 @@ from service.gateway.chat import RefusalCode, Refused
 from service.gateway.engine import Engine
 from service.gateway.replies import shown_reply
 from service.gateway.session import Sampling, Session, closed
-from service.gateway.settings import SystemMessages
 from service.gateway.tree import Place, Prompt, next_prompt
-from service.gateway.turns import SessionIntent, SessionTurn
 from service.intake.session import Cut
+from service.intake.turns import SessionIntent, SessionTurn
 
 # Of a text before it is normalised, over those after it.
 MOST_CHARACTERS_FACTOR = 4

@@ -11,7 +11,6 @@ from service.api.problems import shown
 from service.gateway.calls import SessionView
 from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.tree import SessionTree
-from service.gateway.turns import SessionTurn
 from service.intake.session import (
     SessionEnd,
     SessionStatus,
@@ -19,6 +18,7 @@ from service.intake.session import (
     StoredSession,
     status_of,
 )
+from service.intake.turns import SessionTurn
 
 # Clients choose the names of parameters that nobody knows.
 MAX_IGNORED_NAMES = 64

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.call_forms import call_form
+from actors.environment.policy import PolicyClient
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.expert_records import ModelShape
 from actors.metrics import GatewayMetrics
-from actors.policy import PolicyClient
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.access.keys import NO_LIMITS, Caller, KeyBook, KeyLimits, NamedKey
+from service.config.sessions import SessionSettings, Titles
 from service.gateway.answers import Answers
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall, Finish, SessionView
@@ -40,7 +41,6 @@ from service.gateway.groups import Groups
 from service.gateway.loaded import LoadedSessions
 from service.gateway.sampling import Sampler, TurnRates
 from service.gateway.session import Session, closed, view_of
-from service.gateway.settings import SessionSettings, Titles
 from service.gateway.trajectory import trajectory_of
 from service.intake.session import session_id
 from service.store.errors import StoreError

@@ -38,8 +38,8 @@ from service.gateway.chat import (
 )
 from service.gateway.quotes import Prompt as PromptText
 from service.gateway.quotes import Reply, user_texts, values_of
-from service.gateway.turns import SessionTurn
 from service.intake.session import Cut
+from service.intake.turns import SessionTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

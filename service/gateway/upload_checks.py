@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.branches import branch_reason, common_prefix, regions
 from actors.expert_records import ExpertRecords
 from actors.limits import MAX_REWARD
-from actors.merge.branches import branch_reason, common_prefix, regions
-from actors.merge.misalignment import LOGPROB_TOLERANCE, REWARD_TOLERANCE
+from actors.misalignment import LOGPROB_TOLERANCE, REWARD_TOLERANCE
 from actors.types import (
     NO_VERSION,
     PLAYED_OUT,

@@ -20,7 +20,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from actors.policy import GenerateReply, GenerateRequest
+from actors.environment.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort

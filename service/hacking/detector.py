@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from service.hacking.features import StepFeatures
-from service.hacking.findings import Finding, Kind
 from service.hacking.patterns import find
 from service.hacking.window import EARLIER_STEPS, RECENT_STEPS, Window
+from service.telemetry.findings import Finding, Kind
 
 KEPT_STEPS = EARLIER_STEPS + RECENT_STEPS
 # Steps without a pattern after which it is reported again.

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from service.hacking.findings import Finding
+from service.telemetry.findings import Finding
 
 FILE = "hacking.jsonl"
 # Verdicts of some thousand steps; a journal keeps fewer.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.hacking.features import Bools, Ints
-from service.hacking.findings import Finding, Kind
 from service.hacking.window import NUM_SPREADS, RECENT_STEPS, Gain, Window, noise, usual
+from service.telemetry.findings import Finding, Kind
 
 # A pattern counts from these shares of the newest trajectories on, …
 MIN_SHARE = 0.3

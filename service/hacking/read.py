@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from actors.journal.record import JournalStep
 from service.hacking.detector import Detector
 from service.hacking.features import StepFeatures, step_features
-from service.hacking.findings import Finding
 from service.hacking.kept import Kept, read_kept
 from service.inspect.reader import OpenJournal, load_step
+from service.telemetry.findings import Finding
 
 Verify = Callable[[JournalStep], Mapping[str, bool]]
 

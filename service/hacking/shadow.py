@@ -15,14 +15,14 @@ from typing import Any
 
 from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
-from actors.environment.reward_functions import BadRewardFunction, RewardFunction, load_functions
 from actors.environment.tasks import TaskSource, derived_seed
 from actors.environment.text_patterns import before_stop
 from actors.environment.tokenizer import load_tokenizer
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.journal.record import JournalStep
 from actors.types import Trajectory
+from actors.user_code import CallFailed, CallTimedOut, bounded
 from service.config.file import ConfigError
+from service.config.preflight import load_shadow
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 
@@ -36,20 +36,6 @@ class Verdicts:
 
     by_id: Mapping[str, bool]
     problem: str = ""
-
-
-def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
-    """Return the reward function of a name. Raises: ConfigError if it cannot be loaded.
-
-    key: the setting or option that names the function, for messages.
-    """
-    try:
-        return load_functions(name)[0]
-    except BadRewardFunction as error:
-        raise ConfigError(f"{key}: {str(error).removeprefix('reward: ')}") from error
-    except Exception as error:
-        # The user's own module is imported: any type can come.
-        raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error
 
 
 class ShadowVerifier:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from service.hacking.features import StepFeatures
-from service.hacking.findings import Finding
 from service.hacking.read import HackingAudit
 from service.hacking.window import MIN_EARLIER_STEPS, RECENT_STEPS
 from service.inspect.listing import aligned
 from service.inspect.reader import OpenJournal
+from service.telemetry.findings import Finding
 from service.visible import visible_text
 
 _HEADER = (

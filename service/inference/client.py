@@ -26,7 +26,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from actors.deadline import retry
-from actors.policy import (
+from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyDeadlineExceeded,
@@ -107,7 +107,7 @@ class LostReplicas:
 
 
 class ServePolicyClient:
-    """Implements `actors.policy.PolicyClient` over a deployment's handle."""
+    """Implements `actors.environment.policy.PolicyClient` over a deployment's handle."""
 
     def __init__(self, app_name: str) -> None:
         self.app_name = app_name

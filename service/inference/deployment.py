@@ -44,14 +44,14 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import ApplicationStatus
 
 from actors.deadline import retry, within
-from actors.imports import quick_imports
-from actors.limits import MIB
-from actors.policy import (
+from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
+from actors.imports import quick_imports
+from actors.limits import MIB
 from actors.weights.board import (
     MAX_FAILED_BROADCASTS,
     POLL_GRACE_S,
@@ -60,6 +60,7 @@ from actors.weights.board import (
     Publication,
 )
 from actors.weights.logprob_check import EngineScores
+from service.haproxy import uses_haproxy
 from service.inference.client import (
     DEPLOYMENT_NAME,
     Answer,
@@ -69,8 +70,7 @@ from service.inference.client import (
 )
 from service.inference.settings import EngineSettings
 from service.inference.vllm_metrics import engine_metrics
-from service.launch.cluster import NAMESPACE
-from service.launch.haproxy import uses_haproxy
+from service.remote_calls import NAMESPACE
 from service.telemetry.endpoint import Reading, push_forever
 
 if TYPE_CHECKING:

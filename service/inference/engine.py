@@ -35,9 +35,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.batch import Float32s
+from actors.environment.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+)
 from actors.environment.settings import KeptTokens
 from actors.expert_records import routed_layers, sampled_experts
-from actors.policy import GenerateReply, GenerateRequest, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason, VersionSpan
 from actors.weights.board import Publication, Seat, StartStages, check_tokens
 from actors.weights.buffers import Bytes

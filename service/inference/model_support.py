@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.inference.settings import InferenceSettings
 
 _REGISTRY = Path("model_executor", "models", "registry.py")

@@ -23,13 +23,13 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from actors.environment.call_forms import USUAL, call_form, form_of
 from actors.environment.call_forms import reasoning_parser as reasoning_form
+from actors.environment.policy import ParsedCall, ParsedReply
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import load_tokenizer
 from actors.environment.tool_calls import parse_tool_calls
-from actors.environment.user_code import FaultLog
-from actors.policy import ParsedCall, ParsedReply
 from actors.types import TokenIds
+from actors.user_code import FaultLog
 from service.inference.settings import AUTO, NONE, EngineSettings
 
 _CACHED_TOOL_SETS = 64

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Share
 from actors.network import LOOPBACK, gloo_interface
-from actors.trainer.settings import Dtype, WeightBackend
+from actors.trainer.settings import WeightBackend
+from actors.types import Dtype
 
 # Of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"

@@ -1,7 +1,7 @@
 """Sessions: rollouts that an agent outside plays over HTTP; what a client asks for, and their end.
 
 A session is member `member` of a submission (`service.intake.submission`), whose task has the
-environment `SESSION`. Its turns are `service.gateway.turns`.
+environment `SESSION`. Its turns are `service.intake.turns`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children, signals_noted
 from service.launch.sources import user_modules, user_scripts
+from service.remote_calls import NAMESPACE
 
-NAMESPACE = "rayloom"
 TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
 # Of an AF_UNIX socket's path, without its closing zero.
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107

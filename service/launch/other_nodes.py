@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from service.api.settings import is_loopback
+from actors.network import is_loopback
 from service.config.file import ConfigError
 from service.config.preflight import check_metrics_address, companions
 from service.config.tree import Config, ServiceSettings

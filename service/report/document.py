@@ -9,18 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.messages import QueueStats
 from service.report import tables
-from service.run.health import Phase
 from service.telemetry.curves import step_numbers
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.summary import HistoryLike, RunSummary
 
 DIGITS = 6
 Numbers = dict[str, list[float | int | None]]
+
+
+class Phase(StrEnum):
+    """What a run is doing; the values are shown to users."""
+
+    REFUSED = "refused"
+    """Its start; tried again."""
+    STARTING = "starting"
+    TRAINING = "training"
+    PAUSED = "paused"
+    """It would train, and an operator has paused a part of it."""
+    EVALUATING = "evaluating"
+    CHECKPOINTING = "writing a checkpoint"
+    RECOVERING = "recovering"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+    FAILED = "failed"
+    TAKEN_OVER = "without its lease"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

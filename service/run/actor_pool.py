@@ -21,9 +21,9 @@ from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
 from actors.metrics import Part
-from service.run.remote_handles import await_reply, reason_of
+from service.remote_calls import await_reply, reason_of
+from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
-from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.pool")
 

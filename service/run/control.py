@@ -23,8 +23,7 @@ from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.launch.resume import find_faults
-from service.run.control_calls import (
+from service.api.control_calls import (
     CheckpointView,
     ControlRefused,
     ControlView,
@@ -37,17 +36,19 @@ from service.run.control_calls import (
     RefusalCode,
     ReplicaView,
 )
+from service.launch.resume import find_faults
+from service.report.document import Phase
 from service.run.engines import Engines
-from service.run.health import Phase
-from service.run.pauses import Pausable, Pause, Pauses
+from service.run.pauses import Pauses
+from service.run.recorder import RunRecorder
 from service.run.term import Term
-from service.store.controls import AdminCall, ControlStore
+from service.store.controls import AdminCall, ControlStore, Pause
 from service.store.errors import LeaseLost, StoreError
 from service.store.lineage import Checkpoint
 from service.store.run_store import Lease, RunStore
+from service.store.tables import Pausable
 from service.store.thread import StoreThread
 from service.telemetry.evaluation import evaluation_file, evaluation_record
-from service.telemetry.recorder import RunRecorder
 from service.telemetry.records import EvaluationRecord
 
 log = logging.getLogger("rayloom.control")

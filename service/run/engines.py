@@ -26,7 +26,7 @@ from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, retry, within
 from actors.environment.actor import PolicyFactory
 from actors.metrics import PublishPhase
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from actors.weights.actor import Keeping, WeightBoard, start_board
 from actors.weights.board import BoardStatus, ReplicaReport, StaleTerm, WeightError
 from actors.weights.logprob_check import (
@@ -59,8 +59,9 @@ from service.inference.deployment import (
     wait_ready,
 )
 from service.inference.settings import Deployed, EngineSettings
-from service.launch.cluster import NAMESPACE, on_this_node
-from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, reason_of, remote_handle
+from service.launch.cluster import on_this_node
+from service.remote_calls import NAMESPACE, reason_of
+from service.run.remote_handles import BOARD_DEADLINE_S, RPC_DEADLINE_S, remote_handle
 from service.run.restartable_trainer import RestartableTrainer
 
 log = logging.getLogger("rayloom.engines")

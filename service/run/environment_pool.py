@@ -18,8 +18,8 @@ from actors.types import Task, TokenIds, TrajectorySummary
 from service.config.tree import Config
 from service.run.actor_pool import ENVIRONMENT_ACTORS, START_DEADLINE_S, ActorPool, Member
 from service.run.evaluation import EvaluationFiles, PlaySettings, play
+from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
-from service.telemetry.recorder import RunRecorder
 
 # Within which the prompts of the log-probability check are rendered.
 PROMPTS_LIMIT_S = 20.0

@@ -21,8 +21,8 @@ from ray.exceptions import RayError
 from actors.deadline import ActorLost, wait_while_moving, within
 from actors.environment.evaluation import Play, Played
 from actors.environment.settings import Sampling
+from service.remote_calls import await_reply
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
-from service.run.remote_handles import await_reply
 
 LOOK_S = 2.0
 # Of one line, which another node may hold.

@@ -24,13 +24,13 @@ from service.config.file import ConfigError
 from service.config.tree import Config
 from service.hacking.detector import KEPT_STEPS, Detector
 from service.hacking.features import step_features
-from service.hacking.findings import Finding
 from service.hacking.kept import Line, append
 from service.hacking.read import kept_of, read_features
 from service.hacking.shadow import ShadowVerifier, Verdicts
 from service.inspect.reader import load_step, open_journal
 from service.launch.cluster import on_this_node
 from service.launch.run_dir import RunDir
+from service.telemetry.findings import Finding
 
 log = logging.getLogger("rayloom.hacking")
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import reduce
 from itertools import islice
 from typing import Generic, TypeVar
@@ -32,7 +31,9 @@ from actors.types import LeftOutReason, Outcome
 from actors.weights.board import BoardStatus
 from actors.weights.logprob_check import LogprobCheck
 from service import units
+from service.api.ports import Readiness
 from service.inference.settings import InferenceSettings
+from service.report.document import Phase
 from service.telemetry.records import EvaluationRecord, StepRecord
 
 Item = TypeVar("Item")
@@ -80,24 +81,6 @@ LOW_SHARE = 0.5
 # Steps without a difference in reward after which there is a notice.
 CONSTANT_STEPS = 3
 OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
-
-
-class Phase(StrEnum):
-    """What a run is doing; the values are shown to users."""
-
-    REFUSED = "refused"
-    """Its start; tried again."""
-    STARTING = "starting"
-    TRAINING = "training"
-    PAUSED = "paused"
-    """It would train, and an operator has paused a part of it."""
-    EVALUATING = "evaluating"
-    CHECKPOINTING = "writing a checkpoint"
-    RECOVERING = "recovering"
-    STOPPING = "stopping"
-    FINISHED = "finished"
-    FAILED = "failed"
-    TAKEN_OVER = "without its lease"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,26 +190,6 @@ class Ending:
     """Somebody asked for it."""
     peak_memory_bytes: int | None = None
     """As the summary's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
-    """What /readyz answers."""
-
-    reasons: tuple[str, ...]
-    """What is missing, a sentence each; none when ready."""
-
-    phase: Phase
-    policy_version: int
-
-    engines_ready: int
-    """Engines that hold the current version."""
-
-    engines_expected: int
-
-    @property
-    def is_ready(self) -> bool:
-        return not self.reasons
 
 
 def readiness(

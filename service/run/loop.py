@@ -38,8 +38,9 @@ from actors.types import TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck
 from service.config.tree import RunSettings
 from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
-from service.run.pauses import Pausable, Pauses
+from service.run.pauses import Pauses
 from service.run.task_feed import Curriculum, TaskFeed
+from service.store.tables import Pausable
 from service.telemetry.evaluation import (
     evaluation_file,
     evaluation_record,
@@ -53,9 +54,9 @@ if TYPE_CHECKING:
     from actors.merge.actor import BuiltStep
     from service.run.engines import Publisher
     from service.run.environment_pool import EnvironmentPool
+    from service.run.recorder import RunRecorder
     from service.run.restartable_queue import RestartableQueue
     from service.run.restartable_trainer import RestartableTrainer
-    from service.telemetry.recorder import RunRecorder
 
 POLL_S = 1.0
 # A group that is being replaced cannot give up a step; the next one is asked again.

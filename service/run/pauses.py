@@ -10,30 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 
-
-class Pausable(StrEnum):
-    """The parts of a run that can be paused; the values are those of the API."""
-
-    ADMISSION = "admission"
-    """No new group gets a place in the window; what has one is played and trained."""
-    GENERATION = "generation"
-    """Engines freeze the turns that they sample and begin no other; no rollout is handed out."""
-    TRAINING = "training"
-    """The step in hand is finished and published; the next one is not taken."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
-    """A part that is paused."""
-
-    part: Pausable
-    since: float
-    """Seconds since 1970."""
-    reason: str
-    """The operator's words; empty: none were given."""
+from service.store.controls import Pause
+from service.store.tables import Pausable
 
 
 class Gate:

@@ -7,7 +7,6 @@ call may raise `ActorLost`; the supervisor then starts a new term from the newes
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,26 +16,26 @@ from typing import Any, TypeVar, cast
 import msgspec
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.api.ports import Readiness
 from service.api.problems import RunUnavailable
 from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.launch.cluster import NAMESPACE, on_this_node
+from service.launch.cluster import on_this_node
+from service.remote_calls import NAMESPACE, SUPERVISOR_DEADLINE_S, Answer, await_reply
 from service.report.document import RunPicture
-from service.run.health import Readiness
 from service.store.run_store import LeaseLost, StoreError
 from service.store.submissions import offer_of
 
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
-SUPERVISOR_DEADLINE_S = 20.0
 # Of a process that starts, imports a tokenizer, and reads files of a few steps.
 JOURNAL_DEADLINE_S = 60.0
 # Of the first call: a supervisor that is starting does not answer, but /readyz has to.
@@ -44,24 +43,7 @@ CONTACT_DEADLINE_S = 5.0
 # Of the submissions in one call; a larger one has a call of its own.
 MAX_CALL_BYTES = 1 << 20
 _REPLIES = msgspec.msgpack.Decoder(SubmitReply)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-Answer = TypeVar("Answer")
 Actor = TypeVar("Actor")
-
-
-async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
-    """Await a Ray call. An error that the callee raised comes out as itself.
-
-    Raises: ActorLost when the actor has died or does not answer in time.
-    """
-    try:
-        return await within(deadline_s, call)
-    except RayTaskError as error:
-        raise error.cause from error
-    except TimeoutError as error:
-        raise ActorLost(f"the {name} did not answer within {deadline_s:g} s") from error
-    except RayError as error:
-        raise ActorLost(f"the {name} died: {reason_of(error)}") from error
 
 
 async def in_another_process(
@@ -75,15 +57,6 @@ async def in_another_process(
         num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()
     )
     return await await_reply(task.remote(*arguments), name=name, deadline_s=deadline_s)
-
-
-def reason_of(error: RayError) -> str:
-    """The line with the cause: of a traceback the last one, else the first."""
-    lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    is_traceback = isinstance(error, RayTaskError) or (
-        isinstance(error, RayActorError) and error.actor_init_failed
-    )
-    return lines[-1 if is_traceback else 0].strip() if lines else type(error).__name__
 
 
 def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
@@ -124,7 +97,7 @@ class SupervisorClient:
     """
 
     def __init__(self, run_id: str, *, host: Any = None) -> None:
-        """host: a handle of `service.launch.serve_host.RunHost`, where there is one."""
+        """host: a handle of `service.serve.serve_host.RunHost`, where there is one."""
         self._run_id = run_id
         self._host = host
         self._actor: Any = None

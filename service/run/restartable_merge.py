@@ -19,7 +19,8 @@ from ray.exceptions import RayError
 from actors.deadline import ActorLost
 from actors.merge.actor import BuiltStep
 from actors.trajectory_queue.messages import StepInput
-from service.run.remote_handles import MERGE_DEADLINE_S, await_reply, reason_of
+from service.remote_calls import await_reply, reason_of
+from service.run.remote_handles import MERGE_DEADLINE_S
 
 # For one call.
 MAX_ATTEMPTS = 3

@@ -33,10 +33,11 @@ from actors.trajectory_queue.messages import (
 )
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import Task
+from service.remote_calls import await_reply
 from service.run.cuts import CutsInOrder
 from service.run.health import FaultCount
-from service.run.remote_handles import RPC_DEADLINE_S, await_reply
-from service.telemetry.recorder import RunRecorder
+from service.run.recorder import RunRecorder
+from service.run.remote_handles import RPC_DEADLINE_S
 
 # Until a queue that died has to be there again.
 REOPEN_LIMIT_S = 120.0

@@ -19,10 +19,11 @@ from actors.environment.tokenizer import stop_token_ids
 from actors.metrics import AtomicRegistry, RunMetrics
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
-from service.launch.cluster import NAMESPACE, alive_nodes, on_this_node
+from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
 from service.launch.run_dir import RunDir
-from service.run.health import Phase
+from service.remote_calls import NAMESPACE
+from service.report.document import Phase
 from service.run.supervisor import Supervisor, WhenHeld
 from service.store.place import sqlite_file
 from service.store.run_store import LeaseLost

@@ -25,6 +25,8 @@ from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.access.keys import NamedKey
+from service.api.ports import Readiness
+from service.backlog.queue import SubmissionQueue
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
@@ -32,12 +34,11 @@ from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_json
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
-from service.intake.queue import SubmissionQueue
 from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
-from service.report.document import LiveState, RunPicture
+from service.report.document import LiveState, Phase, RunPicture
 from service.report.page import write_report
 from service.run.control import Control
 from service.run.engines import Engines
@@ -47,14 +48,14 @@ from service.run.health import (
     Ending,
     EngineWatch,
     FaultCount,
-    Phase,
-    Readiness,
     RunFailed,
     RunStatus,
     readiness,
 )
+from service.run.recorder import RunRecorder, configure_logging
 from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
 from service.run.term import ParentUnusable, Term
+from service.run.traces import traces_to
 from service.store.keys import add_key, read_keys, revoke_key
 from service.store.lineage import Checkpoint, History, read_history, totals_at
 from service.store.run_store import (
@@ -77,9 +78,7 @@ from service.telemetry.endpoint import (
     Reading,
 )
 from service.telemetry.memory import PeakMemory
-from service.telemetry.recorder import RunRecorder, configure_logging
 from service.telemetry.summary import RunSummary, summarize_run, write_summary
-from service.telemetry.traces import traces_to
 from service.trackers.trackers import trackers_of
 
 log = logging.getLogger("rayloom.supervisor")

@@ -21,21 +21,21 @@ from actors.deadline import retry
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
-from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
+from actors.merge.journal import JournalSettings
 from actors.metrics import Part
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, claim
 from actors.trainer.group import TrainerGroup, remove_reservations, reservation_name
 from actors.trajectory_queue.settings import QueueStateSettings
 from actors.types import SESSION, UPLOADED, Task, TokenIds, TrajectorySummary
 from actors.weights.logprob_check import CheckText, LogprobCheck, bounds_dtype, start_text
+from service.backlog.queue import SubmissionQueue
 from service.config.parts import rank_settings, step_settings
 from service.config.tasks import held_out_tasks, open_sets, open_tasks
 from service.config.tree import Config
 from service.gateway.actor import Gateway
 from service.gateway.sessions import GatewaySettings
 from service.inference.settings import AUTO
-from service.intake.queue import SubmissionQueue
 from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, roles_of
 from service.launch.resume import kept_commits, prune_directories
@@ -51,6 +51,7 @@ from service.run.evaluation import EvaluationFiles
 from service.run.health import FailureLimits, RunFailed
 from service.run.loop import Commit, Handles, Loop, LoopSettings
 from service.run.pauses import Pauses
+from service.run.recorder import RunRecorder
 from service.run.restartable_merge import RestartableMerge
 from service.run.restartable_queue import RestartableQueue
 from service.run.restartable_trainer import RestartableTrainer
@@ -58,7 +59,6 @@ from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.store.database import PATIENCE_S
 from service.store.retention import Retention
 from service.store.run_store import Lease, RunStore
-from service.telemetry.recorder import RunRecorder
 
 log = logging.getLogger("rayloom.term")
 

@@ -7,11 +7,22 @@ from dataclasses import dataclass, fields
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from service.run.pauses import Pausable, Pause
 from service.store import tables
 from service.store.run_store import RunStore
+from service.store.tables import Pausable
 
 KEPT_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A part that is paused."""
+
+    part: Pausable
+    since: float
+    """Seconds since 1970."""
+    reason: str
+    """The operator's words; empty: none were given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

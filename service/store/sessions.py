@@ -17,7 +17,17 @@ from sqlalchemy.exc import IntegrityError
 
 from actors.policy_age import marked, undone_after
 from actors.types import Outcome
-from service.gateway.turns import (
+from service.intake.feed import FeedEntry, FeedKind
+from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
+from service.intake.session import (
+    Cut,
+    SessionEnd,
+    SessionKeys,
+    SessionStatus,
+    StoredSession,
+    status_of,
+)
+from service.intake.turns import (
     Change,
     IntentAdded,
     IntentDropped,
@@ -30,16 +40,6 @@ from service.gateway.turns import (
     TurnAdded,
     TurnSeen,
     TurnUnseen,
-)
-from service.intake.feed import FeedEntry, FeedKind
-from service.intake.listing import SessionFilter, SessionLine, SessionPage, SessionPlace
-from service.intake.session import (
-    Cut,
-    SessionEnd,
-    SessionKeys,
-    SessionStatus,
-    StoredSession,
-    status_of,
 )
 from service.store import tables
 from service.store.feed import add_entries

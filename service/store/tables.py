@@ -47,11 +47,21 @@ from service.access.keys import KeyLimits, Scope
 from service.intake.feed import FeedKind
 from service.intake.session import Cut, SessionEnd, SessionSpec, SessionStatus
 from service.intake.submission import RolloutRequest, RolloutResult, SubmissionView
-from service.run.pauses import Pausable
 from service.store.errors import Damaged
 from service.store.migrations import newest_format
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
+
+
+class Pausable(StrEnum):
+    """The parts of a run that can be paused; the values are those of the API."""
+
+    ADMISSION = "admission"
+    """No new group gets a place in the window; what has one is played and trained."""
+    GENERATION = "generation"
+    """Engines freeze the turns that they sample and begin no other; no rollout is handed out."""
+    TRAINING = "training"
+    """The step in hand is finished and published; the next one is not taken."""
 
 
 class RunKind(StrEnum):

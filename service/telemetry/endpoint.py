@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from ray.exceptions import RayError
 
 from actors.deadline import poll, within
-from service.launch.cluster import NAMESPACE
+from service.remote_calls import NAMESPACE
 
 # Several pushes fit into it, and a supervisor's successor comes sooner, also on a busy machine.
 SILENT_S = 45.0

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from actors.merge.report import MergeReport
 from actors.trajectory_queue.ledger import LedgerCounts, TokenCounts
 from actors.types import Outcome
-from service.hacking.findings import Finding
+from service.telemetry.findings import Finding
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.totals import SUMMED, RunTotals
 

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from service.trackers.settings import TrackioSettings
+from service.config.trackers import TrackioSettings
 from service.trackers.tracker import Point
 
 DIRECTORY_VARIABLE = "TRACKIO_DIR"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from service.trackers.settings import WandbSettings
+from service.config.trackers import WandbSettings
 from service.trackers.tracker import Point
 
 # Its process holds what it has not written to its file yet; a kill -9 of ours ends it too.

@@ -16,8 +16,9 @@ from service.cli.display import LineDisplay
 from service.cli.train import _show_until_done, report_interrupt
 from service.launch.run_dir import RunDir
 from service.launch.signals import stop_signals
-from service.launch.watcher import SupervisorWatcher
-from service.run.health import Cursor, Ending, Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import Cursor, Ending, RunStatus
+from service.serve.watcher import SupervisorWatcher
 from service.store.run_store import LeaseLost, StoreError
 
 STOPPED = status_of(

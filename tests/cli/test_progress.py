@@ -24,7 +24,8 @@ from service.cli.display import (
     sparkline,
 )
 from service.cli.progress import MAX_REWARDS, ProgressState
-from service.run.health import Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import RunStatus
 from service.telemetry.records import StageSeconds, step_line
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from actors.network import is_loopback
 from service.api.settings import (
     api_address,
     api_application_name,
@@ -19,7 +20,6 @@ from service.api.settings import (
     checked_service,
     digest_of,
     http_settings,
-    is_loopback,
     with_free_port,
 )
 from service.config.file import ConfigError, parse_config

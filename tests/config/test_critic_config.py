@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.merge.advantages import Baseline
+from actors.algorithm import Baseline
 from actors.outcomes import Disposition
 from actors.types import SESSION, TRUNCATIONS, Outcome
 from service.config.file import ConfigError, parse_config

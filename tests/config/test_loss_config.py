@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.loss.settings import KlEstimator, LossSettings, Objective
+from actors.algorithm import KlEstimator, LossSettings, Objective
 from service.config.file import ConfigError, parse_config
 from service.config.tree import Config
 

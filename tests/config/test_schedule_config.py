@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.trainer.schedule import ScheduleKind
+from actors.algorithm import ScheduleKind
 from service.config.file import ConfigError, parse_config
 from service.config.parts import rank_settings
 from service.config.resumable import refused_changes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from worlds.prefix_merge import merge_turns
 from worlds.same import assert_same_samples
 from worlds.trajectory_builders import make_trajectory, make_turn
 
-from actors.merge.prefix import merge_turns
 from actors.merge.report import report_merge
 from actors.trajectory_queue.codec import without_shared
 from actors.types import BranchReason

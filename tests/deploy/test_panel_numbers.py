@@ -26,7 +26,7 @@ from worlds.synthetic_run import (
 
 from actors.metrics import PublishPhase
 from deploy.dashboards.grafana import load_dashboards
-from service.run.health import Phase
+from service.report.document import Phase
 
 HOUR = 3600
 # Of a step's time, until the queue is full; then the environment actors are blocked.

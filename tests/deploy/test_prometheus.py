@@ -24,12 +24,12 @@ from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from actors.types import Outcome
 from deploy.dashboards.grafana import load_dashboards
+from service.backlog.queue import SubmissionQueue
 from service.config.tree import ServiceSettings
-from service.intake.queue import SubmissionQueue
+from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.endpoint import MetricsEndpoint, Pusher, Reading
-from service.telemetry.recorder import RunRecorder
 
 LIMIT_S = 60.0
 

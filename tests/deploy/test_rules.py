@@ -24,7 +24,7 @@ from worlds.synthetic_run import (
 
 from actors.metrics import Part
 from deploy.rules.source import FOLDER, rule_files, rules_text
-from service.run.health import Phase
+from service.report.document import Phase
 
 HOUR = 3600
 # Seconds of a step.

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from worlds.code_repository import FILES, git_repository, write_repository
 from worlds.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
+from actors.algorithm import RewardSettings
 from actors.environment.builtin.code_search.environment import (
     BAD_ANSWER,
     NO_CALL,
@@ -30,7 +31,6 @@ from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
 from actors.merge.disposition import classify
-from actors.merge.shaping import RewardSettings
 from actors.types import Outcome, Task
 from service.cli.artifacts import write_code_search
 from service.config.file import ConfigError

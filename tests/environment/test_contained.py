@@ -23,11 +23,11 @@ from actors.environment.settings import (
     RolloutSettings,
     playing,
 )
-from actors.environment.user_code import CallFailed, CallTimedOut, bounded, describe
 from actors.environment.worker_environment import WorkerEnvironment
 from actors.environment.workers import WorkerLost
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Outcome, Task
+from actors.user_code import CallFailed, CallTimedOut, bounded, describe
 
 MODULE = '''
 import asyncio, os, signal, threading, time

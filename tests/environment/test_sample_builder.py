@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from worlds.prefix_merge import merge_turns
 from worlds.same import assert_same_samples
 from worlds.trajectory_builders import (
     linear_turns,
@@ -18,7 +19,6 @@ from worlds.trajectory_builders import (
 )
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
-from actors.merge.prefix import merge_turns
 from actors.types import BranchReason, Sample, Turn, VersionSpan
 
 seeds = st.integers(0, 2**32 - 1)

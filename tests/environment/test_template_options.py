@@ -13,8 +13,8 @@ from worlds.environment_fakes import GuessFour
 from actors.environment.actor import EnvironmentActor
 from actors.environment.chat_template import template_variables
 from actors.environment.evaluation import plays_of
+from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import EnvironmentActorSettings, PlayedEnvironment
-from actors.policy import GenerateReply, GenerateRequest
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
 from service.config.file import ConfigError, dump_config, parse_config

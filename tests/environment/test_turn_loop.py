@@ -29,11 +29,11 @@ from worlds.trajectory_builders import whole_turns
 
 from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
+from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.environment.rendering import ChatRenderer, Extension
 from actors.environment.turn_loop import play_episode
 from actors.outcomes import Disposition, OutcomeRule
-from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import NO_VERSION, FinishReason, Outcome, summarize
 
 

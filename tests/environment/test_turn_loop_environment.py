@@ -40,8 +40,8 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer
 from actors.environment.turn_loop import play_episode
-from actors.environment.user_code import num_abandoned
 from actors.types import Outcome, Task, TokenIds
+from actors.user_code import num_abandoned
 
 IMPATIENT = replace(SETTINGS, turn_deadline_s=0.5)
 

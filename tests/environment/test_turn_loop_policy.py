@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from worlds.chatml import chatml_tokenizer
 from worlds.episode_builders import DONE, GO_ON, SETTINGS, FakeEnvironment, FakePolicy, play, reply
+from worlds.prefix_merge import merge_turns
 from worlds.same import assert_same_samples
 from worlds.trajectory_builders import whole_turns
 
+from actors.environment.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import History
-from actors.merge.prefix import merge_turns
-from actors.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import BranchReason, FinishReason, Outcome, VersionSpan
 
 

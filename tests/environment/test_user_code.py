@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from actors.environment.user_code import FaultLog, location, root_cause
+from actors.user_code import FaultLog, location, root_cause
 
 
 def fail(*, kind: type[Exception] = ValueError) -> Exception:

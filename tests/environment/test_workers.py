@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from actors.environment import workers
-from actors.environment.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe
 from actors.environment.workers import Pool, WorkerLost
+from actors.user_code import CallFailed, CallTimedOut, RaisedInWorker, describe
 
 FUNCTIONS = """
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.environment.user_code import CallFailed, CallTimedOut
 from actors.environment.workers import Pool, WorkerLost
+from actors.user_code import CallFailed, CallTimedOut
 
 FUNCTIONS = """
 import ctypes, time

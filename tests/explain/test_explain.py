@@ -28,8 +28,8 @@ from worlds.journal_builders import step_of, written
 from worlds.trainer_world import obvious_logprobs
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
+from actors.algorithm import Baseline
 from actors.journal.files import list_files
-from actors.merge.advantages import Baseline
 from service.cli.explain import ExplainRequest, run_explain
 from service.config.file import ConfigError, dump_config
 from service.explain.order import Order

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actors.algorithm import Baseline, Scale
 from actors.journal.record import GroupRule
-from actors.merge.advantages import Baseline, Scale
 from actors.trainer.attribution import split_gradient
 from service.explain.leverage import own_shares
 

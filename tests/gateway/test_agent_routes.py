@@ -23,8 +23,8 @@ from worlds.session_app import SessionRun
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import RAW, with_template
 from actors.types import FinishReason, Outcome
+from service.config.sessions import SessionSettings, Unsupported
 from service.gateway.bodies import NewSession, SessionsBody
-from service.gateway.settings import SessionSettings, Unsupported
 
 SESSION = NewSession.of(NAME, client_key="", address="http://localhost")
 ROOT = f"/sessions/{NAME}"

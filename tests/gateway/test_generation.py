@@ -12,7 +12,7 @@ import pytest
 from worlds.episode_builders import reply
 from worlds.upload_world import GENERATE, UploadWorld, in_json, pack, problem
 
-from actors.policy import GenerateRequest, PolicyUnavailable
+from actors.environment.policy import GenerateRequest, PolicyUnavailable
 from actors.types import FinishReason
 
 

@@ -21,10 +21,10 @@ from actors.environment.protocol import Message, Role, ToolCall
 from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.shown_text import holds
 from actors.types import FinishReason, VersionSpan
+from service.config.sessions import SessionSettings, SystemMessages
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
-from service.gateway.settings import SessionSettings, SystemMessages
 from service.gateway.tree import Prompt, SessionTree, next_prompt
-from service.gateway.turns import SessionTurn
+from service.intake.turns import SessionTurn
 
 
 def system(content: str) -> Message:

@@ -12,15 +12,15 @@ import pytest
 from worlds.episode_builders import renderer, reply
 from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
+from actors.environment.policy import GenerateReply, PolicyUnavailable
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
-from actors.policy import GenerateReply, PolicyUnavailable
 from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
+from service.config.sessions import SessionSettings
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
 from service.gateway.loaded import NO_KEY
-from service.gateway.settings import SessionSettings
 from service.intake.session import SessionStatus
 from service.store.submissions import SubmissionStore
 

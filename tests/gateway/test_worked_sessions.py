@@ -19,9 +19,9 @@ from worlds.gateway_world import NAME, SPEC, Gateway, Policy
 from worlds.session_app import SessionRun
 
 from actors.types import FinishReason, Outcome, Trajectory
+from service.config.sessions import SessionSettings, Titles
 from service.gateway.bodies import NewSession
 from service.gateway.calls import Finish
-from service.gateway.settings import SessionSettings, Titles
 
 AUXILIARY = {"x-rayloom-auxiliary": "1"}
 RETRY = {"x-stainless-retry-count": "1"}

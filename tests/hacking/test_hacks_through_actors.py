@@ -10,8 +10,8 @@ import pytest
 from worlds.hacking_world import Course, ScriptedRun, Size
 from worlds.planted_hacks import planted_hacks
 
-from actors.journal.files import JournalSettings
 from actors.merge.actor import MergeActor
+from actors.merge.journal import JournalSettings
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings

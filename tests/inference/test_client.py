@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from actors.policy import GenerateReply, PolicyDeadlineExceeded, PolicyUnavailable
+from actors.environment.policy import GenerateReply, PolicyDeadlineExceeded, PolicyUnavailable
 from actors.types import FinishReason
 from service.inference.client import (
     LONGEST_LINGER_S,

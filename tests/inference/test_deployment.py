@@ -27,7 +27,7 @@ TRACEBACK = f"""{OPENING}
 ray.exceptions.RayTaskError(RuntimeError): ray::ServeReplica:x:InferenceReplica.initialize()
   File "service/inference/engine.py", line 259, in _update
     raise PolicyUnavailable(f"inference: {{self._broken}}") from error
-actors.policy.PolicyUnavailable: inference: a weight update failed: ValueError: 3 of 4 tensors
+actors.environment.policy.PolicyUnavailable: inference: a weight update failed: ValueError: 3 of 4
 
 """
 VALIDATION = f"""{OPENING}
@@ -43,8 +43,8 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
     [
         (
             ["Failed to update the deployments.", TRACEBACK],
-            "actors.policy.PolicyUnavailable: inference: a weight update failed: ValueError: 3 of "
-            "4 tensors",
+            "actors.environment.policy.PolicyUnavailable: inference: a weight update failed: "
+            "ValueError: 3 of 4",
         ),
         (
             [VALIDATION],

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.inference.model_support import cpu_head_sizes, registered_architectures, unserved
 from service.inference.settings import InferenceSettings
 

@@ -13,10 +13,10 @@ from worlds import reply_parsing
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.call_forms import CALL_FORMS
+from actors.environment.policy import ParsedReply
 from actors.environment.protocol import MalformedCall, MalformedReason, ToolCall, ToolSchema
 from actors.environment.tool_calls import check_calls, parse_tool_calls
-from actors.policy import ParsedReply
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.config.preflight import registered_parsers
 from service.inference.settings import EngineSettings, InferenceSettings
 

@@ -29,7 +29,8 @@ from worlds.planted_faults import (
 )
 from worlds.trajectory_builders import replayed, whole_turns
 
-from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.algorithm import Baseline, Scale
+from actors.merge.advantages import group_advantages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import UNDONE, Outcome
 from service.cli.inspect import InspectRequest, run_inspect

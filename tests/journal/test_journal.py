@@ -19,9 +19,7 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.files import (
     FORMAT,
-    Journal,
     JournalDamaged,
-    JournalSettings,
     file_name,
     list_files,
     read_index,
@@ -31,6 +29,7 @@ from actors.journal.files import (
 )
 from actors.journal.record import JournalStep
 from actors.merge.groups import classify_groups
+from actors.merge.journal import Journal, JournalSettings
 from actors.merge.step import build_step
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import Baseline, Scale, group_advantages
+from actors.algorithm import Baseline, Scale
+from actors.merge.advantages import group_advantages
 from actors.trajectory_queue.ledger import EvictionReason
 
 MEAN, LOO, NO_BASELINE = Baseline.MEAN, Baseline.LEAVE_ONE_OUT, Baseline.NONE

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.aggregation import Aggregation, UpdateSize, share_of, trajectory_weights
+from actors.algorithm import Aggregation
+from actors.merge.aggregation import UpdateSize, share_of, trajectory_weights
 
 NOTHING = UpdateSize()
 

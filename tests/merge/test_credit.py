@@ -19,14 +19,22 @@ from worlds.trajectory_builders import (
     whole_turns,
 )
 
+from actors.algorithm import (
+    Baseline,
+    CriticSettings,
+    KlEstimator,
+    KlRewardSettings,
+    LossSettings,
+    RewardSettings,
+    Scale,
+    Truncation,
+)
 from actors.batch import RowScores
 from actors.expert_records import ModelShape
-from actors.merge.advantages import Baseline, CriticSettings, Scale, Truncation
 from actors.merge.groups import GroupMembers, classify_groups
-from actors.merge.shaping import KlRewardSettings, RewardSettings, charge_kl
+from actors.merge.shaping import charge_kl
 from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
-from actors.trainer.loss.settings import KlEstimator, LossSettings
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import Outcome, Trajectory
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, RewardSettings
 from actors.expert_records import ModelShape
 from actors.merge.disposition import classify
 from actors.merge.groups import classify_groups
 from actors.merge.member import Member
-from actors.merge.misalignment import find_misfit
 from actors.merge.settings import StepSettings
-from actors.merge.shaping import RewardSettings
+from actors.misalignment import find_misfit
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trainer.settings import TrainerSettings
 from actors.trajectory_queue.ledger import EvictionReason

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import (
-    CriticSettings,
-    Truncation,
-    end_value,
-    token_advantages,
-)
+from actors.algorithm import CriticSettings, Truncation
+from actors.merge.advantages import end_value, token_advantages
 from actors.outcomes import Disposition
 
 ZEROS, VALUES = np.zeros(3), np.array([0.5, 0.6, 0.7])

@@ -9,7 +9,7 @@ import pytest
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
 
 from actors.expert_records import MixtureShape, ModelShape
-from actors.merge.misalignment import find_misalignment, find_misfit
+from actors.misalignment import find_misalignment, find_misfit
 from actors.types import Turn, VersionSpan
 
 TURN = make_turn([1, 2], [3, 4])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.trajectory_builders import ids
 
-from actors.merge.branches import common_prefix
+from actors.branches import common_prefix
 from actors.merge.prefix_sharing import (
     PrefixForest,
     Size,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worlds.prefix_merge import merge_turns
 from worlds.same import assert_same_samples
 from worlds.trajectory_builders import (
     linear_turns,
@@ -16,9 +17,8 @@ from worlds.trajectory_builders import (
     turns_strategy,
 )
 
+from actors.branches import common_prefix
 from actors.environment.sample_builder import build_samples
-from actors.merge.branches import common_prefix
-from actors.merge.prefix import merge_turns
 from actors.merge.report import report_merge
 from actors.types import BranchReason, Sample, Turn, VersionSpan
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from worlds.recipe_page import recipes
 from worlds.trajectory_builders import make_trajectory, make_turn
 
+from actors.algorithm import Aggregation, RewardSettings
 from actors.batch import RowScores
-from actors.merge.aggregation import Aggregation, UpdateSize, trajectory_weights
+from actors.merge.aggregation import UpdateSize, trajectory_weights
 from actors.merge.groups import classify_groups
-from actors.merge.shaping import RewardSettings
 from actors.merge.step import build_step
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.model import row_tensors

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from worlds.settings import step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
 
+from actors.algorithm import Baseline, Scale
 from actors.batch import MicroBatch, RankShard, RowScores
-from actors.merge.advantages import Baseline, Scale
 from actors.merge.groups import GroupMembers, classify_groups
 from actors.merge.scoring import plan_scores, read_scores, score_rows
 from actors.merge.settings import StepSettings

@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn, turns_strategy
 
+from actors.algorithm import KlEstimator, KlRewardSettings, OverlongSettings, RewardSettings
 from actors.merge.shaping import (
-    KlRewardSettings,
-    OverlongSettings,
-    RewardSettings,
     add_at_end,
     clip_return,
     is_end_missing,
@@ -25,7 +23,6 @@ from actors.merge.shaping import (
     total,
     turn_rewards,
 )
-from actors.trainer.loss.settings import KlEstimator
 from actors.types import FinishReason, Turn
 
 

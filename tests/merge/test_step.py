@@ -20,19 +20,16 @@ from worlds.trajectory_builders import (
     whole_turns,
 )
 
+from actors.algorithm import Aggregation, Baseline, LossSettings, RewardSettings, Scale
 from actors.batch import MicroBatch
 from actors.expert_records import ModelShape
-from actors.merge.advantages import Baseline, Scale
-from actors.merge.aggregation import Aggregation
 from actors.merge.disposition import problem_notices
 from actors.merge.groups import (
     PayloadsLost,
     classify_groups,
     read_groups,
 )
-from actors.merge.shaping import RewardSettings
 from actors.merge.step import StepResult, build_step
-from actors.trainer.loss.settings import LossSettings
 from actors.trajectory_queue.codec import encode
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import StepInput, StepTrajectory

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.merge.advantages import (
-    Baseline,
-    Scale,
-    discounted_suffix_sums,
-    group_advantages,
-    turn_advantages,
-)
+from actors.algorithm import Baseline, Scale
+from actors.merge.advantages import discounted_suffix_sums, group_advantages, turn_advantages
 from actors.trajectory_queue.ledger import EvictionReason
 
 quarters = st.integers(-8, 8).map(lambda x: x / 4)

@@ -12,18 +12,18 @@ from worlds.control_world import World, played
 
 from actors.deadline import ActorLost
 from actors.environment.settings import Sampling
-from service.run.control import OVER, policies_view
-from service.run.control_calls import (
+from service.api.control_calls import (
     ControlRefused,
     EvaluationRequest,
     Operation,
     OperationStatus,
     RefusalCode,
 )
-from service.run.health import Phase
+from service.report.document import Phase
+from service.run.control import OVER, policies_view
 from service.run.loop import Commit
-from service.run.pauses import Pausable
 from service.store.lineage import read_history
+from service.store.tables import Pausable
 from service.telemetry.evaluation import evaluation_record, pass_at_k
 from service.telemetry.records import evaluation_line
 

@@ -20,12 +20,12 @@ from actors.journal.record import JournalStep
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.hacking import kept
-from service.hacking.findings import Finding, Kind
 from service.hacking.kept import FILE, Line, append, read_kept
 from service.hacking.shadow import Verdicts
 from service.launch.run_dir import RunDir
 from service.run.hacking_watch import Ask, HackingWatch
 from service.store.run_store import RunStore
+from service.telemetry.findings import Finding, Kind
 
 NUM_STEPS = 20
 ONSET = 15

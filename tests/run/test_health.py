@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.run.health import (
-    FAULTS_COUNT_S,
-    EngineChange,
-    EngineWatch,
-    FaultCount,
-    Phase,
-    Readiness,
-    readiness,
-)
+from service.api.ports import Readiness
+from service.report.document import Phase
+from service.run.health import FAULTS_COUNT_S, EngineChange, EngineWatch, FaultCount, readiness
 
 
 def board(version: int, *, retired: tuple[str, ...] = (), **versions: int | None) -> BoardStatus:

@@ -19,8 +19,10 @@ from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
 from service.run.health import RunFailed
 from service.run.loop import Commit, Loop
-from service.run.pauses import Gate, Pausable, Pause, Pauses
+from service.run.pauses import Gate, Pauses
 from service.run.task_feed import Curriculum, task_index
+from service.store.controls import Pause
+from service.store.tables import Pausable
 
 
 async def test_each_step_is_trained_published_and_finalised_before_its_version_counts() -> None:

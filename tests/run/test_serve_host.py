@@ -13,9 +13,9 @@ import ray
 from worlds.run_driver import small_config
 
 from service.config.file import load_config
-from service.launch import serve_host
 from service.launch.run_dir import RunDir
-from service.launch.serve_host import RunHost
+from service.serve import serve_host
+from service.serve.serve_host import RunHost
 from service.store.place import StoreOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -24,7 +24,8 @@ from service.cli.train import EXIT_FAILED, _report_loss
 from service.config.file import load_config
 from service.config.parts import step_settings
 from service.launch.run_dir import RunDir
-from service.run.health import Cursor, Phase
+from service.report.document import Phase
+from service.run.health import Cursor
 from service.run.start import engine_settings, start_endpoint
 from service.run.supervisor import Supervisor, WhenHeld
 from service.store.run_store import RENEW_EVERY_S, Lease, LeaseLost, RunStore, StoreError, own_name

@@ -20,7 +20,7 @@ from worlds.submission_service import Service, request
 from service.access.keys import KeyLimits
 from service.api.problems import RunUnavailable
 from service.intake.submission import SubmitReply
-from service.launch.cluster import NAMESPACE
+from service.remote_calls import NAMESPACE
 from service.run.remote_handles import SupervisorClient
 from service.store import tables
 from service.store.run_store import RunStore

@@ -15,11 +15,12 @@ from worlds.run_driver import small_config
 
 from actors.deadline import poll
 from service.config.file import load_config
-from service.launch.cluster import NAMESPACE
 from service.launch.run_dir import RunDir
-from service.launch.watcher import SupervisorWatcher
-from service.run.health import Phase, RunStatus
+from service.remote_calls import NAMESPACE
+from service.report.document import Phase
+from service.run.health import RunStatus
 from service.run.start import phase_values, start_endpoint, start_supervisor
+from service.serve.watcher import SupervisorWatcher
 from service.store.run_store import LeaseLost, RunStore, own_name
 from service.telemetry.endpoint import SUPERVISOR, Push
 

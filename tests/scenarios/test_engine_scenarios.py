@@ -22,8 +22,9 @@ from worlds.run_driver import ENGINE, FOUND_S, ROOT, START_S, STEP_S, Run, runni
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference
 from service.inference.settings import Deployed
-from service.launch.cluster import NAMESPACE, start_ray
+from service.launch.cluster import start_ray
 from service.launch.signals import EXIT_INTERRUPTED
+from service.remote_calls import NAMESPACE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -24,18 +24,18 @@ from worlds.mixture_world import write_served_mixture
 from worlds.trainer_world import obvious_logprobs
 
 from actors.environment.builtin.calculator import CALCULATOR
-from actors.environment.rendering import ChatRenderer
-from actors.policy import (
+from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
     ParsedCall,
     PolicyDeadlineExceeded,
     PolicyUnavailable,
 )
+from actors.environment.rendering import ChatRenderer
 from actors.trainer.publish import gather_groups
-from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
 from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.types import Dtype
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, StaleTerm, check_tokens
 from actors.weights.buffers import pack_group

@@ -29,8 +29,8 @@ from worlds.unequal_trainers import (
 from actors.batch import Float32s, MicroBatch
 from actors.metrics import PublishPhase
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import Dtype
 from actors.trainer.tiny.model import build_tiny_model
+from actors.types import Dtype
 from actors.weights.actor import WeightBoard
 from actors.weights.board import Publication, WeightGroup
 from actors.weights.buffers import pack_group

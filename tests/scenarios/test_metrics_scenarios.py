@@ -19,9 +19,9 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEv
 from actors.trajectory_queue.messages import Side
 from actors.types import BranchReason, Outcome, Timings
 from deploy.dashboards.grafana import load_dashboards
-from service.run.health import Phase
-from service.run.pauses import Pausable
+from service.report.document import Phase
 from service.store.lineage import History
+from service.store.tables import Pausable
 from service.telemetry.records import StageSeconds
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]

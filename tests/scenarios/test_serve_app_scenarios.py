@@ -27,8 +27,9 @@ from worlds.run_driver import ROOT, START_S, STEP_S, running
 
 from service.inspect.audit.audit import audit
 from service.inspect.reader import open_journal
-from service.launch.cluster import NAMESPACE, start_ray
+from service.launch.cluster import start_ray
 from service.launch.run_dir import RunDir
+from service.remote_calls import NAMESPACE
 from service.store.lineage import read_events, read_history
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

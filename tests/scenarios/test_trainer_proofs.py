@@ -17,10 +17,9 @@ from worlds.settings import changed, rank_settings, step_settings
 from worlds.trainer_world import random_samples, shards
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
-from actors.merge.advantages import Baseline, CriticSettings, Scale
+from actors.algorithm import Baseline, CriticSettings, KlRewardSettings, RewardSettings, Scale
 from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
-from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import build_step
 from actors.trainer.group import TrainerGroup
 from actors.trainer.settings import RankSettings

@@ -30,7 +30,7 @@ from worlds.store_builders import OpenStore
 
 from actors.deadline import within
 from service.gateway.commits import MAX_CHANGES, PAUSE_S, GroupCommit, StoreAway, TooLate
-from service.gateway.turns import SessionEnded, TurnSeen
+from service.intake.turns import SessionEnded, TurnSeen
 from service.store.place import schema_name
 from service.store.run_store import LeaseLost, RunStore, StoreError
 from service.store.sessions import SessionStore

@@ -16,9 +16,8 @@ from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under
 
 from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
-from service.run.pauses import Pausable, Pause
 from service.store import tables
-from service.store.controls import AdminCall, ControlStore
+from service.store.controls import AdminCall, ControlStore, Pause
 from service.store.lineage import (
     RecordKind,
     count_events,
@@ -29,6 +28,7 @@ from service.store.lineage import (
     records_after,
 )
 from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
+from service.store.tables import Pausable
 
 
 def open_store(directory: Path) -> RunStore:

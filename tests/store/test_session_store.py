@@ -32,7 +32,9 @@ from worlds.submission_service import request
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import BreakReason
 from actors.types import FinishReason, Outcome, VersionSpan
-from service.gateway.turns import (
+from service.intake.session import Cut, SessionStatus, StoredSession
+from service.intake.submission import RolloutRequest, Status, SubmissionView
+from service.intake.turns import (
     IntentDropped,
     SessionCut,
     SessionEnded,
@@ -43,8 +45,6 @@ from service.gateway.turns import (
     TurnSeen,
     TurnUnseen,
 )
-from service.intake.session import Cut, SessionStatus, StoredSession
-from service.intake.submission import RolloutRequest, Status, SubmissionView
 from service.store import tables
 from service.store.place import schema_name
 from service.store.run_store import LeaseLost, RunStore, StoreError

@@ -14,10 +14,10 @@ from sqlalchemy import text
 from worlds.record_builders import step_record
 
 from actors.metrics import Metrics
+from service.run.recorder import RunRecorder
 from service.store.lineage import read_history
 from service.store.run_store import LeaseLost, RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 
 TICK_S = 0.02
 

@@ -27,12 +27,13 @@ from actors.trajectory_queue.ledger import EvictionReason, Ledger, LedgerCounts,
 from actors.trajectory_queue.messages import Side
 from actors.trajectory_queue.state import QueueState
 from actors.types import BranchReason, Outcome, Timings
-from service.run.health import Phase, WeightsMoved
+from service.report.document import Phase
+from service.run.health import WeightsMoved
+from service.run.recorder import RunRecorder
 from service.store import tables
 from service.store.lineage import read_events, read_history
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 
 
 async def make_recorder(directory: Path) -> tuple[RunRecorder, RunStore, Metrics]:

@@ -12,9 +12,8 @@ from worlds.record_builders import step_record
 
 from actors.merge.report import MergeReport, StepReport
 from actors.statistics import BY_NAME, STATISTICS, Source
-from actors.trainer.settings import Dtype
 from actors.trainer.statistics import StepStats
-from actors.types import Outcome
+from actors.types import Dtype, Outcome
 from actors.weights.logprob_check import LogprobCheck, compare
 from service.store.lineage import read_history
 from service.store.run_store import RunStore

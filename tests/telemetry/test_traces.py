@@ -12,8 +12,8 @@ from worlds.trajectory_builders import make_summary
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from actors.types import Outcome, Timings, TrajectorySummary
 from service.config.tree import TracingSettings
+from service.run.traces import RolloutTraces, traces_to
 from service.telemetry.records import StageSeconds
-from service.telemetry.traces import RolloutTraces, traces_to
 
 ROLLOUT, OTHER = "g000003.0-1", "g000003.0-2"
 T = 1_800_000_000.0

@@ -34,10 +34,10 @@ from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, SampledText
 from service.config.file import ConfigError, dump_config
 from service.launch.run_dir import RunDir
+from service.run.recorder import RunRecorder
 from service.store.run_store import ReadOnlyStore
 from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
-from service.telemetry.recorder import RunRecorder
 from service.telemetry.records import EvaluationSample, StepRecord
 from service.trackers.follower import Target
 from service.trackers.jsonl import JsonLines

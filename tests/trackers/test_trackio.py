@@ -25,7 +25,7 @@ from pathlib import Path
 from actors.types import Outcome, SampledText
 from service.config.preflight import check_tracker_packages
 from service.telemetry.records import EvaluationSample
-from service.trackers.settings import TrackioSettings
+from service.config.trackers import TrackioSettings
 from service.trackers.tracker import Point
 from service.trackers.trackio import Trackio
 from worlds.record_builders import evaluation_record, step_record

@@ -24,6 +24,7 @@ from worlds.trainer_world import (
     random_samples,
 )
 
+from actors.algorithm import ScheduleKind, ScheduleSettings
 from actors.environment.tokenizer import (
     load_tokenizer,
     stop_token_ids,
@@ -42,7 +43,7 @@ from actors.trainer.checkpoint import (
     temporary_path,
 )
 from actors.trainer.export import export_checkpoint
-from actors.trainer.schedule import ScheduleKind, ScheduleSettings, learning_rate_at
+from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import RankSettings
 from actors.weights.board import check_tokens
 

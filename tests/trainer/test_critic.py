@@ -13,8 +13,8 @@ from worlds.critic_world import update_twice
 from worlds.settings import changed, step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
+from actors.algorithm import Baseline, CriticSettings, Scale
 from actors.batch import RowScores, ValueShard
-from actors.merge.advantages import Baseline, CriticSettings, Scale
 from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
 from actors.merge.step import StepResult, build_step

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.algorithm import LossSettings
 from actors.trainer.logprobs import token_logprobs
-from actors.trainer.loss.settings import LossSettings
 from benchmarks.live_memory import LiveMemory
 from benchmarks.loss_memory import backward_of_loss
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from actors.algorithm import Denominator, KlSettings, LossSettings
 from actors.trainer.loss.corrections import (
     keep_sequence_band,
     keep_token_band,
     keep_without_outlier,
     truncated_sequence_weight,
     truncated_token_weight,
-)
-from actors.trainer.loss.settings import (
-    Denominator,
-    KlSettings,
-    LossSettings,
 )
 
 

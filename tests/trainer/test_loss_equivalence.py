@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from worlds.loss_terms import EVERY_LOSS
 from worlds.trajectory_builders import linear_turns, make_trajectory, replayed, whole_turns
 
+from actors.algorithm import Aggregation, LossSettings
 from actors.batch import MicroBatch
-from actors.merge.aggregation import Aggregation, UpdateSize, trajectory_weights
+from actors.merge.aggregation import UpdateSize, trajectory_weights
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
-from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.types import Sample, Trajectory
 

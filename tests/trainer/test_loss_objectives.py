@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from actors.algorithm import KlEstimator
 from actors.trainer.loss import objectives
 from actors.trainer.loss.corrections import (
     bounded_ratio,
@@ -30,7 +31,6 @@ from actors.trainer.loss.divergence import (
     outside_trust_region,
     reference_kl,
 )
-from actors.trainer.loss.settings import KlEstimator
 
 LN2, LN4 = math.log(2.0), math.log(4.0)
 

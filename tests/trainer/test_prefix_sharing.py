@@ -19,9 +19,9 @@ from worlds.settings import rank_settings
 from worlds.trainer_world import World
 from worlds.trajectory_builders import ids
 
+from actors.algorithm import LossSettings
 from actors.batch import MicroBatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
-from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.algorithm import LossSettings
 from actors.batch import MicroBatch
 from actors.merge.packing import pack_row
 from actors.trainer.loss.micro_batch import micro_batch_loss
-from actors.trainer.loss.settings import LossSettings
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from benchmarks.padded_step import accumulate, padded_batches, sorted_batches, turn_rows
 from benchmarks.pairs import Seconds, Spread, interleave, ratios_of

@@ -13,13 +13,19 @@ from worlds.settings import changed, rank_settings, step_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples, shards
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
-from actors.merge.advantages import Baseline, CriticSettings, Scale
+from actors.algorithm import (
+    Baseline,
+    CriticSettings,
+    KlRewardSettings,
+    RewardSettings,
+    Scale,
+    ScheduleKind,
+    ScheduleSettings,
+)
 from actors.merge.groups import classify_groups
 from actors.merge.scoring import plan_scores, read_scores
-from actors.merge.shaping import KlRewardSettings, RewardSettings
 from actors.merge.step import StepResult, build_step
 from actors.trainer.checkpoint import CheckpointError
-from actors.trainer.schedule import ScheduleKind, ScheduleSettings
 from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
 

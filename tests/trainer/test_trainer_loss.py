@@ -10,7 +10,7 @@ import pytest
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, random_samples
 
-from actors.trainer.loss.settings import Correction, Denominator, KlSettings, LossSettings, Ratio
+from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Ratio
 from actors.trainer.settings import RankSettings
 
 LOSS_TOLERANCE = 1e-6

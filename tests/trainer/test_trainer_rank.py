@@ -24,9 +24,10 @@ from worlds.trainer_world import (
 
 from actors.trainer.model import RowTensors, load_policy, row_tensors
 from actors.trainer.scoring import score_row
-from actors.trainer.settings import Dtype, RankSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.sharded_model import ShardedModel, Sharding
+from actors.types import Dtype
 from actors.weights.board import check_tokens
 
 # float32: two orders of adding the same numbers, then one AdamW update of learning rate 1e-3.

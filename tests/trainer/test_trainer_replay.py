@@ -23,13 +23,14 @@ from worlds.mixture_world import (
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference
 
+from actors.algorithm import Denominator, KlSettings, LossSettings
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
 from actors.trainer.export import export_checkpoint
-from actors.trainer.loss.settings import Denominator, KlSettings, LossSettings
 from actors.trainer.rank import ScoredMinibatch, save_inputs
-from actors.trainer.settings import Dtype, RankSettings
+from actors.trainer.settings import RankSettings
 from actors.trainer.statistics import StepStats
+from actors.types import Dtype
 
 
 @pytest.fixture(scope="module")

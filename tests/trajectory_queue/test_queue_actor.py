@@ -18,9 +18,9 @@ from worlds.queue_player import Player
 from worlds.settings import queue_settings, step_settings
 from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
 
+from actors.algorithm import Baseline, Scale
 from actors.batch import RowScores
 from actors.merge.actor import MergeActor
-from actors.merge.advantages import Baseline, Scale
 from actors.merge.groups import PayloadsLost
 from actors.trajectory_queue import actor as queue_actor
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode

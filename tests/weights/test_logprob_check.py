@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from actors.weights.board import NUM_CHECK_TOKENS, check_tokens
 from actors.weights.logprob_check import (
     ALONE,

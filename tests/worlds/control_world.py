@@ -15,15 +15,16 @@ from actors.metrics import Metrics
 from actors.types import Outcome, Task, TrajectorySummary
 from actors.weights.board import BoardStatus, ReplicaReport
 from service.access.keys import NamedKey
+from service.api.ports import Readiness
 from service.api.problems import RunUnavailable
 from service.launch.run_dir import RunDir
 from service.run.control import Control
-from service.run.health import Readiness, readiness
+from service.run.health import readiness
 from service.run.loop import Commit
+from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost, StoreError
 from service.store.run_store import Lease, RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 from worlds.run_driver import write_checkpoint
 from worlds.store_builders import commit
 from worlds.trajectory_builders import make_summary

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.algorithm import CriticSettings
 from actors.batch import ValueShard
-from actors.merge.advantages import CriticSettings
 from actors.network import LOOPBACK
 from actors.trainer.critic import Critic
 from actors.trainer.process_group import join_group

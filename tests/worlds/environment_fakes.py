@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
-from actors.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.trajectory_queue.codec import TrajectoryBlock, decode
 from actors.types import (
     FinishReason,

@@ -11,6 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from actors.environment.policy import (
+    GenerateReply,
+    GenerateRequest,
+    ParsedCall,
+    ParsedReply,
+    PolicyClient,
+)
 from actors.environment.protocol import (
     Action,
     Environment,
@@ -26,13 +33,6 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
-from actors.policy import (
-    GenerateReply,
-    GenerateRequest,
-    ParsedCall,
-    ParsedReply,
-    PolicyClient,
-)
 from actors.types import FinishReason, RolloutAssignment, Task, Trajectory, VersionSpan
 from worlds.chatml import chatml_tokenizer
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.journal.files import write_file
-from actors.journal.record import journal_step
 from actors.merge.groups import classify_groups
+from actors.merge.journal import journal_step
 from actors.merge.step import StepResult, build_step
 from actors.network import LOOPBACK
 from actors.trainer.process_group import open_store

@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from actors.trainer.settings import Dtype
+from actors.types import Dtype
 from service.inference.model_support import registered_architectures
 
 LAYERS, HEADS, HEAD_SIZE, VOCABULARY, CONTEXT = 2, 4, 32, 512, 512

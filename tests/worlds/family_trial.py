@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import logging as transformers_logging
 
-from actors.policy import GenerateRequest
-from actors.trainer.settings import Dtype
+from actors.environment.policy import GenerateRequest
+from actors.types import Dtype
 from actors.weights.board import Publication
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture, check_model_files

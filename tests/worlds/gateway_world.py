@@ -11,18 +11,18 @@ from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import within
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.settings import RolloutSettings
-from actors.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.types import SESSION, RolloutAssignment, Task, Trajectory
 from service.access.keys import digest_of
+from service.config.sessions import SessionSettings
 from service.gateway.calls import ChatCall, Finish, SessionView
 from service.gateway.chat import ChatReply, ChatRequest
 from service.gateway.commits import GroupCommit
 from service.gateway.keys import AGENT, REWARD, key_digests, session_key
 from service.gateway.sessions import GatewaySettings, Sessions
-from service.gateway.settings import SessionSettings
 from service.intake.session import SessionRequest, SessionSpec, session_id
 from service.intake.submission import RolloutRequest
 from service.store.run_store import RunStore

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.environment.settings import RolloutSettings
 from actors.environment.turn_loop import play_episode
-from actors.journal.record import JournalStep, journal_step
+from actors.journal.record import JournalStep
 from actors.merge.groups import classify_groups, read_groups
+from actors.merge.journal import journal_step
 from actors.merge.step import build_step
-from actors.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.trajectory_queue.actor import _step_input
 from actors.trajectory_queue.codec import TrajectoryBlock, encode
 from actors.trajectory_queue.groups import BlockRow, GroupRequest

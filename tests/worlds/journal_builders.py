@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.algorithm import Baseline, LossSettings, Scale
 from actors.journal.files import read_step, write_file, write_step
-from actors.journal.record import GroupRule, JournalStep, journal_step
-from actors.merge.advantages import Baseline, Scale
+from actors.journal.record import GroupRule, JournalStep
 from actors.merge.groups import classify_groups
+from actors.merge.journal import journal_step
 from actors.merge.step import build_step
-from actors.trainer.loss.settings import LossSettings
 from actors.types import Outcome, Trajectory
 from worlds.settings import step_settings
 from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns

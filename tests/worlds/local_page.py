@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from service.inspect.listing import Filters
 from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_json
 from service.launch.run_dir import RunDir
-from service.report.document import LiveState, RunPicture
-from service.run.health import Phase
+from service.report.document import LiveState, Phase, RunPicture
 from service.store.lineage import read_history
 from service.telemetry.summary import summarize_run
 from worlds.submission_service import Service

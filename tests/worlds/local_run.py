@@ -13,15 +13,17 @@ from actors.environment.settings import RolloutSettings
 from actors.expert_records import ModelShape
 from actors.types import SESSION, Trajectory
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.api.ports import Readiness
 from service.api.problems import RunUnavailable
+from service.config.sessions import SessionSettings
 from service.gateway.commits import GroupCommit
 from service.gateway.sessions import GatewaySettings, Sessions
-from service.gateway.settings import SessionSettings
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.session import session_id
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.run.health import Phase, Readiness, readiness
+from service.report.document import Phase
+from service.run.health import readiness
 from service.store.keys import add_key, read_keys, revoke_key
 from service.store.sessions import SessionStore
 from worlds.episode_builders import renderer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from actors.policy import GenerateReply, GenerateRequest, PolicyClient
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from service.gateway.generation import Generation
 from service.gateway.sessions import GatewaySettings
 from service.gateway.uploads import Uploads, policy_facts

@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from actors.algorithm import AlgorithmSettings
+from actors.algorithm import AlgorithmSettings, Baseline
 from actors.deadline import ActorLost
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import RolloutSettings, Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
-from actors.merge.advantages import Baseline
 from actors.merge.groups import PayloadsLost
 from actors.merge.report import GroupReturns, MergeReport, StepReport
 from actors.trainer.abandon import StepAbandoned
-from actors.trainer.settings import Dtype, TrainerSettings
+from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
 from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, TokenCounts
 from actors.trajectory_queue.messages import OpenSlot, QueueSnapshot, StepInput
-from actors.types import Outcome, Task, TrajectorySummary
+from actors.types import Dtype, Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from actors.trainer.loss.micro_batch import MicroBatchTerms
-from actors.trainer.loss.settings import (
+from actors.algorithm import (
     Correction,
     Denominator,
     KlEstimator,
@@ -18,6 +17,7 @@ from actors.trainer.loss.settings import (
     Objective,
     Ratio,
 )
+from actors.trainer.loss.micro_batch import MicroBatchTerms
 
 _OLD = LossSettings(denominator=Denominator.OLD)
 # Every objective, ratio, correction, mask and term at least once.

@@ -7,7 +7,8 @@ import os
 
 import ray
 
-from service.run.health import Cursor, Ending, Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import Cursor, Ending, RunStatus
 
 
 @ray.remote(num_cpus=0)

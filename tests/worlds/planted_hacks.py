@@ -18,7 +18,7 @@ from typing import Any
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.protocol import Environment
 from actors.types import Task
-from service.hacking.findings import Kind
+from service.telemetry.findings import Kind
 from worlds.code_repository import FILES, write_repository
 from worlds.grader_holes import (
     FailsOpen,

@@ -10,7 +10,8 @@ from actors.merge.report import MergeReport
 from actors.statistics import BY_NAME, only_known
 from actors.trajectory_queue.ledger import EvictionReason, LedgerCounts, TokenCounts
 from actors.types import LeftOutReason, Outcome
-from service.run.health import Phase, RunStatus
+from service.report.document import Phase
+from service.run.health import RunStatus
 from service.telemetry.records import EvaluationRecord, StageSeconds, StepRecord
 from service.telemetry.summary import RunSummary, summarize_run
 from service.telemetry.totals import RunTotals, totals_of

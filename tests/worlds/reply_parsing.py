@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from actors.environment.policy import ParsedReply
 from actors.environment.protocol import ToolSchema
-from actors.policy import ParsedReply
 from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from service.inference.settings import EngineSettings
 

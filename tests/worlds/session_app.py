@@ -14,6 +14,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.app import create_app
+from service.api.ports import Readiness
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.calls import ChatCall
@@ -30,7 +31,6 @@ from service.intake.submission import (
     SubmissionView,
     SubmitReply,
 )
-from service.run.health import Readiness
 from service.store.submissions import SubmissionStore, packed
 from worlds.gateway_world import Gateway
 from worlds.local_port import LocalPort

@@ -9,7 +9,6 @@ import numpy as np
 
 from actors.environment.protocol import Message, Role
 from actors.types import SESSION, FinishReason, Outcome, Task, VersionSpan
-from service.gateway.turns import IntentAdded, SessionIntent, SessionTurn, TurnAdded
 from service.intake.session import (
     SessionEnd,
     SessionKeys,
@@ -18,6 +17,7 @@ from service.intake.session import (
     SessionStatus,
 )
 from service.intake.submission import RolloutRequest
+from service.intake.turns import IntentAdded, SessionIntent, SessionTurn, TurnAdded
 
 SPEC = SessionSpec(
     max_turns=50, max_tokens_per_turn=512, ttl_s=7200.0, idle_s=900.0, reward_deadline_s=3600.0

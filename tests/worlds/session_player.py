@@ -11,7 +11,7 @@ from actors.environment.rendering import ChatRenderer
 from actors.types import FinishReason, Sample, TokenIds, VersionSpan
 from service.gateway.chat import ChatRequest
 from service.gateway.tree import Place, SessionTree, next_prompt
-from service.gateway.turns import SessionTurn
+from service.intake.turns import SessionTurn
 from worlds.tool_families import FAMILIES, Family
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.protocol import ToolCall
 from actors.environment.rendering import ChatRenderer
-from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import FinishReason, VersionSpan
+from service.config.sessions import SessionSettings, Titles, Unsupported
 from service.gateway.bodies import NewSession
-from service.gateway.settings import SessionSettings, Titles, Unsupported
 from worlds.gateway_world import NAME, SPEC, Gateway
 from worlds.session_app import SessionRun
 

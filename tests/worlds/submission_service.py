@@ -11,13 +11,13 @@ from actors.outcomes import OutcomePolicy
 from actors.trajectory_queue.groups import Group
 from actors.trajectory_queue.state import QueueState
 from actors.types import Outcome, Task
+from service.backlog.queue import SubmissionQueue
 from service.config.tree import ServiceSettings
-from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutRequest
+from service.run.recorder import RunRecorder
 from service.store.retention import Retention
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 from worlds.queue_builders import cut, end, finalise_all, make_settings, take_all
 from worlds.record_builders import step_record
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from actors.metrics import Part
 from actors.trajectory_queue.ledger import EvictionReason
-from service.run.health import Phase
+from service.report.document import Phase
 
 # What each step has; its stages are shares of its time.
 STAGES = {"collect": 0.4, "merge": 0.05, "train": 0.3, "publish": 0.2, "checkpoint": 0.05}

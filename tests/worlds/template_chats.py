@@ -20,12 +20,12 @@ import jinja2
 import numpy as np
 
 from actors.environment.chat_template import RenderError
+from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.rendering import ChatRenderer
-from actors.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.types import FinishReason, TokenIds, VersionSpan
+from service.config.sessions import SessionSettings
 from service.gateway.bodies import NewSession
 from service.gateway.dialects.openai_chat import OPENAI_CHAT
-from service.gateway.settings import SessionSettings
 from worlds.gateway_world import SPEC, Gateway
 from worlds.session_app import SessionRun
 

@@ -21,9 +21,9 @@ from service.api.control import add_control
 from service.api.problems import RunUnavailable
 from service.api.run_page import PagePort, add_page
 from service.api.settings import HttpSettings
+from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
-from service.gateway.settings import SessionSettings
 from service.gateway.upload_routes import add_uploads
 from service.store.controls import AdminCall
 from worlds.local_run import LocalRun, LocalSessions

@@ -11,9 +11,9 @@ from actors.metrics import Metrics
 from service.config.file import parse_config
 from service.config.tree import Config
 from service.launch.run_dir import RunDir
+from service.run.recorder import RunRecorder
 from service.store.run_store import RunStore
 from service.store.thread import StoreThread
-from service.telemetry.recorder import RunRecorder
 from service.trackers.trackers import Trackers, trackers_of
 
 RUN_ID = "rayloom-small-0123abcd"

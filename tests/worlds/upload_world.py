@@ -18,13 +18,13 @@ from actors.expert_records import MixtureShape, ModelShape
 from actors.trajectory_queue.groups import BlockRow
 from actors.types import NO_VERSION, UPLOADED, RolloutAssignment, Sample, Trajectory, summarize
 from service.api.app import create_app
+from service.api.ports import Readiness
 from service.api.settings import HttpSettings
+from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
 from service.gateway.sessions import GatewaySettings
-from service.gateway.settings import SessionSettings
 from service.gateway.upload_routes import add_uploads
 from service.gateway.uploads import policy_facts
-from service.run.health import Readiness
 from worlds.episode_builders import renderer
 from worlds.gateway_world import Policy
 from worlds.local_run import LocalRun

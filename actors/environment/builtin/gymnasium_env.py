@@ -23,8 +23,8 @@ from typing import Any
 from actors.environment.builtin.reasoning_gym_env import extract_answer
 from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
-from actors.environment.user_code import in_thread
 from actors.types import Task
+from actors.user_code import in_thread
 
 GYMNASIUM = "gymnasium"
 PROMPT = "{observation}\nActions: {actions}. Answer with one of them."

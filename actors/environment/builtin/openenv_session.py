@@ -17,7 +17,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from actors.environment.user_code import describe
+from actors.user_code import describe
 
 OPEN_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0

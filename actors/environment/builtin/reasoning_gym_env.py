@@ -31,8 +31,8 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import describe
 from actors.types import Task
+from actors.user_code import describe
 
 TRY_AGAIN = "Not correct. Try again."
 _ANSWER_OPEN = "<answer>"

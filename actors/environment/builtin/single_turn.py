@@ -35,9 +35,9 @@ from actors.environment.task_data import PROMPT_DATA
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.trainer_arguments import mean_metrics
-from actors.environment.user_code import CallTimedOut, describe, root_cause
 from actors.environment.workers import WorkerLost
 from actors.types import Task
+from actors.user_code import CallTimedOut, describe, root_cause
 
 SINGLE_TURN = "single_turn"
 """Its registered name."""

@@ -20,9 +20,9 @@ from typing import Any
 
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.task_data import PROMPT_DATA
-from actors.environment.user_code import in_thread
 from actors.environment.user_names import find
 from actors.types import Task
+from actors.user_code import in_thread
 
 SKYRL_GYM = "skyrl_gym"
 _ROLES = (Role.USER, Role.TOOL)

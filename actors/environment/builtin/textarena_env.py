@@ -28,9 +28,9 @@ import numpy as np
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import in_thread
 from actors.environment.user_names import find
 from actors.types import Task
+from actors.user_code import in_thread
 
 TEXTARENA = "textarena"
 MAX_OPPONENT_MOVES = 200

@@ -38,9 +38,9 @@ from actors.environment.protocol import (
 from actors.environment.reward_functions import EXTRAS, RewardFunction
 from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
-from actors.environment.user_code import CallFailed, CallTimedOut
 from actors.environment.workers import WorkerLost
 from actors.types import Task
+from actors.user_code import CallFailed, CallTimedOut
 
 TOOLS = "tools"
 """Its registered name."""

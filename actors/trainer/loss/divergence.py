@@ -12,9 +12,9 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from actors.algorithm import KlEstimator
 from actors.limits import MAX_LOG_RATIO
 from actors.trainer.loss.corrections import bounded_ratio
-from actors.trainer.loss.settings import KlEstimator
 
 
 class Divergence(StrEnum):

@@ -15,6 +15,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from actors.algorithm import Correction, LossSettings, Ratio
 from actors.trainer.loss import corrections
 from actors.trainer.loss.corrections import (
     bounded_ratio,
@@ -23,7 +24,6 @@ from actors.trainer.loss.corrections import (
 )
 from actors.trainer.loss.divergence import corrected_reference_kl, reference_kl
 from actors.trainer.loss.objectives import scale_negative, token_losses
-from actors.trainer.loss.settings import Correction, LossSettings, Ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from actors.algorithm import LossSettings, Objective
 from actors.trainer.loss.divergence import Divergence, outside_trust_region
-from actors.trainer.loss.settings import LossSettings, Objective
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:

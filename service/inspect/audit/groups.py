@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from actors.algorithm import Baseline, Scale
 from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
 from actors.limits import MAX_REWARD
-from actors.merge.advantages import Baseline, Scale
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from service.inspect.audit.offence import Check, Offence
 

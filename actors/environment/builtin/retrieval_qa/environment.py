@@ -41,8 +41,8 @@ from actors.environment.protocol import (
     ToolSchema,
 )
 from actors.environment.settings import playing
-from actors.environment.user_code import in_thread
 from actors.types import Task
+from actors.user_code import in_thread
 
 PROMPT = "{question}\nSearch, then answer in few words."
 NOTHING_FOUND = "No document has these words."

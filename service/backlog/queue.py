@@ -25,6 +25,7 @@ from actors.trajectory_queue.messages import OpenSlot
 from actors.types import TrajectorySummary
 from service.access.keys import NO_LIMITS, KeyLimits, may_see
 from service.access.names import tenant_of
+from service.backlog.table import SubmissionTable, rebuild
 from service.config.tree import ServiceSettings
 from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
@@ -41,7 +42,6 @@ from service.intake.submission import (
     SubmissionView,
     SubmitReply,
 )
-from service.intake.table import SubmissionTable, rebuild
 from service.store.feed import read_feed
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import SessionStore

@@ -29,10 +29,11 @@ from service.launch.cluster import check_places, on_this_node, prepare_environme
 from service.launch.other_nodes import check_other_nodes
 from service.launch.placement import HEAD_NODE, SHARE
 from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_run, run_id_of
-from service.launch.watcher import SupervisorWatcher
-from service.run.health import FaultCount, Phase
+from service.report.document import Phase
+from service.run.health import FaultCount
 from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.run.supervisor import WhenHeld
+from service.serve.watcher import SupervisorWatcher
 from service.store.place import StoreOptions
 from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind

@@ -27,19 +27,21 @@ from actors.trajectory_queue.ledger import (
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
 from actors.weights.board import StartStages
-from service.hacking.findings import Finding
+from service.backlog.queue import SubmissionQueue
 from service.intake.feed import FeedEntry
-from service.intake.queue import SubmissionQueue
 from service.intake.submission import RolloutResult
-from service.run.health import Phase, Tail
-from service.run.pauses import Pausable, Pause
+from service.report.document import Phase
+from service.run.health import Tail
+from service.run.traces import RolloutTraces
+from service.store.controls import Pause
 from service.store.lineage import Checkpoint, count_events, newest_records, stored_totals
 from service.store.retention import Retention, forget
 from service.store.run_store import Lease, RunStore
+from service.store.tables import Pausable
 from service.store.thread import StoreThread
+from service.telemetry.findings import Finding
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.totals import RunTotals
-from service.telemetry.traces import RolloutTraces
 from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.branches import branch_reason
 from actors.expert_records import ExpertRecords
-from actors.merge.branches import branch_reason
 from actors.types import NO_VERSION, BranchReason, Sample, Turn, TurnSpan
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from actors.environment.protocol import MalformedCall, ToolSchema
 from actors.environment.settings import KeptTokens
 from actors.expert_records import ExpertIndices
-from actors.merge.misalignment import find_misalignment
+from actors.misalignment import find_misalignment
 from actors.types import FinishReason, LogProbs, Outcome, TokenIds, Turn, VersionSpan
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from actors.environment.settings import Sampling
-from service.run.pauses import Pause
+from service.store.controls import Pause
 from service.telemetry.records import EvaluationRecord
 
 

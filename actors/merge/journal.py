@@ -1,0 +1,116 @@
+"""Writes a built step to the journal, and reads it back as members. Called by the merge actor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actors.journal.files import prune, write_file
+from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.merge.member import Member
+from actors.merge.step import StepResult
+from actors.policy_age import oldest_version
+from actors.trajectory_queue.ledger import EvictionReason
+
+# Reasons why a group gives no training signal. Its members are not in the rows, but count in the
+# loss weights.
+_NO_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
+
+
+def journal_step(
+    result: StepResult, *, term: int, max_policy_age: int, group_rule: GroupRule | None
+) -> JournalStep:
+    """Convert a built step to the journal's record."""
+    report = result.report
+    return JournalStep(
+        step=report.step,
+        term=term,
+        trainer_version=report.trainer_version,
+        max_policy_age=max_policy_age,
+        group_rule=group_rule,
+        num_packed_trained=report.num_trained_tokens,
+        entries=tuple(
+            TrajectoryEntry(
+                trajectory=member.trajectory,
+                reason=member.reason,
+                baseline_return=member.baseline_return,
+                advantages=tuple(values.astype(np.float32) for values in member.advantages)
+                if member.is_trained
+                else (),
+                problem=member.problem,
+            )
+            for member in result.members
+        ),
+    )
+
+
+def members_of(step: JournalStep) -> tuple[Member, ...]:
+    """Rebuild the members that the step's rows were made of, with all that `weigh_updates`
+    reads.
+    """
+    return tuple(
+        Member(
+            trajectory=entry.trajectory,
+            reason=entry.reason,
+            baseline_return=entry.baseline_return,
+            shaped_return=entry.trajectory.episode_return,
+            advantages=tuple(values.astype(np.float64) for values in entry.advantages),
+            no_signal=entry.reason if entry.reason in _NO_SIGNAL else None,
+        )
+        for entry in step.entries
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSettings:
+    """The settings of a run's journal; a run without a journal has none."""
+
+    directory: Path
+    """The journal's directory in the run directory, as the merge actor's node sees it."""
+    term: int
+    keep_steps: int
+    """Number of the newest steps whose files are kept."""
+    max_policy_age: int
+    group_rule: GroupRule | None
+    """This and max_policy_age are the run's; both are written into each file."""
+
+
+class Journal:
+    """The writer of one term's steps."""
+
+    def __init__(self, settings: JournalSettings) -> None:
+        self._settings = settings
+        self._is_told = False
+
+    def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
+        """Write a step; return a warning the first time it cannot be written, else an empty string.
+
+        republished: as `policy_ages`.
+        """
+        settings = self._settings
+        version = result.report.trainer_version
+        step = journal_step(
+            result,
+            term=settings.term,
+            max_policy_age=version - oldest_version(version, settings.max_policy_age, republished),
+            group_rule=settings.group_rule,
+        )
+        try:
+            write_file(settings.directory, step)
+            prune(settings.directory, newest=step.step, keep_steps=settings.keep_steps)
+        except OSError as error:
+            return self._warning(step.step, error)
+        return ""
+
+    def _warning(self, step: int, error: OSError) -> str:
+        if self._is_told:
+            return ""
+        self._is_told = True
+        return (
+            f"step {step} is not in the journal: {self._settings.directory} cannot be written "
+            f"({error.strerror or error}); training goes on, `rayloom inspect` lacks such steps; "
+            "free space there, or set run.journal_steps to 0"
+        )
