@@ -23,8 +23,8 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.files import write_file
 from actors.types import Trajectory
-from service.hacking.detector import KEPT_STEPS, Detector
 from service.hacking.features import StepFeatures, step_features
+from service.hacking.patterns import KEPT_STEPS, Detector
 from service.inspect.reader import load_step
 
 GROUP_SIZE = 8

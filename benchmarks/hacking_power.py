@@ -26,7 +26,7 @@ from pathlib import Path
 from worlds.hacking_world import Course, ScriptedRun, Size
 from worlds.planted_hacks import planted_hacks
 
-from service.hacking.detector import Detector
+from service.hacking.patterns import Detector
 
 WITHIN_STEPS = 20
 

@@ -32,7 +32,7 @@ from service.config.file import load_config
 from service.inspect.reader import find_entry, open_journal
 from service.launch.resume import finished_step
 from service.launch.run_dir import RunDir, check_resumable
-from service.report.page import write_report
+from service.report.document import write_report
 from service.run.recorder import RunRecorder
 from service.store.lineage import read_history
 from service.store.run_store import RunStore

@@ -17,10 +17,10 @@ from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError
 from service.hacking import told
 from service.hacking.read import Verify, audit_hacking
-from service.inspect.audit.audit import audit, describe
+from service.inspect.audit import audit, describe
 from service.inspect.build import build_view
+from service.inspect.document import trajectory_document
 from service.inspect.listing import Filters, list_trajectories
-from service.inspect.page import write_page
 from service.inspect.reader import (
     OpenJournal,
     config_beside,
@@ -31,6 +31,9 @@ from service.inspect.reader import (
     tokenizer_of,
 )
 from service.inspect.terminal import show
+from service.inspect.view import TrajectoryView
+from service.page.packed import page_with
+from service.telemetry.summary import write_aside
 
 EXIT_OFFENDERS = 1
 DEFAULT_LIMIT = 50
@@ -217,3 +220,8 @@ def _outcome(name: str | None) -> Outcome | None:
     except ValueError:
         known = ", ".join(outcome.value for outcome in Outcome)
         raise ConfigError(f"--outcome: got {name!r}, expected one of {known}") from None
+
+
+def write_page(path: Path, view: TrajectoryView) -> None:
+    """Write the page aside and rename it. Raises: OSError."""
+    write_aside(path, page_with(trajectory_document(view)))

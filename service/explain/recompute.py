@@ -12,14 +12,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from actors.algorithm import Baseline
-from actors.batch import Minibatch, RankShard
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.batch import Float64s, Minibatch, RankShard
+from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.merge.advantages import group_advantages
 from actors.merge.journal import members_of
 from actors.merge.packing import WeightedSample, pack_row
 from actors.merge.step import pack_updates, weigh_updates
@@ -32,7 +35,6 @@ from actors.trainer.settings import Device, RankSettings
 from service.config.file import ConfigError
 from service.config.parts import rank_settings, step_settings
 from service.config.tree import Config
-from service.explain.leverage import own_shares
 from service.explain.source import StepSource
 
 _STORE_TIMEOUT_S = 60.0
@@ -288,3 +290,46 @@ def _ratio(value: float, whole: float) -> float:
 def _mean(values: Iterable[float]) -> float:
     known = list(values)
     return sum(known) / len(known)
+
+
+class Order(StrEnum):
+    """The order of trajectories: by the part of their gradient's size that does not depend on
+    others (`leverage`), by that size unchanged, or by their share of the update's direction.
+    """
+
+    OWN = "own"
+    NORM = "norm"
+    SHARE = "share"
+
+
+# How far a trajectory's advantage rests on one other member of its group; pure.
+#
+# One wrong reward moves its group's baseline, and with it the advantages of all members: their
+# gradients are large although nothing is wrong with them. What stays of an advantage whichever
+# other member is left out tells the two apart. Called by `recompute`.
+# With one member left there is nothing to compare with.
+_SMALLEST = 3
+
+
+def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
+    """Return the share of each advantage that remains whichever other member is left out.
+
+    f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
+
+    Args: returns: [G] float, of the members of the baseline.    Returns: [G] float, in [0, 1].
+    Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded
+    """
+    size = len(returns)
+    values = np.abs(group_advantages(returns, baseline=rule.baseline, scale=rule.scale).values)
+    if size < _SMALLEST:
+        return np.ones(size)
+    smallest = values.copy()
+    for left_out in range(size):
+        rest = np.arange(size) != left_out
+        of_rest = group_advantages(
+            [value for value, stays in zip(returns, rest, strict=True) if stays],
+            baseline=rule.baseline,
+            scale=rule.scale,
+        )
+        smallest[rest] = np.minimum(smallest[rest], np.abs(of_rest.values))
+    return np.where(values > 0, smallest / np.where(values > 0, values, 1.0), 1.0)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from actors.journal.record import JournalStep
-from service.hacking.detector import Detector
 from service.hacking.features import StepFeatures, step_features
 from service.hacking.kept import Kept, read_kept
+from service.hacking.patterns import Detector
 from service.inspect.reader import OpenJournal, load_step
 from service.telemetry.findings import Finding
 

@@ -10,14 +10,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.messages import QueueStats
+from service.page.packed import page_with
 from service.report import tables
 from service.telemetry.curves import step_numbers
 from service.telemetry.records import EvaluationRecord, StepRecord
-from service.telemetry.summary import HistoryLike, RunSummary
+from service.telemetry.summary import HistoryLike, RunSummary, write_aside
 
 DIGITS = 6
 Numbers = dict[str, list[float | int | None]]
@@ -177,3 +179,16 @@ def _live(live: LiveState) -> dict[str, Any]:
 
 def _plain(value: tables.Tile | tables.Check | tables.Table) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def write_report(
+    path: Path, *, summary: RunSummary, history: HistoryLike, config_text: str
+) -> None:
+    """Write report.html aside and rename it. config_text: the effective configuration, as YAML."""
+    write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
+
+
+def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
+    """Return the page as text."""
+    picture = RunPicture(summary=summary, history=history, config_text=config_text)
+    return page_with(run_document(picture))

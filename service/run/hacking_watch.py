@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 from actors.journal.files import file_name
 from service.config.file import ConfigError
 from service.config.tree import Config
-from service.hacking.detector import KEPT_STEPS, Detector
 from service.hacking.features import step_features
 from service.hacking.kept import Line, append
+from service.hacking.patterns import KEPT_STEPS, Detector
 from service.hacking.read import kept_of, read_features
 from service.hacking.shadow import ShadowVerifier, Verdicts
 from service.inspect.reader import load_step, open_journal

@@ -38,8 +38,7 @@ from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
-from service.report.document import LiveState, Phase, RunPicture
-from service.report.page import write_report
+from service.report.document import LiveState, Phase, RunPicture, write_report
 from service.run.control import Control
 from service.run.engines import Engines
 from service.run.hacking_watch import watch_of

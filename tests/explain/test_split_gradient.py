@@ -8,7 +8,7 @@ import torch
 from actors.algorithm import Baseline, Scale
 from actors.journal.record import GroupRule
 from actors.trainer.attribution import split_gradient
-from service.explain.leverage import own_shares
+from service.explain.recompute import own_shares
 
 PLAIN = GroupRule(baseline=Baseline.MEAN, scale=Scale.NONE)
 STD = GroupRule(baseline=Baseline.MEAN, scale=Scale.STD)

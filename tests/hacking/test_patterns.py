@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from service.hacking.detector import FORGOTTEN_AFTER, Detector, find_all
 from service.hacking.features import StepFeatures
+from service.hacking.patterns import FORGOTTEN_AFTER, Detector, find_all
 from service.telemetry.findings import Finding, Kind
 
 GROUPS, MEMBERS = 8, 8

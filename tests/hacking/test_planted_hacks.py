@@ -15,7 +15,7 @@ from worlds.hacking_world import Size, played
 from worlds.planted_hacks import planted_hacks
 
 from benchmarks.hacking_power import WITHIN_STEPS, play
-from service.hacking.detector import find_all
+from service.hacking.patterns import find_all
 
 SMALL = Size(num_steps=32, groups_per_step=4, group_size=8)
 QUICK = ("malformed that scores", "marker spam", "persuading the judge")

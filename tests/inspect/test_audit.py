@@ -34,10 +34,7 @@ from actors.merge.advantages import group_advantages
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.types import UNDONE, Outcome
 from service.cli.inspect import InspectRequest, run_inspect
-from service.inspect.audit.audit import describe
-from service.inspect.audit.groups import GroupRule, expected_advantages
-from service.inspect.audit.offence import Check
-from service.inspect.audit.tokens import check_trajectory
+from service.inspect.audit import Check, GroupRule, check_trajectory, describe, expected_advantages
 
 EVICTED = LedgerEventKind.EVICTED
 

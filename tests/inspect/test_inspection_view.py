@@ -29,6 +29,7 @@ from actors.journal.record import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import LeftOutReason
+from service.cli.inspect import write_page
 from service.inspect.build import (
     HEADER_TRAINED,
     HEADER_WRITTEN,
@@ -38,7 +39,6 @@ from service.inspect.build import (
 )
 from service.inspect.document import trajectory_document
 from service.inspect.facts import facts
-from service.inspect.page import write_page
 from service.inspect.terminal import show
 from service.inspect.token_text import BareIds
 from service.inspect.view import Token, TokenClass, TrajectoryView

@@ -16,8 +16,7 @@ from actors.journal.files import file_name
 from actors.journal.record import JournalStep
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
-from service.inspect.audit.audit import audit, describe
-from service.inspect.audit.offence import Check
+from service.inspect.audit import Check, audit, describe
 from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
 from service.store.run_store import RunStore

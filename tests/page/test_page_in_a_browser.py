@@ -11,9 +11,9 @@ from worlds.chat_examples import example_step, text, with_trained
 from worlds.record_builders import Run, evaluation_record, learning_run, step_record, summary_of
 
 from actors.journal.record import JournalStep
+from service.cli.inspect import write_page
 from service.inspect.build import build_view
-from service.inspect.page import write_page
-from service.report.page import write_report
+from service.report.document import write_report
 
 RUNS = {
     "no steps": Run(),

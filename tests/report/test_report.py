@@ -21,8 +21,14 @@ from actors.trajectory_queue.ledger import LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Outcome
 from service.page.packed import PACKED
-from service.report.document import LiveState, Phase, RunPicture, run_document
-from service.report.page import render_report, write_report
+from service.report.document import (
+    LiveState,
+    Phase,
+    RunPicture,
+    render_report,
+    run_document,
+    write_report,
+)
 from service.report.tables import balance_equation, checks, ending, verdict
 from service.telemetry.records import StageSeconds
 from service.units import UNKNOWN

@@ -26,7 +26,7 @@ from worlds.prometheus_server import Target, panels_without_data, scraping_all
 from worlds.redis_server import redis_server
 from worlds.run_driver import ENGINE, SMALL
 
-from service.inspect.audit.audit import audit
+from service.inspect.audit import audit
 from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
 from service.store.lineage import read_history

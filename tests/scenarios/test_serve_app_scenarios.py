@@ -25,7 +25,7 @@ from worlds.prometheus_server import scraping, series
 from worlds.run_checks import check_lineage
 from worlds.run_driver import ROOT, START_S, STEP_S, running
 
-from service.inspect.audit.audit import audit
+from service.inspect.audit import audit
 from service.inspect.reader import open_journal
 from service.launch.cluster import start_ray
 from service.launch.run_dir import RunDir

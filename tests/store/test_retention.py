@@ -13,7 +13,7 @@ from worlds.store_builders import commit, queue_snapshot
 
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from benchmarks.history_inputs import Scale, make_history
-from service.inspect.audit.audit import audit
+from service.inspect.audit import audit
 from service.inspect.reader import find_entry, open_journal
 from service.launch.run_dir import RunDir
 from service.store import tables

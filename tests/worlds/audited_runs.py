@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.journal.record import JournalStep
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
-from service.inspect.audit.audit import Audit, audit
+from service.inspect.audit import Audit, audit
 from service.inspect.reader import open_journal
 from service.launch.run_dir import RunDir
 from service.store.run_store import RunStore

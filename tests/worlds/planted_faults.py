@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.journal.record import JournalStep
 from actors.trajectory_queue.ledger import EvictionReason
-from service.inspect.audit.offence import Check
+from service.inspect.audit import Check
 from worlds.chat_examples import branched, with_trained
 from worlds.journal_builders import group_of, one_group, step_of
 from worlds.trajectory_builders import linear_turns, make_trajectory

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from actors.trajectory_queue.ledger import LedgerEvent
-from service.inspect.audit.audit import audit
+from service.inspect.audit import audit
 from service.inspect.reader import open_journal
 from worlds.run_driver import Run
 

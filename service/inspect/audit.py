@@ -1,0 +1,586 @@
+"""Every check over every trajectory of a journal; what it found, as text and as an exit code.
+
+Steps are read one after the other, so that memory does not grow with the run. Called by
+`rayloom inspect --audit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from actors.algorithm import Baseline, Scale
+from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.limits import MAX_REWARD
+from actors.policy_age import policy_ages
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
+from actors.types import NO_VERSION, Outcome, Sample
+from service.config.file import ConfigError
+from service.inspect.reader import OpenJournal, config_beside, is_refused
+from service.inspect.surviving import Recorded, read_recorded
+from service.visible import visible_text
+
+
+class Check(StrEnum):
+    """An invariant; its value is the sentence that holds if nothing is wrong."""
+
+    LOGPROBS = "every sampled token has a finite log-probability"
+    SAMPLED = "every trained token was sampled"
+    HANDED_OUT = "each token to be trained has an advantage, and what is not in the loss has none"
+    PACKED = "the packed rows train as many tokens as were handed out"
+    MALFORMED = "no malformed trajectory has a positive reward"
+    AGE = "no trained token is older than the policy-age bound"
+    BASELINE = "a baseline holds each member's return, capped or as it is"
+    ADVANTAGES = "advantages are what the group's returns give"
+    ZERO_SUM = "the advantages of a group add up to 0"
+    ADMITTED = "group statistics come of every admitted rollout"
+    LEDGER = "journal and ledger agree on what was trained"
+    BEGUN = "every step is one that the run has begun"
+    ONCE = "no rollout is trained twice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offence:
+    """A finding of a check.
+
+    subject: a trajectory, group or step by name. is_explained: the rules allow it, but it is worth
+    knowing; such a finding does not fail an audit.
+    """
+
+    check: Check
+    step: int
+    subject: str
+    text: str
+    is_explained: bool = False
+
+
+_NO_DATABASE = "there is no rayloom.db beside the journal"
+_NO_RULE = "not a function of the group's returns alone"
+_SHAPED = "returns may be shaped; each is finite"
+# The checks that need the run's database, and those that need advantages that depend only on
+# returns.
+_WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DATABASE)
+_WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
+# Steps that a note names.
+_MAX_NAMED_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The result of an audit.
+
+    unchecked: why a check could not be made. missing_steps: recorded by the run and to be kept, but
+    without a file. unrecorded_steps: with a file, but unfinished or interrupted. refused_steps:
+    those whose update the trainer refused; nothing of them counts as trained.
+    """
+
+    num_steps: int
+    num_trajectories: int
+    num_sampled: int
+    num_trained: int
+    offences: tuple[Offence, ...]
+    unchecked: dict[Check, str]
+    missing_steps: tuple[int, ...] = ()
+    unrecorded_steps: tuple[int, ...] = ()
+    refused_steps: tuple[int, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        return all(offence.is_explained for offence in self.offences)
+
+
+class _Auditor:
+    """The facts that are collected over all steps."""
+
+    def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
+        self._journal = journal
+        self._recorded = set(recorded.steps) if recorded else set[int]()
+        # Each rollout's newest event: the events are in order.
+        self._newest = {each.rollout_id: each for each in recorded.events} if recorded else None
+        self._groups = by_group(self._newest) if self._newest is not None else None
+        self._trained_at: dict[str, int] = {}
+
+    def check(self, step: JournalStep) -> Iterator[Offence]:
+        for entry in step.entries:
+            for offence in check_trajectory(step, entry):
+                # An advantage that is no number may be why the update was refused.
+                is_why = offence.check is Check.ADVANTAGES and is_refused(self._journal, entry)
+                yield replace(offence, is_explained=is_why)
+        yield from self._check_once(step)
+        num_trained = sum(entry.num_trained for entry in step.entries)
+        if num_trained != step.num_packed_trained:
+            yield Offence(
+                check=Check.PACKED,
+                step=step.step,
+                subject=f"step {step.step}",
+                text=f"{step.num_packed_trained} trained tokens in the rows, {num_trained} handed "
+                "out",
+            )
+        is_recorded = step.step in self._recorded
+        yield from check_groups(step, self._groups if is_recorded else None)
+        if self._newest is not None and is_recorded:
+            yield from check_ledger(step, self._newest)
+
+    def _check_once(self, step: JournalStep) -> Iterator[Offence]:
+        times = Counter(entry.trajectory.rollout_id for entry in step.entries)
+        trained = {e.trajectory.rollout_id for e in step.entries if e.reason is None}
+        for rollout_id, count in times.items():
+            before = self._trained_at.get(rollout_id)
+            if before is not None:
+                yield _once(step, rollout_id, f"trained in step {before} already")
+            if count > 1:
+                yield _once(step, rollout_id, f"stands {count} times in the step")
+        self._trained_at |= dict.fromkeys(trained, step.step)
+
+
+def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
+    return Offence(check=Check.ONCE, step=step.step, subject=rollout_id, text=text)
+
+
+def audit(journal: OpenJournal) -> Audit:
+    """Check a journal. Raises: ConfigError for a file that cannot be read."""
+    recorded = None
+    if journal.run_dir is not None and journal.has_database:
+        recorded = read_recorded(journal.run_dir)
+    auditor = _Auditor(journal, recorded)
+    offences: list[Offence] = []
+    num_trajectories = num_sampled = num_trained = 0
+    refused: list[int] = []
+    has_rule = True
+    for step in journal.steps():
+        offences += auditor.check(step)
+        num_trajectories += len(step.entries)
+        num_sampled += sum(entry.trajectory.num_sampled for entry in step.entries)
+        kept = [entry for entry in step.entries if not is_refused(journal, entry)]
+        num_trained += sum(entry.num_trained for entry in kept)
+        if len(kept) < len(step.entries):
+            refused.append(step.step)
+        has_rule = has_rule and step.group_rule is not None
+    present = [file.step for file in journal.files]
+    missing: tuple[int, ...] = ()
+    unrecorded: tuple[int, ...] = ()
+    if recorded is not None:
+        plan = _plan(journal)
+        offences += steps_beyond(present, recorded.steps, plan)
+        missing = missing_steps(present, recorded.steps, plan)
+        unrecorded = tuple(sorted(set(present) - set(recorded.steps)))
+    return Audit(
+        num_steps=len(journal.files),
+        num_trajectories=num_trajectories,
+        num_sampled=num_sampled,
+        num_trained=num_trained,
+        offences=tuple(offences),
+        unchecked=({} if recorded else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
+        missing_steps=missing,
+        unrecorded_steps=unrecorded,
+        refused_steps=tuple(refused),
+    )
+
+
+def _plan(journal: OpenJournal) -> Plan | None:
+    try:
+        run = config_beside(journal.run_dir).run if journal.run_dir else None
+    except ConfigError:
+        return None
+    return None if run is None else Plan(steps=run.steps, keep_steps=run.journal_steps)
+
+
+def describe(result: Audit, *, limit: int) -> list[str]:
+    """Return a line for each check, with its offenders after it. limit: most offenders; 0: all."""
+    lines = [
+        f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
+        f"{result.num_sampled} sampled tokens, {result.num_trained} trained"
+    ]
+    for check in Check:
+        found = [offence for offence in result.offences if offence.check is check]
+        lines += _of_check(check, found, result.unchecked.get(check), limit=limit)
+    lines += _note(result.missing_steps, "recorded by the run and without a journal file")
+    lines += _note(result.unrecorded_steps, "not recorded by the run, so not held against it")
+    lines += _note(result.refused_steps, "handed out, whose update was not finite and was refused")
+    num_offenders = sum(not offence.is_explained for offence in result.offences)
+    lines.append("clean" if result.is_clean else f"{num_offenders} offenders")
+    return lines
+
+
+def _note(steps: Sequence[int], what: str) -> Iterable[str]:
+    if steps:
+        named = ", ".join(map(str, steps[:_MAX_NAMED_STEPS]))
+        rest = ", …" if len(steps) > _MAX_NAMED_STEPS else ""
+        noun = "step" if len(steps) == 1 else "steps"
+        yield f"  note   {len(steps)} {noun} {what}: {named}{rest}"
+
+
+def _of_check(
+    check: Check, found: Sequence[Offence], why_not: str | None, *, limit: int
+) -> list[str]:
+    if why_not is not None and not found:
+        return [f"  -      {check.value}: not checked, {why_not}"]
+    wrong = sum(not offence.is_explained for offence in found)
+    if wrong:
+        lines = [f"  WRONG  {check.value}: {wrong} offenders"]
+    elif found:
+        lines = [f"  note   {check.value}: {len(found)} that the rules allow"]
+    else:
+        return [f"  ok     {check.value}"]
+    ordered = sorted(found, key=lambda offence: offence.is_explained)
+    named = ordered[:limit] if limit else ordered
+    lines += [
+        visible_text(f"           step {item.step}, {item.subject}: {item.text}") for item in named
+    ]
+    if len(named) < len(found):
+        lines.append(f"           and {len(found) - len(named)} more; --limit 0 names all")
+    return lines
+
+
+# The current step, and the one before it while the engines load its version.
+MAX_UNRECORDED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The run's plan. steps: the last one planned. keep_steps: run.journal_steps."""
+
+    steps: int
+    keep_steps: int
+
+
+def missing_steps(
+    present: Sequence[int], recorded: Sequence[int], plan: Plan | None
+) -> tuple[int, ...]:
+    """Recorded steps without a file. plan: None: not known, nor then how many are kept.
+
+    Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
+    """
+    first, last = min(present), max(present)
+    if plan is not None and plan.keep_steps:
+        last = max(last, *recorded) if recorded else last
+        first = last - plan.keep_steps + 1
+    found = set(present)
+    return tuple(step for step in recorded if first <= step <= last and step not in found)
+
+
+def steps_beyond(
+    present: Sequence[int], recorded: Sequence[int], plan: Plan | None
+) -> Iterator[Offence]:
+    """Steps with a file that the run cannot have begun."""
+    newest = max(recorded, default=0)
+    bound = newest + MAX_UNRECORDED
+    if plan is not None:
+        # A run whose run.steps was lowered has done what it has recorded.
+        bound = min(bound, max(plan.steps, newest))
+    for step in present:
+        if step > bound:
+            yield Offence(
+                check=Check.BEGUN,
+                step=step,
+                subject=f"step {step}",
+                text=f"the run has recorded steps up to {newest}, and can have begun none behind "
+                f"{bound}",
+            )
+
+
+def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
+    """Return the admitted rollouts of each group. newest: each rollout's newest event."""
+    groups: dict[str, dict[str, LedgerEvent]] = {}
+    for rollout_id, event in newest.items():
+        groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
+    return groups
+
+
+def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
+    """Check that each rollout of the step left in the same way in both, and none is in only one.
+
+    newest: each rollout's newest event in the ledger.
+    """
+    present = {entry.trajectory.rollout_id for entry in step.entries}
+    for entry in step.entries:
+        event = newest.get(entry.trajectory.rollout_id)
+        text = _disagreement(entry, event, step=step.step)
+        if text:
+            name = entry.trajectory.trajectory_id
+            yield Offence(check=Check.LEDGER, step=step.step, subject=name, text=text)
+    for rollout_id, event in newest.items():
+        if event.step == step.step and rollout_id not in present:
+            text = f"{_exit(event)} in the ledger, and not in the step's journal"
+            yield Offence(check=Check.LEDGER, step=step.step, subject=rollout_id, text=text)
+
+
+def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: int) -> str:
+    own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
+    if event is None:
+        return f"{own} in the journal, and the ledger never admitted it"
+    # A step whose every update was refused as not finite is known only after the journal is.
+    is_refused = event.reason is EvictionReason.NONFINITE_STEP
+    is_same = _exit(event) == own or (entry.reason is None and is_refused)
+    if not is_same:
+        return f"{own} in the journal, {_exit(event)} in the ledger"
+    if event.step != step:
+        return f"finalised by step {event.step} in the ledger, by step {step} in the journal"
+    return ""
+
+
+def _exit(event: LedgerEvent) -> str:
+    if event.kind is LedgerEventKind.EVICTED:
+        return f"evicted as {event.reason}"
+    return "trained" if event.kind is LedgerEventKind.TRAINED else "still in flight"
+
+
+# Advantages are float32 in the batch; sums of rewards carry rounding.
+_TOLERANCE = 1e-5
+_EPSILON = 1e-6
+_EQUAL = 1e-9
+_WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
+
+
+def check_groups(
+    step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
+) -> Iterator[Offence]:
+    """Check every group of a step. admitted: by group, the ledger's rollouts; None: not known."""
+    groups: dict[str, list[TrajectoryEntry]] = {}
+    for entry in step.entries:
+        groups.setdefault(entry.trajectory.group_id, []).append(entry)
+    for group_id, entries in groups.items():
+        for check, text in _findings(entries, step.group_rule):
+            yield Offence(check=check, step=step.step, subject=group_id, text=text)
+        if admitted is not None:
+            yield from _check_admitted(step, group_id, entries, admitted.get(group_id, {}))
+
+
+def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
+    """A_i = (r_i - b_i) / s by plain sums; None for a group without a signal.
+
+    Example: [1, 0, 0, 0] with mean and std -> [1.499997, -.499999, -.499999, -.499999]
+    """
+    count, total = len(returns), math.fsum(returns)
+    mean = total / count
+    largest = max(abs(value) for value in returns)
+    is_equal = max(returns) - min(returns) <= _EQUAL * max(1.0, largest)
+    if is_equal and rule.baseline is not Baseline.NONE:
+        return None
+    if rule.scale is Scale.MEAN and min(returns) < 0:
+        return None
+    scale = 1.0
+    if rule.scale is Scale.MEAN:
+        scale = mean
+    elif rule.scale is Scale.STD and not is_equal:
+        spread = math.fsum((value - mean) ** 2 for value in returns) / (count - 1)
+        scale = math.sqrt(spread) + _EPSILON
+    if scale == 0:
+        return None
+    baselines = {
+        Baseline.NONE: [0.0] * count,
+        Baseline.MEAN: [mean] * count,
+        Baseline.LEAVE_ONE_OUT: [(total - value) / max(count - 1, 1) for value in returns],
+    }[rule.baseline]
+    return [(value - base) / scale for value, base in zip(returns, baselines, strict=True)]
+
+
+def _findings(
+    entries: Sequence[TrajectoryEntry], rule: GroupRule | None
+) -> Iterator[tuple[Check, str]]:
+    returns = [entry.baseline_return for entry in entries if entry.baseline_return is not None]
+    if rule is None or not returns:
+        return
+    # Written so that NaN is among them.
+    bad = [value for value in returns if not abs(value) <= MAX_REWARD]
+    if bad:
+        text = f"a return of {bad[0]:g} is in the baseline, expected at most {MAX_REWARD:g} in size"
+        yield Check.BASELINE, text
+        return
+    expected = expected_advantages(returns, rule)
+    # By place, not by name: who stands twice counts twice.
+    of_members = iter(expected or [0.0] * len(returns))
+    wanted = [None if e.baseline_return is None else next(of_members) for e in entries]
+    for entry, want in zip(entries, wanted, strict=True):
+        yield from _check_member(entry, want or 0.0, rule, has_signal=expected is not None)
+    members = [
+        (entry, want) for entry, want in zip(entries, wanted, strict=True) if want is not None
+    ]
+    yield from _check_sum(members, rule)
+
+
+def _check_member(
+    entry: TrajectoryEntry, want: float, rule: GroupRule, *, has_signal: bool
+) -> Iterator[tuple[Check, str]]:
+    name = entry.trajectory.trajectory_id
+    if entry.reason is None and not has_signal and not rule.trains_without_signal:
+        yield Check.ADVANTAGES, f"{name} is trained, its group has no signal"
+    if entry.reason in _WITHOUT_SIGNAL and has_signal:
+        text = f"{name} is evicted as {entry.reason}, its group's returns give it an advantage"
+        yield Check.ADVANTAGES, text
+    if entry.reason is not None:
+        return
+    values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
+    wrong = [value for value in values if not _is_close(value, want)]
+    if wrong:
+        yield (
+            Check.ADVANTAGES,
+            f"{name} has {wrong[0]:.6g} on {len(wrong)} of {len(values)} tokens, the group's "
+            f"returns give {want:.6g}",
+        )
+
+
+def _check_sum(
+    members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
+) -> Iterator[tuple[Check, str]]:
+    """Holds for mean and leave-one-out, whatever the scale; who is not trained adds what the
+    group's returns give it."""
+    if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
+        return
+    values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
+    total = sum(values)
+    is_small = abs(total) <= _TOLERANCE * max(1.0, sum(map(abs, values)))
+    # Written so that NaN fails it.
+    if not is_small:
+        yield Check.ZERO_SUM, f"the advantages of {len(values)} members add up to {total:.6g}"
+
+
+def _first_advantage(entry: TrajectoryEntry) -> float:
+    values = [value for of_sample in entry.advantages for value in of_sample[:1].tolist()]
+    return values[0] if values else 0.0
+
+
+def _check_admitted(
+    step: JournalStep,
+    group_id: str,
+    entries: Sequence[TrajectoryEntry],
+    admitted: Mapping[str, LedgerEvent],
+) -> Iterator[Offence]:
+    """Check that every missing rollout left for a reason: the survivors form the group."""
+    counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
+    missing = sorted(admitted.keys() - counted)
+    if not missing or not counted:
+        return
+    reasons = {e.trajectory.rollout_id: e.reason for e in entries if e.reason is not None}
+    why = {name: reasons.get(name) or admitted[name].reason for name in missing}
+    shown = [f"{name} ({reason or 'no reason'})" for name, reason in why.items()]
+    yield Offence(
+        check=Check.ADMITTED,
+        step=step.step,
+        subject=group_id,
+        text=f"{len(counted)} of {len(admitted)} admitted rollouts are in the statistics; missing: "
+        f"{', '.join(shown[:4])}{', …' if len(shown) > 4 else ''}",
+        is_explained=all(why.values()),
+    )
+
+
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) <= _TOLERANCE * max(1.0, abs(b))
+
+
+def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
+    """Run every check of one trajectory."""
+    name = entry.trajectory.trajectory_id
+    for check, text in _tokens_findings(step, entry):
+        yield Offence(check=check, step=step.step, subject=name, text=text)
+
+
+def _tokens_findings(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    for number, sample in enumerate(entry.trajectory.samples):
+        for check, text in _check_sample(sample):
+            yield check, f"sample {number}: {text}"
+    yield from _check_handed_out(entry)
+    yield from _check_rewards(
+        entry,
+        is_shaped=step.group_rule is None,
+        worst_completed=lambda: _worst_completed(step, entry.trajectory.group_number),
+    )
+    if entry.reason is None:
+        yield from _check_age(step, entry)
+
+
+def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
+    mask = sample.mask
+    is_sampled = np.zeros(sample.num_tokens, np.bool_)
+    for turn in sample.turns:
+        is_sampled[turn.tokens] = True
+        missing = np.flatnonzero(mask[turn.tokens] == 0)
+        if missing.size:
+            yield (
+                Check.LOGPROBS,
+                f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens, the "
+                f"first is number {missing[0]}",
+            )
+    unsampled = np.flatnonzero((mask == 1) & ~is_sampled)
+    if unsampled.size:
+        yield (
+            Check.SAMPLED,
+            f"{unsampled.size} tokens to be trained that nobody sampled, the first at "
+            f"{unsampled[0]}",
+        )
+
+
+def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    if entry.reason is not None:
+        if entry.num_trained:
+            reason = entry.reason.value
+            text = f"evicted as {reason}, with {entry.num_trained} trained tokens"
+            yield Check.HANDED_OUT, text
+        return
+    if not entry.num_trained:
+        yield Check.HANDED_OUT, "trained, and without a trained token"
+    expected = [sample.num_trained for sample in entry.trajectory.samples]
+    found = [int(of_sample.shape[0]) for of_sample in entry.advantages]
+    if found != expected:
+        yield Check.HANDED_OUT, f"advantages of {found} tokens by sample, expected {expected}"
+    num_bad = sum(int(np.count_nonzero(~np.isfinite(each))) for each in entry.advantages)
+    if num_bad:
+        yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
+
+
+def _check_rewards(
+    entry: TrajectoryEntry, *, is_shaped: bool, worst_completed: Callable[[], float]
+) -> Iterator[tuple[Check, str]]:
+    trajectory = entry.trajectory
+    value = trajectory.episode_return
+    if trajectory.outcome is Outcome.MALFORMED_TOOL_CALL and value > 0:
+        yield Check.MALFORMED, f"ended as {trajectory.outcome.value} with a return of {value:g}"
+    for turn in trajectory.turns:
+        if turn.is_malformed and turn.reward > 0:
+            text = f"turn {turn.index} is malformed and has a reward of {turn.reward:g}"
+            yield Check.MALFORMED, text
+    brought = entry.baseline_return
+    if entry.reason is None and brought is None:
+        yield Check.BASELINE, "trained, and not in its group's baseline"
+    if brought is not None and not math.isfinite(brought):
+        yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
+    elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
+        lowest = worst_completed()
+        if brought != min(value, 0.0, lowest):
+            yield (
+                Check.BASELINE,
+                f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or "
+                f"at most {min(0.0, lowest):g}: 0, or the worst return of its group that completed",
+            )
+
+
+def _worst_completed(step: JournalStep, group: int) -> float:
+    """Return the lowest return of a group's completed members; infinity: none has completed."""
+    returns = [
+        entry.trajectory.episode_return
+        for entry in step.entries
+        if entry.trajectory.group_number == group
+        and entry.trajectory.outcome is Outcome.COMPLETED
+        # An entry that does not fit the model has a problem; one with no token to train has none.
+        and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
+    ]
+    return min(filter(math.isfinite, returns), default=math.inf)
+
+
+def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    of_samples = [sample.versions for sample in entry.trajectory.samples]
+    versions = np.concatenate([np.empty(0, np.int32), *of_samples])
+    ages = policy_ages(versions[versions != NO_VERSION], step.trainer_version)
+    bad = ages[(ages < 0) | (ages > step.max_policy_age)]
+    if bad.size:
+        worst = bad[np.argmax(np.abs(bad))]
+        yield (
+            Check.AGE,
+            f"{bad.size} trained tokens outside 0 to {step.max_policy_age} versions behind the "
+            f"trainer's {step.trainer_version}; the worst is {worst}",
+        )
