@@ -9,9 +9,10 @@ left out. Called by `actor.py`.
 from __future__ import annotations
 
 import logging
+import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores, ValueShard
-from actors.expert_records import ModelShape
+from actors.expert_records import MixtureShape, ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
 from actors.trainer.attribution import SplitGradient, split_gradient
@@ -31,13 +33,13 @@ from actors.trainer.checkpoint import Progress
 from actors.trainer.critic import Critic
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
-from actors.trainer.model import load_policy, row_tensors, scoring_row
+from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors, scoring_row
 from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights
-from actors.trainer.scoring import Reference, score_minibatches, score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import agree_on
 from actors.trainer.sharded_model import (
+    ShardedModel,
     Sharding,
     TrainedModel,
     load_checkpoint,
@@ -45,7 +47,6 @@ from actors.trainer.sharded_model import (
     write_checkpoint,
 )
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
-from actors.trainer.utilization import device_peak, mfu, num_multiplied
 from actors.weights.board import WeightGroup, check_tokens
 
 _LOG = logging.getLogger(__name__)
@@ -439,3 +440,151 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     except OSError as error:
         return f"its inputs could not be saved: {error}"
     return f"its inputs are in {path}"
+
+
+# Log-probabilities of a step's trained tokens without gradient: of the old policy, or a reference.
+#
+# Collective: all ranks score minibatches of equally many rows, in the same order. Called by
+# `TrainerRank` before and at the start of a step, and only where loss or rewards ask for it.
+# By minibatch, then by micro-batch: [M] float32, nats, on the device.
+Scores = list[list[Tensor]]
+
+
+@torch.no_grad()
+def score_row(policy: PolicyModel, row: RowTensors) -> Tensor:
+    """Score one row's targets without gradient, recorded experts replayed: [M] float32, nats."""
+    logprobs: Tensor = policy(row)[0]
+    return logprobs
+
+
+def score_minibatches(
+    policy: ShardedModel[PolicyModel],
+    minibatches: Sequence[Minibatch],
+    *,
+    check: Callable[[], None],
+) -> Scores:
+    """Score every row of a step, then free the gathered weights.
+
+    check: called before each row; what it raises ends the scoring.
+    """
+
+    def score(row: MicroBatch) -> Tensor:
+        check()
+        tensors = row_tensors(row, device=policy.device)
+        return score_row(policy.model, tensors)
+
+    try:
+        return [[score(row) for row in minibatch.micro_batches] for minibatch in minibatches]
+    finally:
+        policy.free_weights()
+
+
+class Reference:
+    """The frozen policy of KL terms, sharded beside the trained one and only ever scored.
+
+    Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
+    measured to the reference as it would play.
+    """
+
+    def __init__(self, settings: RankSettings, sharding: Sharding) -> None:
+        """Load the model and shard it. Raises: as `load_policy`."""
+        policy = load_policy(
+            settings.algorithm.reference or settings.model,
+            logprob_chunk=settings.logprob_chunk,
+            gradient_checkpointing=False,
+            max_context_tokens=settings.max_context_tokens,
+        ).requires_grad_(False)
+        self._policy = ShardedModel(policy, policy.causal_lm, sharding)
+
+    def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
+        """Log-probabilities of the rows' targets. check: as `score_minibatches`."""
+        return score_minibatches(
+            self._policy,
+            [_without_experts(minibatch) for minibatch in minibatches],
+            check=check,
+        )
+
+
+def _without_experts(minibatch: Minibatch) -> Minibatch:
+    rows = tuple(replace(row, experts=None) for row in minibatch.micro_batches)
+    return replace(minibatch, micro_batches=rows)
+
+
+# How much of the GPUs' arithmetic a training step used: model FLOPs utilisation, MFU.
+#
+# mfu = 6 N T / (seconds · ranks · peak) Source: PaLM (Chowdhery et al. 2022, appendix B), without
+# its term for attention scores, so that the true share is somewhat higher. N: parameters that a
+# token is multiplied with; T: tokens of packed rows, each epoch counted. What is computed twice, as
+# by gradient checkpointing, counts once. Called by `TrainerRank`; a device of unknown peak has no
+# MFU.
+# Dense bfloat16 with float32 sums, FLOP/s, from NVIDIA's data sheets; by the start of the name that
+# CUDA gives the device, longer ones first.
+_BFLOAT16_PEAKS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+}
+_FLOPS_PER_PARAMETER = 6
+"""Of a token: a product and a sum forward, and twice as many backward."""
+_EXPERT = re.compile(r"\.experts\.")
+
+
+def peak_of(device_name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a device, as `torch.cuda.get_device_name` calls it; None: not known."""
+    if dtype is not torch.bfloat16:
+        return None
+    found = (peak for name, peak in _BFLOAT16_PEAKS.items() if device_name.startswith(name))
+    return next(found, None)
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype)
+
+
+def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
+    """Parameters that a token is multiplied with: all but the input embedding, which is looked up,
+    and but the experts that it is not routed to.
+
+    Tied to the head, the embedding is multiplied with there.
+    Returns: None for experts of a mixture that is not known.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding
+    num_expert, num_other = 0, 0
+    for name, parameter in model.named_parameters():
+        if _EXPERT.search(name):
+            num_expert += parameter.numel()
+        elif parameter is not embedding or is_tied:
+            num_other += parameter.numel()
+    if not num_expert:
+        return num_other
+    if mixture is None:
+        return None
+    return num_other + num_expert * mixture.num_chosen / mixture.num_experts
+
+
+def mfu(
+    *,
+    num_parameters: float | None,
+    num_tokens: int,
+    seconds: float,
+    num_ranks: int,
+    peak: float | None,
+) -> dict[str, float]:
+    """Return the statistic by its name; empty if model or peak is unknown, or nothing was trained.
+
+    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device. Example: 1e9
+    parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
+    """
+    if num_parameters is None or peak is None or not num_tokens:
+        return {}
+    used = _FLOPS_PER_PARAMETER * num_parameters * num_tokens
+    return {"mfu": used / (seconds * num_ranks * peak)}

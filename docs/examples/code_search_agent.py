@@ -31,9 +31,9 @@ from actors.environment.builtin.code_search.environment import (
     ERROR,
     NO_CALL,
     QUESTION,
+    grade_files,
     read_task,
 )
-from actors.environment.builtin.code_search.grading import grade_files
 from actors.environment.builtin.code_search.tools import (
     ANSWER,
     SEARCH_TOOLS,

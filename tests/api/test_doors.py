@@ -21,8 +21,8 @@ from worlds.session_app import SessionRun
 
 from actors.metrics import ApiMetrics
 from service.api import door
+from service.api.app import CountedRequests
 from service.api.bodies import ASKS_HEADER, LARGE_BYTES, BodyRoom
-from service.api.counting import CountedRequests
 from service.api.door import Door, limit_heads
 from service.gateway.keys import AGENT, REWARD, session_key
 from service.launch.run_dir import RunDir, check_new, session_secret

@@ -20,9 +20,10 @@ from actors.environment.builtin.code_search.environment import (
     NO_CALL,
     NO_CALLS_LEFT,
     CodeSearchEnvironment,
+    canonical_path,
+    grade_files,
 )
 from actors.environment.builtin.code_search.from_git import QuestionSource
-from actors.environment.builtin.code_search.grading import canonical_path, grade_files
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve

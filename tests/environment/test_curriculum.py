@@ -6,13 +6,12 @@ from collections import Counter
 
 import pytest
 
-from actors.environment.curriculum import choose, is_resting
 from actors.environment.settings import CurriculumSettings
 from actors.environment.tasks import FileTasks, GeneratedTasks, MixedTasks
 from actors.merge.report import GroupReturns
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
-from service.run.task_feed import Curriculum
+from service.run.task_feed import Curriculum, choose, is_resting
 
 SETTINGS = CurriculumSettings(resting_share=0.1, window=2)
 

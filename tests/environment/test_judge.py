@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import uvicorn
 
-from actors.environment import judge_cache
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.judge import Judge, load_judges
 from actors.environment.judge_options import BadJudge, judge_options, score_of
@@ -190,7 +189,7 @@ async def test_a_kept_reply_that_has_no_score_any_more_is_asked_for_again(
 async def test_a_file_that_another_process_has_is_left_alone_for_a_while(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge_cache, "LOCK_LIMIT_S", 0.1)
+    monkeypatch.setattr("actors.environment.judge.LOCK_LIMIT_S", 0.1)
     file = tmp_path / "judgements.db"
     judge = judge_of(model, cache=str(file))
     await ask(judge)

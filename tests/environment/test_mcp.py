@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from actors.environment import mcp_servers, server_keeper, server_stderr
+from actors.environment import mcp_servers, server_keeper
 from actors.environment.builtin.tools import ToolsEnvironment
 from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
@@ -180,8 +180,8 @@ async def test_a_lost_server_is_told_with_the_end_of_its_standard_error() -> Non
 async def test_a_server_may_write_much_to_its_standard_error_and_little_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server_stderr, "SHOWN_BYTES", 100_000)
-    monkeypatch.setattr(server_stderr, "_num_shown", 0)
+    monkeypatch.setattr(mcp_servers, "SHOWN_BYTES", 100_000)
+    monkeypatch.setattr(mcp_servers, "_num_shown", 0)
     script = "import sys; sys.stderr.write(100 * (19_999 * 'x' + '\\n'))\n" + WITH_WORDS
     await check_calls(made(sums={**STDIO, "command": [sys.executable, "-c", script]}))
     shown = capsys.readouterr().err

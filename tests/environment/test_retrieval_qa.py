@@ -22,8 +22,12 @@ from actors.environment.builtin.retrieval_qa.corpus import (
     generated_facts,
     index_of,
 )
-from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
-from actors.environment.builtin.retrieval_qa.grading import Grade, grade_answer, normalised
+from actors.environment.builtin.retrieval_qa.environment import (
+    Grade,
+    RetrievalQaEnvironment,
+    grade_answer,
+    normalised,
+)
 from actors.environment.protocol import (
     Action,
     MalformedCall,

@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
-from actors.environment.builtin.sql.environment import SqlEnvironment
+from actors.environment.builtin.sql.environment import (
+    SqlEnvironment,
+    is_correct,
+    orders_rows,
+    query_of,
+    shown_result,
+)
 from actors.environment.builtin.sql.execution import Database, Execution, QueryFailed
 from actors.environment.builtin.sql.generated import LEVELS, make_question
-from actors.environment.builtin.sql.grading import is_correct, orders_rows, query_of, shown_result
 from actors.environment.protocol import (
     Action,
     MalformedCall,

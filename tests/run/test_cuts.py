@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import Drained, QueueCut
-from service.run.cuts import CutsInOrder
+from service.run.restartable_queue import CutsInOrder
 
 NOTHING = Drained(events=(), summaries=())
 

@@ -26,7 +26,7 @@ from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
 from worlds.submitting_client import SubmittingClient
 
 from deploy.rules.source import rules_text
-from deploy.stack.watching import alertmanager_command, alertmanager_config
+from deploy.stack.__main__ import alertmanager_command, alertmanager_config
 
 pytestmark = [pytest.mark.proof, pytest.mark.release, pytest.mark.timeout(900)]
 

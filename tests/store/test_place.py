@@ -14,12 +14,13 @@ from worlds.run_driver import small_config
 
 from service.config.file import ConfigError, dump_config, load_config
 from service.launch.run_dir import RunDir, check_new, check_resumable, place_store
-from service.store.filesystem import REFUSED, refused_filesystem
 from service.store.place import (
+    REFUSED,
     StoreOptions,
     check_local,
     chosen_url,
     recorded_url,
+    refused_filesystem,
     sqlite_url,
     with_password,
 )
