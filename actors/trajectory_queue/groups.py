@@ -210,7 +210,7 @@ class Group:
         """
         summary = rollout.summary
         if summary is None:
-            return TokenCounts(untrained={reason: rollout.num_sampled})
+            return TokenCounts(untrained={reason: rollout.num_sampled}).known()
         if self.policy.rule(summary.outcome).masks(is_graded=summary.is_graded):
             reason = token_cause(EvictionReason.MASKED, summary.outcome)
         return untrained_tokens(summary, reason)

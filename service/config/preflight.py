@@ -22,10 +22,8 @@ from pathlib import Path
 import psutil
 
 from actors.environment.protocol import Observation
-from actors.environment.reward_functions import BadRewardFunction, RewardFunction, load_functions
 from actors.environment.tokenizer import stop_token_ids
 from actors.limits import GIB
-from actors.user_code import describe
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture, check_model_files, read_object
 from service.config.tasks import check_prompts, first_observations
@@ -374,17 +372,3 @@ def check_metrics_address(config: Config) -> None:
                 f"({error.strerror}); expected an address of this machine and a free port; set "
                 "another port, or 0 for any free one"
             ) from error
-
-
-def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
-    """Return the reward function of a name. Raises: ConfigError if it cannot be loaded.
-
-    key: the setting or option that names the function, for messages.
-    """
-    try:
-        return load_functions(name)[0]
-    except BadRewardFunction as error:
-        raise ConfigError(f"{key}: {str(error).removeprefix('reward: ')}") from error
-    except Exception as error:
-        # The user's own module is imported: any type can come.
-        raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error

@@ -39,7 +39,12 @@ from actors.environment.protocol import (
     StepResult,
     reward_problem,
 )
-from actors.environment.reward_functions import NoScore, RewardFunction
+from actors.environment.reward_functions import (
+    BadRewardFunction,
+    NoScore,
+    RewardFunction,
+    load_functions,
+)
 from actors.environment.tasks import TaskSource
 from actors.environment.user_names import HIDES, hides_arguments
 from actors.environment.worker_process import die_with
@@ -47,7 +52,6 @@ from actors.types import Task
 from actors.user_code import closing, describe, location, root_cause
 from service.config import tasks
 from service.config.file import ConfigError
-from service.config.preflight import load_shadow
 from service.config.tree import Config, TasksSettings
 
 CALLS_LIMIT_S = 10.0
@@ -582,3 +586,17 @@ def _fate_of(
             return Fate.BROKEN, f"{words} ({HIDES})", 0.0
         case name:
             return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0
+
+
+def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
+    """Return the reward function of a name. Raises: ConfigError if it cannot be loaded.
+
+    key: the setting or option that names the function, for messages.
+    """
+    try:
+        return load_functions(name)[0]
+    except BadRewardFunction as error:
+        raise ConfigError(f"{key}: {str(error).removeprefix('reward: ')}") from error
+    except Exception as error:
+        # The user's own module is imported: any type can come.
+        raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error

@@ -22,9 +22,9 @@ from actors.journal.record import JournalStep
 from actors.types import Trajectory
 from actors.user_code import CallFailed, CallTimedOut, bounded
 from service.config.file import ConfigError
-from service.config.preflight import load_shadow
 from service.config.tasks import open_tasks
 from service.config.tree import Config
+from service.config.trial import load_shadow
 
 VERIFIED = 0.5
 """From this score on."""
