@@ -36,6 +36,7 @@ PROOF_PARTS = {
     "fuzz",
     "families",
     "settings",
+    "tutorials",
     "slow",
 }
 
