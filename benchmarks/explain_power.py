@@ -20,7 +20,8 @@ from pathlib import Path
 from worlds.explained_run import config_of, played_run, poisoned, sampled_groups
 
 from benchmarks.environment import describe_environment
-from service.explain.recompute import Order, explain_step
+from service.explain.order import Order
+from service.explain.recompute import explain_step
 from service.explain.show import ranked
 from service.explain.source import find_source
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from service.cli.outlet import say
-from service.explain.recompute import Order, explain_step
+from service.explain.order import Order
+from service.explain.recompute import explain_step
 from service.explain.show import describe, document
 from service.explain.source import find_source
 

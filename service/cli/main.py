@@ -26,7 +26,7 @@ from service.cli.stages import Stages
 from service.config.file import ConfigError, describe_config, load_config, parse_config
 from service.config.quick_start import quick_tree, tasks_of
 from service.config.tree import Config, TinyModelSettings
-from service.explain.recompute import Order
+from service.explain.order import Order
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.errors import StoreError
 from service.store.place import StoreOptions

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -290,16 +289,6 @@ def _ratio(value: float, whole: float) -> float:
 def _mean(values: Iterable[float]) -> float:
     known = list(values)
     return sum(known) / len(known)
-
-
-class Order(StrEnum):
-    """The order of trajectories: by the part of their gradient's size that does not depend on
-    others (`leverage`), by that size unchanged, or by their share of the update's direction.
-    """
-
-    OWN = "own"
-    NORM = "norm"
-    SHARE = "share"
 
 
 # How far a trajectory's advantage rests on one other member of its group; pure.

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from actors.journal.record import TrajectoryEntry
-from service.explain.recompute import Contribution, Explanation, GroupContribution, Order, Share
+from service.explain.order import Order
+from service.explain.recompute import Contribution, Explanation, GroupContribution, Share
 from service.inspect.facts import advantage, number
 from service.visible import visible_text
 

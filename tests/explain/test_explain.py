@@ -32,7 +32,8 @@ from actors.algorithm import Baseline
 from actors.journal.files import list_files
 from service.cli.explain import ExplainRequest, run_explain
 from service.config.file import ConfigError, dump_config
-from service.explain.recompute import Explanation, Order, Share, explain_step
+from service.explain.order import Order
+from service.explain.recompute import Explanation, Share, explain_step
 from service.explain.show import describe, document, ranked
 from service.explain.source import find_source
 
