@@ -33,8 +33,11 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     stream_s: float = STREAM_S,
 ) -> FastAPI:
-    """metrics: told of every request. lifespan: entered while the application serves. stream_s: of
-    the feed's events."""
+    """Create the application.
+
+    Args: metrics: records every request. lifespan: entered while the application serves. stream_s:
+    seconds of the stream of the feed's events.
+    """
     app = FastAPI(
         title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
     )
@@ -65,7 +68,7 @@ def create_app(
 def _add_health(app: FastAPI, run: RunPort) -> None:
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
-        """This process answers."""
+        """Report that this process answers."""
         return {"status": "ok"}
 
     @app.get(

@@ -39,7 +39,7 @@ BURST_S = 5.0
 
 
 class ReadsKeys(Protocol):
-    """Who knows the run's keys. Raises: RunUnavailable."""
+    """A source of the run's keys. Raises: RunUnavailable."""
 
     async def keys(self) -> Sequence[NamedKey]: ...
 
@@ -50,8 +50,11 @@ class Callers:
     def __init__(
         self, run: ReadsKeys, *, first_digest: str | None, defaults: KeyLimits = NO_LIMITS
     ) -> None:
-        """first_digest: SHA-256 of the first admin key; None: there is none, and no key is asked
-        for unless the run has named ones. defaults: limits of keys without their own."""
+        """Create the callers' register.
+
+        Args: first_digest: SHA-256 of the first admin key; None: there is none, and no key is
+        required unless the run has named ones. defaults: limits of keys without their own.
+        """
         self._run = run
         self._first_digest = first_digest
         self._defaults = defaults
@@ -62,7 +65,7 @@ class Callers:
         self._reading: asyncio.Task[None] | None = None
 
     async def known(self, headers: Mapping[str, str]) -> Caller:
-        """Who sends a request with these headers. Raises: Problem; RunUnavailable."""
+        """Return the sender of a request with these headers. Raises: Problem; RunUnavailable."""
         key = bearer_of(headers)
         caller = await self.find(key)
         if caller is None:
@@ -70,7 +73,9 @@ class Callers:
         return caller
 
     async def find(self, key: str) -> Caller | None:
-        """Whose key it is; None: nobody's. Raises: RunUnavailable where that cannot be known."""
+        """Return the holder of a key, None if no one holds it. Raises: RunUnavailable if it is not
+        known.
+        """
         key = key if len(key) <= MAX_KEY_CHARACTERS else ""
         digest = digest_of(key)
         if self._first_digest is not None and hmac.compare_digest(digest, self._first_digest):
@@ -93,7 +98,7 @@ class Callers:
         )
 
     def count(self, caller: Caller) -> None:
-        """Raises: Problem for one that asks too often."""
+        """Count a request. Raises: Problem for a caller that sends too many."""
         per_s = caller.limits.requests_per_s
         if not caller.name or per_s is None:
             return
@@ -108,10 +113,10 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Have a reading that was begun at this moment or later, unless that takes long.
+        """Make sure that the keys were read at this moment or later, unless that takes long.
 
-        While the run does not answer, what was read before holds on.
-        Raises: RunUnavailable where nothing was ever read.
+        While the run does not answer, the last reading is used. Raises: RunUnavailable if the keys
+        were never read.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S
@@ -136,26 +141,26 @@ class Callers:
         except RunUnavailable:
             if self._read_at is None:
                 raise
-            # As if it were read: those who wait go on, and it is asked again later.
+            # Treated as a reading: waiting callers continue, and the run is called again later.
             self._read_at = loop.time()
         finally:
             self._reading = None
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sends a request that the guards have let through."""
+    """Return the sender of a request that the guards have let through."""
     found = request.state.caller
     assert isinstance(found, Caller)
     return found
 
 
 def note_caller(scope: Scope, caller: Caller) -> None:
-    """For `caller_of`; the name alone is for what writes it down."""
+    """Store the caller for `caller_of`, and its key's name, which logs and records use."""
     scope.setdefault("state", {}).update(caller=caller, key_name=caller.name)
 
 
 def check_scope(caller: Caller, *, path: str) -> None:
-    """Raises: Problem for a path that is for admins."""
+    """Raise Problem for a path that is only for admins."""
     if not caller.is_admin and not is_for_clients(path):
         raise Problem(
             403,

@@ -58,14 +58,14 @@ Answer = TypeVar("Answer", bound=StrictBody)
 
 
 class ControlPort(Protocol):
-    """What the routes need of a run. Every call may raise RunUnavailable."""
+    """The calls that the routes need of a run. Every call may raise RunUnavailable."""
 
     async def control(self, call: str, *arguments: Any) -> Any:
         """Make a call of `service.run.control.Control`. Raises: ControlRefused."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
-        """Have the run end after the step in hand; None: however long that takes."""
+        """End the run after the current step; None: however long that takes."""
         ...
 
     async def readiness(self) -> Readiness: ...
@@ -90,7 +90,7 @@ class PauseAnswer(StrictBody):
 
 
 class InFlightAnswer(StrictBody):
-    """What goes on, whatever is paused."""
+    """The work that continues, whatever is paused."""
 
     admitted: int = Field(description="rollouts that have a place in the window")
     playing: int = Field(description="rollouts of them that are handed out")
@@ -243,7 +243,7 @@ class EvaluationBody(StrictBody):
 
 
 class EvaluationAnswer(StrictBody):
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
     step: int = Field(description="the last one done when it began")
     policy_version: int
@@ -332,7 +332,7 @@ class PolicyAnswer(StrictBody):
 
 
 class PoliciesAnswer(StrictBody):
-    """Which version is where. Versions count within the lineage of the newest term."""
+    """The location of each version. Versions count within the lineage of the newest term."""
 
     term: int
     trained_version: int | None
@@ -389,19 +389,20 @@ def add_control(app: FastAPI, run: ControlPort) -> None:
 def _add_pauses(app: FastAPI, run: ControlPort) -> None:
     @app.get(f"{PREFIX}/control")
     async def control() -> ControlAnswer:
-        """What is paused, and what goes on."""
+        """Return what is paused, and what continues."""
         return ControlAnswer.of(await _asked(run.control("view")))
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
     async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
         """Pause a part of the run, in every later term too, until it is resumed; may be repeated.
-        What is in flight goes on as docs/control.md says."""
+        The work in flight continues as docs/control.md says.
+        """
         work = _asked(run.control("pause", part, body.reason))
         return await _noted(run, request, _as(ControlAnswer.of, work))
 
     @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
     async def resume(part: Pausable, request: Request) -> ControlAnswer:
-        """Let a part go on; may be repeated."""
+        """Resume a part; may be repeated."""
         work = _asked(run.control("resume", part))
         return await _noted(run, request, _as(ControlAnswer.of, work))
 
@@ -409,13 +410,13 @@ def _add_pauses(app: FastAPI, run: ControlPort) -> None:
 def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
     @app.get(f"{PREFIX}/checkpoints")
     async def checkpoints() -> CheckpointsAnswer:
-        """What the run has committed and not forgotten, and whether it can go back to it."""
+        """List the checkpoints that are kept, and whether the run can go back to each."""
         found = await _asked(run.control("checkpoints"))
         return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(each) for each in found])
 
     @app.post(f"{PREFIX}/checkpoints", status_code=202, responses=_NOT_NOW)
     async def save(request: Request, response: Response) -> OperationAnswer:
-        """Commit a checkpoint after the step in hand."""
+        """Commit a checkpoint after the current step."""
         work = _asked(run.control("checkpoint"))
         return await _begun(run, request, response, work)
 
@@ -427,8 +428,9 @@ def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
     async def go_back(
         request: Request, response: Response, checkpoint: str = Path(pattern=ID_PATTERN)
     ) -> OperationAnswer:
-        """End what is trained now and go on from a checkpoint: later steps are undone, and their
-        rollouts are played again."""
+        """Stop the current training and continue from a checkpoint: later steps are undone, and
+        their rollouts are played again.
+        """
         work = _asked(run.control("go_back", checkpoint))
         return await _begun(run, request, response, work)
 
@@ -444,19 +446,19 @@ def _add_evaluations(app: FastAPI, run: ControlPort) -> None:
 
     @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
     async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
-        """How something stands that was begun with a 202."""
+        """Return the state of an operation that was begun with a 202."""
         return OperationAnswer.of(await _asked(run.control("operation", operation)))
 
 
 def _add_policies(app: FastAPI, run: ControlPort) -> None:
     @app.get(f"{PREFIX}/policies")
     async def policies() -> PoliciesAnswer:
-        """Which policy version the trainer, each engine and each checkpoint has."""
+        """Return the policy version of the trainer, each engine and each checkpoint."""
         return PoliciesAnswer.of(await _asked(run.control("policies")))
 
     @app.get(f"{PREFIX}/control/calls")
     async def calls(limit: Limit = 100) -> CallsAnswer:
-        """What operators asked of the run, and the answers."""
+        """List the operators' requests to the run, and the answers."""
         found: Sequence[AdminCall] = await _asked(run.control("calls", limit))
         return CallsAnswer(
             calls=[
@@ -476,8 +478,9 @@ def _add_policies(app: FastAPI, run: ControlPort) -> None:
 def _add_stop(app: FastAPI, run: ControlPort) -> None:
     @app.post(f"{PREFIX}/stop", status_code=202)
     async def stop(body: StopBody, request: Request) -> StopAnswer:
-        """End the run after the step in hand, with a checkpoint; may be repeated. What waits and
-        what is played stays accepted, for when the run goes on."""
+        """End the run after the current step, with a checkpoint; may be repeated. Tasks that wait
+        or are played stay accepted, for when the run continues.
+        """
 
         async def work() -> StopAnswer:
             await run.stop(body.grace_seconds)
@@ -499,7 +502,7 @@ async def _as(convert: Any, work: Awaitable[Any]) -> Any:
 
 
 async def _asked(work: Awaitable[Any]) -> Any:
-    """Raises: Problem in place of ControlRefused."""
+    """Await a call of the run. Raises: Problem instead of ControlRefused."""
     try:
         return await work
     except ControlRefused as refused:
@@ -536,10 +539,10 @@ async def _note(run: ControlPort, request: Request, status: int, answer: str) ->
     try:
         await run.control("note_call", call)
     except RunUnavailable as error:
-        # What was asked for is done; an answer of 503 would say that it is not.
+        # The request was carried out; an answer of 503 would deny that.
         log.warning("an admin call could not be stored (%s): %s", error, call)
 
 
 def caller_of(request: Request) -> str:
-    """The name of the key that was shown; the guards leave it in the request's state."""
+    """Return the name of the key that was shown; the guards leave it in the request's state."""
     return str(getattr(request.state, "key_name", ""))

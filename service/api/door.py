@@ -153,7 +153,7 @@ def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
 
 
 class _HeadLimit:
-    """Over one of uvicorn's HTTP protocols: closes a connection that waits for a head too long."""
+    """A wrapper of uvicorn's HTTP protocols that closes a connection if its head takes too long."""
 
     head_limit_s: float
     transport: Any

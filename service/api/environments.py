@@ -23,7 +23,7 @@ THREAD_BYTES = 1 << 16
 
 
 class EnvironmentAnswer(StrictBody):
-    """What tasks are played in."""
+    """An environment that tasks are played in."""
 
     id: str
     submit_to: str = Field(description="the route that takes its tasks")
@@ -47,7 +47,7 @@ def add_environments(app: FastAPI, settings: HttpSettings) -> None:
 
     @app.get(f"{PREFIX}/environments", tags=["environments"])
     async def environments() -> EnvironmentsAnswer:
-        """What this run plays."""
+        """List the environments that this run plays."""
         return EnvironmentsAnswer(environments=list(known.values()))
 
     @app.get(
@@ -56,7 +56,7 @@ def add_environments(app: FastAPI, settings: HttpSettings) -> None:
         responses={404: {"description": "this run does not play it"}},
     )
     async def environment(environment_id: str) -> EnvironmentAnswer:
-        """One environment, with the schema of its tasks' data."""
+        """Return one environment, with the schema of its tasks' data."""
         if environment_id not in known:
             raise Problem(
                 404,
@@ -79,7 +79,7 @@ class TaskChecks:
         self._checks = {name: DataCheck(each) for name, each in settings.data_schemas.items()}
 
     async def check(self, environment: str, requests: Sequence[RolloutRequest]) -> None:
-        """Raises: Problem for data that the environment does not take."""
+        """Raise Problem for data that the environment does not accept."""
         check = self._checks.get(environment)
         if check is None:
             return
@@ -103,7 +103,7 @@ class TaskChecks:
 
 
 def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
-    """By the task's index, what is wrong with the first of them."""
+    """Return by the task's index what is wrong with the first wrong tasks."""
     found: dict[int, str] = {}
     for index, item in enumerate(requests):
         if problem := check.problem(item.task.data):

@@ -45,9 +45,10 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         limit: Limit = 100,
         prefer: Prefer = None,
     ) -> FeedAnswer:
-        """What became of tasks, rollouts and sessions, in the order in which it was stored; with
-        `Prefer: wait=N` once there is something. A client's key is told of its tenant's, in numbers
-        of the tenant's own."""
+        """Return the events of tasks, rollouts and sessions, in the order in which they were
+        stored; with `Prefer: wait=N` once there is one. A client's key receives only its tenant's
+        events, with the tenant's own numbers.
+        """
         start, caller = after or 0, caller_of(request)
         page = await patiently(
             lambda: _page(run, start, limit, caller.sees),
@@ -78,8 +79,9 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
             Header(alias="Last-Event-ID", description="instead of `after`"),
         ] = None,
     ) -> StreamingResponse:
-        """The feed as server-sent events. A stream ends after some minutes; clients come again with
-        the last event's id, as browsers do by themselves."""
+        """Stream the feed as server-sent events. A stream ends after some minutes; clients then
+        reconnect with the last event's id, as browsers do automatically.
+        """
         start = last_event_id if last_event_id is not None else after or 0
         caller = caller_of(request)
         first = await _page(run, start, EVENTS_PER_READ, caller.sees)
@@ -91,7 +93,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 
 
 async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
-    """Raises: Problem where entries that the client has not seen are gone."""
+    """Read a page. Raises: Problem if entries that the client has not seen are gone."""
     page = await run.feed(after=after, limit=limit, sees=sees)
     # From the start is from what there is.
     if 0 < after < page.oldest - 1:

@@ -35,7 +35,7 @@ log = logging.getLogger("rayloom.api")
 
 # What probes and people may read without a key.
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
-# Where a session's own keys are asked for, by the routes.
+# The paths whose routes require a session's own keys.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
 # Where agents send their conversations.
 _TURN_PATH = re.compile(r"/sessions/|/v1/")
@@ -70,7 +70,9 @@ class Guards:
         body_limit_s: float = BODY_LIMIT_S,
         room: BodyRoom | None = None,
     ) -> None:
-        """hosts: names that a request may be for; None: any. room: for bodies, its own if None."""
+        """Create the guards. hosts: names that a request may be for; None: any. room: for bodies;
+        None: its own.
+        """
         self._app = app
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
@@ -191,7 +193,9 @@ class _Body:
     """A request's body, from its first byte until the route has read it."""
 
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
-        """room: from which num_bytes were taken for this body; they are given back at its end."""
+        """Create a reader of a body. room: num_bytes of it are reserved for this body until its
+        end.
+        """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes
         self._whole: bytes | None = None
@@ -200,7 +204,7 @@ class _Body:
         return bool(self._whole)
 
     async def read(self, most: int) -> None:
-        """Raises: Problem if it is larger than `most` bytes."""
+        """Read the body. Raises: Problem if it is larger than `most` bytes."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -270,7 +274,7 @@ def _no_room() -> Problem:
 
 
 def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
-    """Raises: Problem."""
+    """Raise Problem for too many or too large headers."""
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise Problem(
@@ -282,7 +286,7 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Raises: Problem for a body that is not announced as one of these, and plain."""
+    """Raise Problem for a body that is not announced as one of these, and plain."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
@@ -302,7 +306,7 @@ def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
 
 
 def _host_of(headers: Headers) -> str:
-    """Without its port. Example: [::1]:8000 -> ::1"""
+    """Return the host without its port. Example: [::1]:8000 -> ::1"""
     host = headers.get("host", "").lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

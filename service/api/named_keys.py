@@ -64,7 +64,7 @@ class NewKeyAnswer(StrictBody):
 
 
 class KeysAnswer(StrictBody):
-    """All keys, revoked ones too, in the order of their creation."""
+    """The keys, revoked ones too, in the order of their creation."""
 
     keys: list[KeyAnswer]
 
@@ -102,7 +102,7 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
 
     @app.get(f"{PREFIX}/keys", tags=["keys"])
     async def keys() -> KeysAnswer:
-        """The run's named keys."""
+        """List the run's named keys."""
         return KeysAnswer(keys=[KeyAnswer.of(key) for key in await run.keys()])
 
     @app.delete(

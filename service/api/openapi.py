@@ -1,8 +1,8 @@
 """The OpenAPI document of the API: what FastAPI finds, with every status that can be answered.
 
-`docs/openapi.json` is this document (`python -m deploy.openapi_document`). What every route has in
-common is added here: the guards' refusals, errors of our own, keys. A route's own statuses stand at
-the route; those of the dialects in `service.gateway.description`.
+`docs/openapi.json` is this document (`python -m deploy.openapi_document`). This module adds what
+all routes have in common: the guards' refusals, errors of our own, keys. A route's own statuses are
+declared at the route; those of the dialects in `service.gateway.description`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """A parameter that may be left out is not null where it is given."""
+    """Remove null from a parameter that may be left out: if it is given, it is not null."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

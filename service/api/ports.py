@@ -36,7 +36,7 @@ class Readiness:
 
 
 class RunPort(Protocol):
-    """Every call may raise RunUnavailable."""
+    """The calls that the routes need of a run. Every call may raise RunUnavailable."""
 
     async def submit(
         self,
@@ -52,11 +52,11 @@ class RunPort(Protocol):
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
-        """None also for one of another tenant. sees: as `Caller.sees`."""
+        """Return a submission; None also for one of another tenant. sees: as `Caller.sees`."""
         ...
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Those behind a position."""
+        """Return the tasks after a position."""
         ...
 
     async def sessions(
@@ -64,15 +64,15 @@ class RunPort(Protocol):
     ) -> SessionPage: ...
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """What was told behind a number. sees: as `Caller.sees`; the numbers are its own."""
+        """Return the entries after a number. sees: as `Caller.sees`; the numbers are its own."""
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """As `submission`."""
+        """Cancel a submission; otherwise as `submission`."""
         ...
 
     async def keys(self) -> Sequence[NamedKey]:
-        """The run's named keys, revoked ones too."""
+        """Return the run's named keys, revoked ones too."""
         ...
 
     async def add_key(self, key: NamedKey) -> bool:
@@ -80,11 +80,11 @@ class RunPort(Protocol):
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """None: there is none."""
+        """Revoke a key; None: there is none."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
-        """Have the run end after the step in hand; None: however long that takes."""
+        """End the run after the current step; None: however long that takes."""
         ...
 
     async def readiness(self) -> Readiness: ...

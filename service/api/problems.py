@@ -22,7 +22,7 @@ MAX_ERRORS = 20
 
 
 def shown(text: str) -> str:
-    """What a client sent, cut to a length that an answer can hold."""
+    """Cut a client's string to a length that an answer can hold."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
@@ -68,7 +68,7 @@ def unavailable(detail: str) -> Problem:
 
 
 def internal_error() -> Problem:
-    """The text of the error is for the log."""
+    """Make the answer to an internal error, whose message is only logged."""
     return Problem(
         500,
         "internal-error",
@@ -99,7 +99,7 @@ def install(app: FastAPI) -> None:
 
 
 def _of_http(error: HTTPException, request: Request) -> Problem:
-    """What FastAPI raises by itself."""
+    """Convert the errors that FastAPI itself raises."""
     status, path, headers = error.status_code, shown(request.url.path), error.headers
     if status == HTTPStatus.BAD_REQUEST:
         return _malformed(shown(str(error.__cause__ or error.detail)))
@@ -116,7 +116,7 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Of all routes of the path; Starlette names the first one's."""
+    """Return the methods of all routes of the path; Starlette names only the first one's."""
     found = {
         method
         for route in request.app.routes

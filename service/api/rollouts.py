@@ -152,7 +152,9 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     async def rollout(
         request: Request, response: Response, rollout_id: RolloutPath, prefer: Prefer = None
     ) -> RolloutAnswer:
-        """How a task stands, and each rollout of it; with `Prefer: wait=N` once it is over."""
+        """Return the state of a task and of each of its rollouts; with `Prefer: wait=N` once it is
+        over.
+        """
         caller = caller_of(request)
         name = caller.whole(rollout_id)
         view = await patiently(
@@ -182,7 +184,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
 
 def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
-    """As `RunPort.submit` takes it; what one tenant calls its requests is nothing to another."""
+    """Digest a key for `RunPort.submit`; equal keys of two tenants do not collide."""
     if not idempotency_key:
         return ""
     # Neither has a line's end in it.
@@ -241,7 +243,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
 def check_samples(
     task_id: str, num_samples: int, min_usable_samples: int | None, settings: HttpSettings
 ) -> None:
-    """Raises: Problem for a group that could never be trained, or is too large."""
+    """Raise Problem for a group that could never be trained, or is too large."""
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
     least = min_usable_samples or num_samples
     if not lowest <= least <= num_samples <= most:
@@ -256,7 +258,7 @@ def check_samples(
 
 
 def refuse_if_needed(reply: SubmitReply) -> None:
-    """Raises: Problem for a request of which nothing was accepted."""
+    """Raise Problem for a request of which nothing was accepted."""
     if reply.is_key_taken:
         raise Problem(
             422,

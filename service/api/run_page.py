@@ -1,4 +1,4 @@
-"""The page at `/`, and what it asks for: the run as it stands, its journal, a trajectory's tokens.
+"""The page at `/`, and its data: the state of the run, its journal, a trajectory's tokens.
 
 The page itself holds no data and asks for the key, so that it is open to all who reach the API.
 """
@@ -37,17 +37,21 @@ _JSON_OBJECT: dict[int | str, dict[str, Any]] = {
 
 
 class PagePort(Protocol):
-    """What the page needs of a run. Every call may raise RunUnavailable."""
+    """The calls that the page needs of a run. Every call may raise RunUnavailable."""
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """The run now, with the steps behind `after`; with all where its term is another."""
+        """Return the run now, with the steps after `after`, or with all steps if its term is
+        another.
+        """
         ...
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage: ...
 
     async def trajectory(self, name: str) -> bytes | None:
-        """A document as JSON, None for one that the journal does not hold. name: a trajectory's id,
-        a rollout's, or TASK-MEMBER."""
+        """Return a document as JSON; None for one that the journal does not hold.
+
+        name: a trajectory's id, a rollout's, or TASK-MEMBER.
+        """
         ...
 
 
@@ -103,8 +107,9 @@ def add_page(app: FastAPI, run: PagePort) -> None:
             ),
         ] = 0,
     ) -> dict[str, Any]:
-        """The run as the page at `/` shows it: summary, steps, evaluations, window, queue, ledger,
-        engines, notices, configuration. For people; its names may change."""
+        """Return the run as the page at `/` shows it: summary, steps, evaluations, window, queue,
+        ledger, engines, notices, configuration. For people; its names may change.
+        """
         found = await run.picture(term=term, after=after)
         # Hundreds of steps at the first time: tens of milliseconds.
         return await asyncio.to_thread(run_document, found)
@@ -120,7 +125,7 @@ def add_page(app: FastAPI, run: PagePort) -> None:
         ] = None,
         limit: Limit = 100,
     ) -> JournalAnswer:
-        """The trajectories of the newest steps, as the trainer was given them."""
+        """List the trajectories of the newest steps, as the trainer received them."""
         behind, _, number = (cursor or "").partition(".")
         wanted = Filters(step=step, task=task, outcome=outcome, limit=limit)
         after = (int(behind), int(number)) if cursor else None
@@ -141,8 +146,9 @@ def add_page(app: FastAPI, run: PagePort) -> None:
             ),
         ],
     ) -> Response:
-        """A trajectory of the journal token by token, as the page at `/` shows it: mask,
-        log-probability, advantage and version of each. For people; its names may change."""
+        """Return a trajectory of the journal token by token, as the page at `/` shows it: mask,
+        log-probability, advantage and version of each. For people; its names may change.
+        """
         found = await run.trajectory(name)
         if found is None:
             raise Problem(

@@ -120,8 +120,11 @@ class SubmitBody(StrictBody):
         return self
 
     def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
-        """num_samples: of a task where neither it nor the batch names any. caller: whose they
-        are."""
+        """Convert the tasks of a request.
+
+        Args: num_samples: of a task if neither it nor the batch names a number. caller: their
+        owner.
+        """
         return [
             RolloutRequest.of(
                 Task(
@@ -204,7 +207,7 @@ class _Positioned(StrictBody):
 
 
 class PlaceAnswer(_Positioned):
-    """Where an accepted task stands."""
+    """The position of an accepted task."""
 
     is_new: bool = Field(description="false: this very task was accepted before")
     num_samples: int
@@ -306,7 +309,7 @@ class FeedAnswer(StrictBody):
 
 
 class SubmitAnswer(StrictBody):
-    """Every task of the request is stored."""
+    """The answer to a submission: every task of the request is stored."""
 
     accepted: int = Field(description="tasks that were new")
     rollouts: list[PlaceAnswer]
@@ -314,7 +317,7 @@ class SubmitAnswer(StrictBody):
 
     @staticmethod
     def json_of(reply: SubmitReply, caller: Caller) -> bytes:
-        """By msgspec, in a fraction of the time that it takes to make one of these."""
+        """Encode a reply with msgspec, which is faster than making one of these models."""
         return msgspec.json.encode(
             {
                 "accepted": sum(each.is_new for each in reply.places),

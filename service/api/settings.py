@@ -29,7 +29,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """What the routes check by themselves."""
+    """The settings that the routes check themselves."""
 
     service: ServiceSettings
     algorithm: AlgorithmSettings
@@ -58,7 +58,7 @@ class HttpSettings:
 
 
 def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSettings]:
-    """The configuration with the port that is listened on, and what the API checks.
+    """Return the configuration with the port to listen on, and the API's settings.
 
     Raises: ConfigError.
     """
@@ -96,10 +96,11 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
 
 
 def http_settings(config: Config) -> HttpSettings:
-    """What the API checks. The key is taken out of the environment: call it once, and first.
+    """Return the API's settings. The key is removed from the environment: call this once, and
+    first.
 
-    Raises: ConfigError for an API that anybody in the network could use, or without a port of its
-        own; for an environment that cannot be made.
+    Raises: ConfigError for an API that anyone in the network could use, or without its own port;
+    for an environment that cannot be made.
     """
     service = config.service
     if service.port == config.metrics.port != 0:
@@ -140,7 +141,7 @@ def http_settings(config: Config) -> HttpSettings:
 
 
 def take_key() -> str | None:
-    """Remove the key from this process's environment and return it; None where there is none.
+    """Remove the key from this process's environment and return it; None if there is none.
 
     Processes that are started later inherit the environment, and those of a user's environment run
     code of its own. The bytes are overwritten in place, because Linux shows them in
@@ -158,7 +159,7 @@ def take_key() -> str | None:
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:
-    """The bearer key of a request; empty: there is none."""
+    """Return the bearer key of a request; empty: there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -169,10 +170,10 @@ def api_address(service: ServiceSettings, *, route: str = "/") -> str:
 
 
 def api_application_name(run_id: str) -> str:
-    """Of a run's API, among the applications of a cluster."""
+    """Return the name of a run's API among the applications of a cluster."""
     return f"{run_id}-api"
 
 
 def api_route(run_id: str, *, is_local: bool) -> str:
-    """Where a run's API begins: on a cluster of several runs each has a prefix of its own."""
+    """Return the path prefix of a run's API: on a cluster of several runs each has its own."""
     return "/" if is_local else f"/{run_id}"

@@ -40,7 +40,7 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """What is found once it is enough, or when the time is up; says so in the answer's header."""
+    """Repeat a look until its answer is enough or the time is up; note the wait in a header."""
     wait_s = wait_of(prefer)
     if wait_s:
         response.headers["Preference-Applied"] = f"wait={wait_s}"
@@ -53,7 +53,7 @@ async def look_until(
     *,
     wait_s: float,
 ) -> Answer:
-    """As `patiently`."""
+    """Repeat a look until its answer is enough, as `patiently`."""
     loop = asyncio.get_running_loop()
     deadline_at, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
     while True:

@@ -68,7 +68,8 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
-    """surviving: the steps of the journal, with their terms; of older ones all lines count.
+    """Read the records. surviving: the steps of the journal, with their terms; of older ones all
+    lines count.
 
     Read the records; an incomplete line is left out. Raises: OSError.
     """

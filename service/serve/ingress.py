@@ -32,7 +32,7 @@ class ApiIngress:
     """Holds no state: any number of replicas may answer, and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
-        """host: the run's deployment, where Serve keeps that too."""
+        """Create a replica. host: the run's deployment, if Serve keeps that too."""
         self._run_id = run_id
         self._host = host
         self._settings = settings
@@ -61,10 +61,12 @@ class ApiIngress:
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
-    """What `serve.run` takes. run_id: the supervisor's name. host: the run's own deployment."""
+    """Return the argument of `serve.run`. run_id: the supervisor's name. host: the run's own
+    deployment.
+    """
     deployment = serve.deployment(
         name="api",
-        # Agents wait for their turns here; what may wait is bounded behind it.
+        # Agents wait for their turns here; the limit on waiting calls is checked after this.
         max_ongoing_requests=MAX_HELD_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5.0,
