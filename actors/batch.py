@@ -79,7 +79,7 @@ class Minibatch:
     """The micro-batches of one rank for one optimiser update.
 
     The update's loss is the sum of loss weight times loss over the tokens of all ranks and
-    micro-batches. Every rank has equally many micro-batches.
+    micro-batches. Every rank has the same number.
     """
 
     micro_batches: tuple[MicroBatch, ...]

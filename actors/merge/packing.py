@@ -120,7 +120,7 @@ def pack_minibatch(
 def pack_values(
     weighted: Sequence[WeightedSample], *, step: int, num_ranks: int, budget: int
 ) -> tuple[ValueShard, ...]:
-    """Pack one update of the critic; each trained token weighs 1 / trained tokens.
+    """Pack one critic update; each trained token weighs 1 / (trained tokens of all ranks).
 
     Args: weighted: with values. Returns: a shard for each rank.
     """

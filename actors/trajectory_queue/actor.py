@@ -112,9 +112,9 @@ class TrajectoryQueue:
     async def put(
         self, actor_id: str, block: TrajectoryBlock, summaries: Sequence[TrajectorySummary]
     ) -> list[bool]:
-        """Take in ended attempts: row i of the block is what summaries[i] describes.
+        """Accept ended attempts: summaries[i] describes row i of the block.
 
-        Returns: for each whether it was taken; False for a late result, which changes nothing.
+        Returns: for each whether it was accepted; False for a late result, which changes nothing.
         Raises: ValueError when rows and summaries differ in number.
         """
         await self._opened.wait()

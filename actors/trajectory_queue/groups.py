@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def trajectory_id(self) -> str:
-        """Of the newest attempt."""
+        """The id of the newest attempt."""
         return f"{self.rollout_id}.a{self.attempt}"
 
     def hand_out(self, actor_id: str) -> int:
@@ -216,7 +216,7 @@ class Group:
         return untrained_tokens(summary, reason)
 
     def snapshot(self, *, is_taken: bool) -> GroupSnapshot:
-        """is_taken: a step has the group."""
+        """Return the group's snapshot. is_taken: whether a step has the group."""
         rollouts = tuple(
             RolloutSnapshot(
                 rollout_id=rollout.rollout_id,

@@ -54,7 +54,7 @@ class EvictionReason(StrEnum):
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
     """Return the cause under which the tokens of a trajectory that is not trained are counted.
 
-    It is the reason of the eviction, but for a masked trajectory the outcome that its rule masks.
+    It is the reason of the eviction; if the trajectory is masked, it is the outcome that its rule masks.
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
     return EvictionReason.of(outcome) if is_masked else reason
@@ -66,7 +66,7 @@ TokenCause = EvictionReason | LeftOutReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Sampled tokens by what became of them: each is trained, or untrained for one cause.
+    """Sampled tokens by their end: each is trained, or untrained for one cause.
 
     The cause is the first one that kept the token out of the loss: that of its turn, then of its
     trajectory, then of its group, then of its step.
@@ -82,11 +82,11 @@ class TokenCounts:
 
     @property
     def trained_share(self) -> float | None:
-        """Of the sampled tokens; None: nothing was sampled."""
+        """The trained share of the sampled tokens; None: nothing was sampled."""
         return self.trained / self.sampled if self.sampled else None
 
     def known(self) -> TokenCounts:
-        """The counts without the causes that did not occur."""
+        """Return the counts without the causes that did not occur."""
         occurred = {cause: count for cause, count in self.untrained.items() if count}
         return TokenCounts(trained=self.trained, untrained=occurred)
 
@@ -102,7 +102,7 @@ class TokenCounts:
         return TokenCounts(trained=self.trained + other.trained, untrained=sums)
 
     def without_training(self, cause: EvictionReason) -> TokenCounts:
-        """The counts of a step of which no update was applied."""
+        """Return the counts of a step of which no update was applied."""
         if not self.trained:
             return self
         return TokenCounts(untrained=self.untrained).plus(

@@ -438,7 +438,7 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """The state, from which another queue can go on.
+        """Return the state, from which another queue can start.
 
         The tokens of the trajectories that wait for a step count as dropped, because that queue has
         them played again.

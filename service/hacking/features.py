@@ -60,9 +60,8 @@ class StepFeatures:
     last_reward: Floats
     """Of its last turn."""
     repeated: Floats
-    """The share of a turn's token runs that occurred in the turn before; of the turn with the
-    largest share;
-    """
+    """The share of a turn's runs of tokens that occurred earlier in the same turn, for the turn
+    with the largest share; 0 for a short text. Calls of tools have the same markup in each turn."""
     copied: Floats
     """The share of the last turn's tokens in runs that the first prompt has; 0 for a short turn,
     and if they are less than MOST_OF_PROMPT of that prompt: a question may contain its answer.

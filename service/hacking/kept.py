@@ -68,10 +68,10 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
-    """Read the records. surviving: the steps of the journal, with their terms; of older ones all
-    lines count.
+    """Read the records of the surviving steps; an incomplete line is left out.
 
-    Read the records; an incomplete line is left out. Raises: OSError.
+    surviving: the steps of the journal, with their terms; of older ones all lines count.
+    Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():
