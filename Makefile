@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock page clean
+.PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,7 +38,11 @@ endif
 	$(LOCKED) --use-pep517 --no-build-isolation -r locks/source.txt
 	@touch $@
 
-demo: setup ## train the guessing game on two CPU cores and write a report
+demo: setup ## SmolLM2-135M-Instruct learns to add on two CPU cores, with a report of its answers
+	$(BIN)/rayloom model smollm2 models/smollm2
+	$(BIN)/rayloom train deploy/configs/addition-cpu.yaml
+
+demo-tiny: setup ## a model of 0.85 M parameters learns a guessing game; nothing is downloaded
 	$(BIN)/rayloom train deploy/configs/guessing-cpu.yaml
 
 test: setup ## all the tests but those of `chaos` and `proof`
@@ -50,7 +54,7 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof')
 
-proof: setup ## the long proofs and `chaos`, or one part: PART=training, clients, templates, nodes, release, chart, images, chaos, fuzz, families, settings, tutorials, slow
+proof: setup ## the long proofs and `chaos`, or one part: PART=training, clients, templates, nodes, release, chart, images, chaos, fuzz, families, settings, tutorials, demo, slow
 	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
 
 stack: setup ## a service with Prometheus and Alertmanager, in the background; DO=status, DO=down
