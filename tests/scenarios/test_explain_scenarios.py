@@ -11,7 +11,8 @@ import pytest
 from worlds.explained_run import config_of, played_run, poisoned, sampled_groups
 from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
 
-from service.explain.recompute import Order, explain_step
+from service.explain.order import Order
+from service.explain.recompute import explain_step
 from service.explain.show import ranked
 from service.explain.source import find_source
 
