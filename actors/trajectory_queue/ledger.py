@@ -54,7 +54,7 @@ class EvictionReason(StrEnum):
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
     """Return the cause under which the tokens of a trajectory that is not trained are counted.
 
-    It is the reason of the eviction; if the trajectory is masked, it is the outcome that its rule masks.
+    It is the reason of the eviction; for a masked trajectory it is the outcome that its rule masks.
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
     return EvictionReason.of(outcome) if is_masked else reason
