@@ -83,9 +83,9 @@ class ExpertRecords:
 def routed_layers(config: Any) -> tuple[int, ...]:
     """Return the decoder layers with a router that the trainer can replay, ascending.
 
-    Args: config: Hugging Face's configuration of a language model. Returns: () for a model without
-    routers, or with others than `trainer.routing_replay` knows. Example: a Qwen3-MoE of four layers
-    with decoder_sparse_step 2 -> (1, 3)
+    Args: config: Hugging Face's configuration of a language model.
+    Returns: () for a model without routers, or with others than `trainer.routing_replay` knows.
+    Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
     """
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":

@@ -28,8 +28,9 @@ def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int
     age = v - s - |{r in republished: s < r <= v}|; negative if s > v, but 0 if s is undone.
 
     Args: sampled: [T] int32, versions. trainer_version: v. republished: versions that were
-    published for the same step as the version before them, ascending. Returns: [T] int32, training
-    steps. Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]; policy_ages([UNDONE + 9], 6) -> [0]
+        published for the same step as the version before them, ascending.
+    Returns: [T] int32, training steps.
+    Example: policy_ages([4, 5, 6], 6, [5]) -> [1, 1, 0]; policy_ages([UNDONE + 9], 6) -> [0]
     """
     numbers = original_numbers(sampled)
     between = sum((numbers < r) & (r <= trainer_version) for r in republished)
@@ -57,8 +58,8 @@ def newest_kept(sampled: Int32s) -> int:
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
     """Return the version after which all that a term published is undone; None: nothing is.
 
-    Args: first_versions: by term, the version that it continued from. Example: {1: 0, 2: 6, 3: 4,
-    4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
+    Args: first_versions: by term, the version that it continued from.
+    Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
     """
     return min((first for later, first in first_versions.items() if later > term), default=None)
 

@@ -252,8 +252,8 @@ class ChatRenderer:
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
         """Render a chat's beginning with the generation prompt.
 
-        Returns: [P] int32, read-only. Raises: RenderError, also if the rendering does not show
-        what a message says.
+        Returns: [P] int32, read-only.
+        Raises: RenderError, also if the rendering does not show what a message says.
         """
         chat = tuple(messages)
         render = self._cached_prompt if _may_repeat(chat) else self._render_prompt

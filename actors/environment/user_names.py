@@ -80,8 +80,8 @@ def find(text: str, *, what: str) -> Any:
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
     """Describe an import of a missing module, with its file and the remedy.
 
-    own: name of the module that is imported first. Returns: a sentence; empty if the module itself
-    is missing.
+    own: name of the module that is imported first.
+    Returns: a sentence; empty if the module itself is missing.
     """
     missing = error.name
     if missing is None or f"{own}.".startswith(f"{missing}."):

@@ -107,9 +107,10 @@ class MergeActor:
         """Build the batch of a taken step.
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
-        reference to its RowScores for the plan; empty without a plan. republished: versions that
-        were published for the same step as the version before them. Raises: PayloadsLost, naming
-        the rollouts; ScoresLost; ValueError, as build_step and read_scores.
+            reference to its RowScores for the plan; empty without a plan. republished: versions
+            that were published for the same step as the version before them.
+        Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError, as build_step and
+            read_scores.
         """
         groups = self._read(step_input)
         if scores:

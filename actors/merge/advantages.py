@@ -47,8 +47,9 @@ def credit_group(
 ) -> tuple[list[Member], EvictionReason | None]:
     """Give the trained tokens of one group's baseline their advantages.
 
-    Args: members: those in the baseline, at least one; with a critic, with its values. Returns: the
-    members with advantages, and the reason if all of these are 0, as `GroupAdvantages`.
+    Args: members: those in the baseline, at least one; with a critic, with its values.
+    Returns: the members with advantages, and the reason if all of these are 0, as
+        `GroupAdvantages`.
     """
     if baseline is Baseline.CRITIC:
         return [_credit_tokens(member, critic) for member in members], None
@@ -83,13 +84,13 @@ def group_advantages(
     A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
     (none); s: 1 (none), sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std), mean of the group (mean).
     All are 0 if the returns are all equal (also in a group of one), or, under scale mean, if a
-    return is negative. Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv
-    2402.14740, 3; scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1
-    in std).
+    return is negative.
+    Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
+        scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
 
     Args: returns: [G] float, finite, of the members in the baseline, G >= 1. scale: must be none
-    with the baseline none, which has no group to divide by. Example: group_advantages([1, 0, 0,
-    0]).values -> [1.499997, -.499999, -.499999, -.499999]
+        with the baseline none, which has no group to divide by.
+    Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
     """
     values = np.asarray(returns, np.float64)
     if baseline is Baseline.NONE:
@@ -125,8 +126,8 @@ def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
     Computed by doubling: after a pass with shift s each entry holds the first 2s terms, so that N
     values take log2(N) passes.
 
-    Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64. Example:
-    discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
+    Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64.
+    Example: discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
     """
     sums = np.array(values, np.float64)
     shift = 1
@@ -147,17 +148,18 @@ def turn_advantages(
 
     R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group counts with R_{i,
     min(t, last turn of i)}: a member that has ended counts with the value of its last turn.
-    `group_advantages` is applied to these values, separately for each t. Source: discounted
-    return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation, ours: a turn is
-    compared with the same turn of the others; Kevin compares with all turns of the group, which
-    penalises the first turns of a won game for their distance from the reward and counts long
-    trajectories more often). With discount 1 and rewards only at the end, every turn gets the
-    advantage of its trajectory, for any numbers of turns.
+    `group_advantages` is applied to these values, separately for each t.
+    Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
+        ours: a turn is compared with the same turn of the others; Kevin compares with all turns of
+        the group, which penalises the first turns of a won game for their distance from the reward
+        and counts long trajectories more often). With discount 1 and rewards only at the end, every
+        turn gets the advantage of its trajectory, for any numbers of turns.
 
-    Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1]. Returns: for
-    each member [K_i] float64; and the reason if all of them are 0, None if some are not. Example:
-    rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] ->
-        [[.25, .5], [-.25, -.5]]
+    Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
+    Returns: for each member [K_i] float64; and the reason if all of them are 0, None if some are
+        not.
+    Example: rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] -> [[.25, .5],
+        [-.25, -.5]]
     """
     to_go = [discounted_suffix_sums(rewards, discount) for rewards in turn_rewards]
     num_turns = [values.shape[0] for values in to_go]
@@ -186,8 +188,9 @@ def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
     reward minus beta times the KL from t onwards. A token cannot change what was sampled before it.
     Source: REINFORCE++, arXiv 2501.03262, equation 8.
 
-    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`. Returns: [N]
-    float64. Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
+    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`.
+    Returns: [N] float64.
+    Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
     """
     return advantage - (np.cumsum(kl_rewards) - kl_rewards)
 
@@ -249,9 +252,10 @@ def token_advantages(
     worth V(s_T)).
 
     Args: rewards, values: [N] float, N >= 1; values[t]: the value of the state in which action
-    token t was sampled. discount, decay: in [0, 1]. Returns: [N] float64. Example: rewards 0,
-    values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1];
-        0 -> [-.5, -.6, -.7]
+        token t was sampled. discount, decay: in [0, 1].
+    Returns: [N] float64.
+    Example: rewards 0, values [.5, .6, .7], discount = decay = 1: end_value .8 -> [.3, .2, .1]; 0
+        -> [-.5, -.6, -.7]
     """
     next_values = np.append(values[1:], end_value)
     return discounted_suffix_sums(rewards + discount * next_values - values, discount * decay)
@@ -335,9 +339,9 @@ def normalise_over_tokens(advantages: Sequence[Float64s]) -> list[Float64s]:
     and s, so that solved groups do not enlarge the advantages of the others). Padding is not
     counted, so that the numbers do not depend on packing, ranks or micro-batches.
 
-    Args: advantages: [M_i] float each, one for each trained token. Returns: the same shapes,
-    float64; all 0 if the step's advantages are all equal. Example: [[1], [-1, -1, -1]]: m = -.5, s
-    = .866025 -> [[1.732049], [-.577350, ...]]
+    Args: advantages: [M_i] float each, one for each trained token.
+    Returns: the same shapes, float64; all 0 if the step's advantages are all equal.
+    Example: [[1], [-1, -1, -1]]: m = -.5, s = .866025 -> [[1.732049], [-.577350, ...]]
     """
     flat = np.concatenate([np.empty(0), *advantages])
     if not flat.size or np.ptp(flat) == 0:

@@ -45,7 +45,8 @@ def trajectory_weights(
     appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
 
     Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-    without_signal: size of the part that is not in the rows but counts. Returns: [N] float64.
+        without_signal: size of the part that is not in the rows but counts.
+    Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
     """

@@ -67,8 +67,8 @@ def classify_groups(
 ) -> tuple[GroupMembers, ...]:
     """Shape the rewards of every trajectory and apply its outcome's rule.
 
-    Args: groups: for each group, the trajectories that the queue kept. Raises: ValueError for two
-    trajectories of one rollout: the ledger counts each rollout once.
+    Args: groups: for each group, the trajectories that the queue kept.
+    Raises: ValueError for two trajectories of one rollout: the ledger counts each rollout once.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]

@@ -68,9 +68,9 @@ def split_trajectories(
 ) -> list[list[int]]:
     """Deal a step's trajectories out to its updates, each group evenly over all of them.
 
-    Args: group_ids: [N], the group of each trajectory. Returns: indices for each update, ascending
-    in it. There are fewer updates than requested if there are fewer trajectories, but at least one.
-    The same seed and step give the same split.
+    Args: group_ids: [N], the group of each trajectory.
+    Returns: indices for each update, ascending in it. There are fewer updates than requested if
+        there are fewer trajectories, but at least one. The same seed and step give the same split.
     """
     rng = np.random.default_rng([seed, step])
     members: dict[str, list[int]] = {}
@@ -92,8 +92,8 @@ def pack_minibatch(
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
-    share_prefixes: whether a row computes only once what its samples have in common. Returns: the
-    minibatch of each rank.
+    share_prefixes: whether a row computes only once what its samples have in common.
+    Returns: the minibatch of each rank.
     """
     members: dict[str, list[WeightedSample]] = {}
     for each in weighted:
@@ -122,7 +122,8 @@ def pack_values(
 ) -> tuple[ValueShard, ...]:
     """Pack one critic update; each trained token weighs 1 / (trained tokens of all ranks).
 
-    Args: weighted: with values. Returns: a shard for each rank.
+    Args: weighted: with values.
+    Returns: a shard for each rank.
     """
     weight = 1 / max(1, sum(each.sample.num_trained for each in weighted))
     dealt = deal_rows(
@@ -162,8 +163,9 @@ def unrouted(
 def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True) -> MicroBatch:
     """Lay samples out in one row; the logits at a token predict the next one on its path.
 
-    Without samples the row is `padding_row`. Example: prompt [1,2], response [3,4,5], mask [1,0,1],
-    alone in its row: loss_positions [1,3], targets [3,5].
+    Without samples the row is `padding_row`.
+    Example: prompt [1,2], response [3,4,5], mask [1,0,1], alone in its row: loss_positions [1,3],
+        targets [3,5].
     """
     if not weighted:
         return padding_row()
@@ -242,9 +244,10 @@ def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[li
     Used for rows without a policy loss: they are not split into updates, and a trajectory need not
     stay together. A sample longer than the budget gets a row of its own.
 
-    Args: lengths: tokens of each sample. Returns: [num_ranks][rows][samples of the row]; the same
-    number of rows for each rank, some empty. Example: lengths [4, 9, 5], 2 ranks, budget 10 ->
-    [[[1]], [[2, 0]]]
+    Args: lengths: tokens of each sample.
+    Returns: [num_ranks][rows][samples of the row]; the same number of rows for each rank, some
+        empty.
+    Example: lengths [4, 9, 5], 2 ranks, budget 10 -> [[[1]], [[2, 0]]]
     """
     rows: list[list[int]] = []
     free: list[int] = []
@@ -280,8 +283,8 @@ def assign_rows(
     costliest rank costs least is kept. Each rank gets the smallest number of rows with which all
     bundles fit.
 
-    Args: trajectories: the samples of each, as token ids. Returns: [num_ranks][rows][trajectories
-    of the row], rows possibly empty.
+    Args: trajectories: the samples of each, as token ids.
+    Returns: [num_ranks][rows][trajectories of the row], rows possibly empty.
     """
     if not trajectories:
         return [[[]] for _ in range(num_ranks)]

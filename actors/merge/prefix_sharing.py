@@ -61,9 +61,10 @@ def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     In prefix order a sample adds to the forest the tokens after its common prefix with the previous
     sample, and branches off that sample's path there.
 
-    Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0. Example: [1, 2, 3], [1, 2,
-    4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2, 2, 3], segment_lengths [2,
-    1, 2], segment_parents [-1, 0, 0], paths [0, 1, 2], [0, 1, 3, 4] and [0, 1].
+    Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
+    Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2,
+        2, 3], segment_lengths [2, 1, 2], segment_parents [-1, 0, 0], paths [0, 1, 2], [0, 1, 3, 4]
+        and [0, 1].
     """
     paths: list[Int32s] = [np.empty(0, np.int32)] * len(samples)
     starts: list[int] = []
@@ -123,11 +124,11 @@ def row_experts(
     position. Flat rows follow the same rule, so that sharing prefixes changes no number, and a
     token that is context in one sample is replayed there as in the sample that it was sampled in.
 
-    Args: forest: from `build_forest` or `build_flat` of the same samples. Returns: the row's
-    records, None if no sample has any; and the number of records whose experts, in any order,
-    differ from those of the record that counts at their position. Example: ids [1, 2, 3] with a
-    record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in the forest [1, 2, 3, 4] ->
-    positions [1, 3], indices [a, c], one overruled if b is not a.
+    Args: forest: from `build_forest` or `build_flat` of the same samples.
+    Returns: the row's records, None if no sample has any; and the number of records whose experts,
+        in any order, differ from those of the record that counts at their position.
+    Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
+        the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
     """
     recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
     if not recorded:
@@ -285,8 +286,8 @@ def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[i
     """Cut items where no prefix is shared; then cut each part that is too large where least is
     shared.
 
-    Among equally good cuts the one nearest to the middle is taken. Returns: the bounds of the
-    parts, from 0 to N.
+    Among equally good cuts the one nearest to the middle is taken.
+    Returns: the bounds of the parts, from 0 to N.
     """
     bounds = [*np.flatnonzero(items.shared == 0).tolist(), len(items.order)]
     pending = list(pairwise(bounds))

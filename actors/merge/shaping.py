@@ -69,8 +69,8 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     If the rewards are so large that rounding would swallow the difference, the last turn gets the
     whole clipped return, and the others 0.
 
-    Args: rewards: [K] float.    Returns: [K] float64. Example: clip_return([1, 3], low=-2, high=2)
-    -> [1, 1]
+    Args: rewards: [K] float.    Returns: [K] float64.
+    Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
     """
     whole = total(rewards)
     wanted = min(max(whole, low), high)

@@ -57,9 +57,10 @@ def build_step(
     """Make the batch of one step.
 
     Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) if the
-    settings need a critic or a reference. step: its number, counted from 1. trainer_version: the
-    policy version that the trainer holds. republished: as `policy_ages`. Raises: ValueError if
-    scores are missing, or a trajectory was sampled by a version that the trainer does not hold yet.
+        settings need a critic or a reference. step: its number, counted from 1. trainer_version:
+        the policy version that the trainer holds. republished: as `policy_ages`.
+    Raises: ValueError if scores are missing, or a trajectory was sampled by a version that the
+        trainer does not hold yet.
     """
     _check_members(groups, settings, trainer_version)
     credited = [_credit(group, settings) for group in groups]
@@ -171,8 +172,8 @@ def weigh_updates(
     Each update counts a share of the tokens without signal, in proportion to the tokens that it
     trains.
 
-    Args: members: all members of the step, in its order. Returns: for each update, by trajectory,
-    its samples that hold a trained token.
+    Args: members: all members of the step, in its order.
+    Returns: for each update, by trajectory, its samples that hold a trained token.
     """
     trained = [member for member in members if member.is_trained]
     whole = _size_of(trained)

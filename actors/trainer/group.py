@@ -239,9 +239,9 @@ class TrainerGroup:
         """Train one step; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
-        value_shard_refs: one reference to a `ValueShard` for each rank, with a critic. Returns:
-        statistics over all ranks; the seconds are rank 0's. Raises: ShardRefused, PolicyTooOld,
-        StepAbandoned with the weights unchanged;
+            value_shard_refs: one reference to a `ValueShard` for each rank, with a critic.
+        Returns: statistics over all ranks; the seconds are rank 0's.
+        Raises: ShardRefused, PolicyTooOld, StepAbandoned with the weights unchanged;
             TrainerRankLost.
         """
         values = value_shard_refs or [None] * len(shard_refs)

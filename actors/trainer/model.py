@@ -124,7 +124,8 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
 def scoring_row(token_ids: Int32s) -> MicroBatch:
     """Make a row of one sample, in which every token but the first is scored, at temperature 1.
 
-    Args: token_ids: [T] int32, T at least 1. Returns: a row with M = T - 1.
+    Args: token_ids: [T] int32, T at least 1.
+    Returns: a row with M = T - 1.
     """
     num_tokens = int(token_ids.shape[0])
     num_scored = num_tokens - 1

@@ -66,8 +66,9 @@ def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
     """Name the device of a rank, with an index on CUDA: torch can set no other as current.
 
     Args: num_visible: GPUs that this process sees. Ray shows each rank only its own, which is then
-    number 0; if a rank sees all GPUs, ranks take them in turn. Raises: RuntimeError on CUDA without
-    a GPU. Example: rank 3 on CUDA with 2 visible -> cuda:1
+        number 0; if a rank sees all GPUs, ranks take them in turn.
+    Raises: RuntimeError on CUDA without a GPU.
+    Example: rank 3 on CUDA with 2 visible -> cuda:1
     """
     if device == Device.CPU:
         return torch.device("cpu")

@@ -158,8 +158,9 @@ class TrainerRank:
     def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
         """Run a step's updates: `epochs` passes over the shard's minibatches; then the critic's.
 
-        Args: value_shard: None without a critic. Returns: statistics over all ranks. Raises:
-        ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+        Args: value_shard: None without a critic.
+        Returns: statistics over all ranks.
+        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
             StepAbandoned. The weights are then unchanged.
         """
         try:
@@ -177,7 +178,8 @@ class TrainerRank:
         is of the weights that it was of in the step; the step is not counted.
 
         Args: shard: a trajectory a row. group_ids: of each minibatch, the groups of its rows.
-        Returns: by update: `epochs` times the minibatches. Raises: as `train_step`.
+        Returns: by update: `epochs` times the minibatches.
+        Raises: as `train_step`.
         """
         assert self.settings.trainer.num_ranks == 1
         self._agree_on(shard)
@@ -581,8 +583,8 @@ def mfu(
 ) -> dict[str, float]:
     """Return the statistic by its name; empty if model or peak is unknown, or nothing was trained.
 
-    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device. Example: 1e9
-    parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
+    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device.
+    Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
     """
     if num_parameters is None or peak is None or not num_tokens:
         return {}

@@ -67,8 +67,8 @@ class TrajectoryQueue:
     ) -> bool:
         """Start from a snapshot, or empty if it is None; every other call waits for this one.
 
-        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState. Returns:
-        False if this queue was already opened under another number.
+        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState.
+        Returns: False if this queue was already opened under another number.
         """
         if self._opening is None:
             self._state = QueueState(self._settings, snapshot=snapshot, keeps_taken=keeps_taken)

@@ -395,9 +395,10 @@ class Refills:
 
     If all members of a closed group have equal values in the baseline, its advantages are 0, and
     its number is given another task. Reward shaping is not considered here: it comes later, in the
-    merge actor. Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step is
-    refilled, the batch is not sampled again; a number that was refilled `limit` times keeps the
-    next group, so that a solved task set ends as weak updates and does not block the step).
+    merge actor.
+    Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step is refilled, the
+        batch is not sampled again; a number that was refilled `limit` times keeps the next group,
+        so that a solved task set ends as weak updates and does not block the step).
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:

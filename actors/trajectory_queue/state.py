@@ -346,8 +346,8 @@ class QueueState:
         except in a durable environment.
 
         The first step concerned and all after it are rolled back and have to be taken again.
-        Rollouts whose payload the queue does not hold are ignored. Returns: the steps rolled back,
-        ascending.
+        Rollouts whose payload the queue does not hold are ignored.
+        Returns: the steps rolled back, ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
         steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]

@@ -212,8 +212,8 @@ def oldest_admitted_version(
     whose group is admitted again under another number, after a recovery, may hold older tokens.
 
     Args: num_ahead: by how much versions were ahead of steps when the term began. republished: as
-    `policy_ages`, of the term. Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with
-    num_ahead=2: 8 -> 3
+        `policy_ages`, of the term.
+    Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag
     version = max(step, 0) + num_ahead

@@ -104,7 +104,8 @@ class WeightBoard:
     async def open_term(self, term: int) -> Any:
         """Announce a new run (lease): from now on older ones are refused.
 
-        Returns: `Keeping.deployment`. Raises: StaleTerm.
+        Returns: `Keeping.deployment`.
+        Raises: StaleTerm.
         """
         self._board.check_term(term)
         self._seen_at = self._clock()
@@ -138,8 +139,8 @@ class WeightBoard:
     ) -> BoardStatus:
         """Wait until every live replica, and at least min_replicas, hold the current publication.
 
-        Returns: the status then, or at the end of timeout_s. Raises: NotPublished if `version` is
-        not the current one.
+        Returns: the status then, or at the end of timeout_s.
+        Raises: NotPublished if `version` is not the current one.
         """
         deadline = self._clock() + timeout_s
         while True:
@@ -177,8 +178,9 @@ class WeightBoard:
 
         All of them, or some if broadcasts have failed (`Board.seat`); the others keep waiting.
 
-        Args: store: the address at which the caller, who is rank 0, meets them. Returns: the
-        caller's own seat; None if no replica asked for one within timeout_s. Raises: StaleTerm.
+        Args: store: the address at which the caller, who is rank 0, meets them.
+        Returns: the caller's own seat; None if no replica asked for one within timeout_s.
+        Raises: StaleTerm.
         """
         self._board.check_term(term)
         deadline = self._clock() + timeout_s
@@ -235,8 +237,8 @@ class WeightBoard:
         """Record that the replica lives and holds (term, version); wait for its next work.
 
         Args: num_workers: processes of its engine that take part in a broadcast. is_held: whether
-        it holds its turns. Returns: what it must load or do; None if there was nothing within
-        timeout_s.
+            it holds its turns.
+        Returns: what it must load or do; None if there was nothing within timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
@@ -369,8 +371,8 @@ class WeightBoard:
 def start_board(keeping: Keeping | None = None, *, strategy: Any = "DEFAULT") -> ActorHandle:
     """Start the board: one that ends with this process, or a run's, which outlives its supervisor.
 
-    strategy: Ray's scheduling strategy for the actor. Raises: ValueError while another board has
-    the name.
+    strategy: Ray's scheduling strategy for the actor.
+    Raises: ValueError while another board has the name.
     """
     options: dict[str, Any] = {
         "num_cpus": 0,

@@ -196,8 +196,8 @@ def largest_group(num_waiting: int, num_failed: int) -> int:
     """Return how many may share a broadcast with an engine that has failed num_failed times in a
     row.
 
-    The first repetition is with all: a member that has died is no longer among them. Example: of 20
-    that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
+    The first repetition is with all: a member that has died is no longer among them.
+    Example: of 20 that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
 

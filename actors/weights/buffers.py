@@ -79,9 +79,9 @@ def layer_groups(names: Sequence[str]) -> list[list[str]]:
     layers.
 
     A layer is keyed on the outermost number in the name, so that a layer's experts stay together.
-    Order within a group is the order given. Example: [embed.w, layers.0.a, layers.1.a, layers.0.b,
-    norm.w]
-        -> [[embed.w], [layers.0.a, layers.0.b], [layers.1.a], [norm.w]]
+    Order within a group is the order given.
+    Example: [embed.w, layers.0.a, layers.1.a, layers.0.b, norm.w] -> [[embed.w], [layers.0.a,
+        layers.0.b], [layers.1.a], [norm.w]]
     """
     before: list[str] = []
     after: list[str] = []

@@ -115,8 +115,8 @@ class Callers:
     async def _read_since(self, moment: float) -> None:
         """Make sure that the keys were read at this moment or later, unless that takes long.
 
-        While the run does not answer, the last reading is used. Raises: RunUnavailable if the keys
-        were never read.
+        While the run does not answer, the last reading is used.
+        Raises: RunUnavailable if the keys were never read.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S

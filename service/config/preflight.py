@@ -49,7 +49,8 @@ def check_without_model(
 
     Args: is_local: whether the run starts its own Ray here; if not, the cluster's size counts.
     trial: which of the user's own functions are called. tell: called with each warning.
-    Returns: the first observation of each environment, by name. Raises: ConfigError.
+    Returns: the first observation of each environment, by name.
+    Raises: ConfigError.
     """
     check_machine(config, is_local=is_local)
     check_parsers(config)

@@ -34,7 +34,8 @@ class Groups:
         """Give a group's next free session to a client that comes, the same one again to the same.
 
         Args: name: what the client calls it. sees: as `LoadedSessions.shown`.
-        Returns: the member's number; None: no such group. Raises: Refused, where none is free.
+        Returns: the member's number; None: no such group.
+        Raises: Refused, where none is free.
         """
         async with self._claiming:
             group = await self._loaded.of_submission(submission_id, sees)

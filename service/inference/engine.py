@@ -88,8 +88,8 @@ class PolicyEngine:
     async def start(self) -> StartStages:
         """Start the engine process with the weights that lie in the model's directory.
 
-        Returns: the stages of the start. Raises: ValueError for a parser that the settings name
-            and that cannot be used.
+        Returns: the stages of the start.
+        Raises: ValueError for a parser that the settings name and that cannot be used.
         """
         began = time.time()
         check_installed()
@@ -172,7 +172,8 @@ class PolicyEngine:
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
         """Score a text and continue it; None: `weights.board.check_tokens`.
 
-        Returns: None if there was no answer in time. Raises: PolicyUnavailable.
+        Returns: None if there was no answer in time.
+        Raises: PolicyUnavailable.
         """
         text = text or CheckText(token_ids=check_tokens(self._vocabulary_size))
         prompt = text.token_ids.tolist()

@@ -46,8 +46,8 @@ Tell = Callable[[str], None]
 def with_converted_models(config: Config, *, tell: Tell) -> Config:
     """Return the configuration with each GGUF file replaced by the directory of its conversion.
 
-    tell: called with a sentence before a conversion, which may take minutes. Raises: ConfigError if
-    a file cannot be converted.
+    tell: called with a sentence before a conversion, which may take minutes.
+    Raises: ConfigError if a file cannot be converted.
     """
     algorithm = config.algorithm
 
@@ -92,7 +92,8 @@ def models_directory() -> Path:
 def write_smollm2(directory: Path) -> str:
     """Write SmolLM2-135M-Instruct as a model directory.
 
-    Returns: a phrase that says where the model is. Raises: ConfigError.
+    Returns: a phrase that says where the model is.
+    Raises: ConfigError.
     """
     what = "model smollm2"
     if is_conversion(directory) and _marker(directory).get("sha256") == _SMOLLM2_SHA256:

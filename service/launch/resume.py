@@ -115,7 +115,8 @@ def kept_commits(
 
     keep_best: how many of those with the highest mean return (`mean_returns`) stay; of equal ones
     the newer.
-    Returns: none unless this term has committed and a kept directory is there. Raises: LeaseLost.
+    Returns: none unless this term has committed and a kept directory is there.
+    Raises: LeaseLost.
     """
     store.check_lease(term)
     commits = store.checkpoints()

@@ -353,7 +353,8 @@ class Publisher:
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait as `wait_until_loaded` and compare everything; the next check takes it along.
 
-        Returns: None without an engine's answer. Raises: as `wait_until_loaded`.
+        Returns: None without an engine's answer.
+        Raises: as `wait_until_loaded`.
         """
         with self._measure(PublishPhase.LOAD):
             status = await self._until_loaded(version)

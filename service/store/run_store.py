@@ -299,9 +299,9 @@ class RunStore(ReadOnlyStore):
     """A run's database for its supervisor. Safe to call from several threads.
 
     While the database does not answer, a call waits for `patience_s`: a restart of PostgreSQL, a
-    lock or a disk that is full for a moment does not end a run. Raises: StoreError if it cannot be
-    opened, is not a database, is of another format, or would be SQLite on a network or FUSE file
-    system.
+    lock or a disk that is full for a moment does not end a run.
+    Raises: StoreError if it cannot be opened, is not a database, is of another format, or would be
+        SQLite on a network or FUSE file system.
     """
 
     def __init__(
@@ -349,8 +349,8 @@ class RunStore(ReadOnlyStore):
         leave a run alone whose owner is alive. replaces: HOST:PID of an owner that is known to be
         dead. returns_to: the directory of the checkpoint to continue from, one that the run can go
         back to: everything that was committed after it is undone. If it is no longer one of these,
-        the newest is taken. Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints,
-        but none is left, and
+        the newest is taken.
+        Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
             for a run of another kind.
         """
         moved: list[int] = []

@@ -122,7 +122,8 @@ class UploadStore:
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
         """Forget a group that is not closed; one that is stays as it is.
 
-        Returns: as it stood; None: it is not known. Raises: LeaseLost; StoreError.
+        Returns: as it stood; None: it is not known.
+        Raises: LeaseLost; StoreError.
         """
 
         def drop(connection: Connection) -> UploadGroup | None:

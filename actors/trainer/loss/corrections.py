@@ -136,8 +136,8 @@ def keep_token_band(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     Source: IcePop, Ling team 2025, arXiv 2510.18855 (deviation: only the mask; its weight, the
     ratio itself, is the correction truncate_token).
 
-    Args: log_ratio: [M] float32, nats. 0 < low <= 1 <= high.    Returns: [M] bool. Example:
-    log-ratios [ln .4, 0, ln 6], low .5, high 5 -> [False, True, False]
+    Args: log_ratio: [M] float32, nats. 0 < low <= 1 <= high.    Returns: [M] bool.
+    Example: log-ratios [ln .4, 0, ln 6], low .5, high 5 -> [False, True, False]
     """
     detached = log_ratio.detach()
     return (detached >= math.log(low)) & (detached <= math.log(high))
@@ -148,13 +148,13 @@ def keep_sequence_band(
 ) -> Tensor:
     """Keep trajectories whose geometric-mean ratio is in [low, high].
 
-    low <= exp(mean_t log_ratio_t) <= high, over all trained tokens t of the trajectory. Source: the
-    geometric rejection of verl's rollout correction (deviation: over trajectories, for any number
-    of samples that they were cut into).
+    low <= exp(mean_t log_ratio_t) <= high, over all trained tokens t of the trajectory.
+    Source: the geometric rejection of verl's rollout correction (deviation: over trajectories, for
+        any number of samples that they were cut into).
 
-    Args: log_ratio: [M] float32, nats. trajectory_index: [M] int64. 0 < low <= 1 <= high. Returns:
-    [M] bool, equal for the tokens of a trajectory. Example: log-ratios [ln 4, 0, 0], index [0, 0,
-    1], low .5, high 1.5 -> [False, False, True]
+    Args: log_ratio: [M] float32, nats. trajectory_index: [M] int64. 0 < low <= 1 <= high.
+    Returns: [M] bool, equal for the tokens of a trajectory.
+    Example: log-ratios [ln 4, 0, 0], index [0, 0, 1], low .5, high 1.5 -> [False, False, True]
     """
     mean = trajectory_mean(log_ratio.detach(), trajectory_index)
     return keep_token_band(mean, low=low, high=high)

@@ -75,7 +75,8 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 def copy_built(source: Path, directory: Path) -> TinyModelReport:
     """Copy a built model. The directory appears whole or not at all.
 
-    Returns: the report of the build. Raises: FileExistsError as `read_marker`; OSError.
+    Returns: the report of the build.
+    Raises: FileExistsError as `read_marker`; OSError.
     """
     built = read_marker(source)
     assert built is not None, "the source has been built"
