@@ -390,10 +390,10 @@ class FailureWatch:
         if was_low or not self._is_share_low:
             return None
         (cause, of_cause), *others = tokens.causes()
-        rest = "".join(f", {units.percent(part)} {other}" for other, part in others[:2])
+        rest = "".join(f", {_percent(part)} {other}" for other, part in others[:2])
         return (
-            f"step {step}: {units.percent(share)} of the tokens sampled for the last {SHARE_STEPS} "
-            f"steps were trained; {units.percent(of_cause)} were not because of {cause}{rest}; "
+            f"step {step}: {_percent(share)} of the tokens sampled for the last {SHARE_STEPS} "
+            f"steps were trained; {_percent(of_cause)} were not because of {cause}{rest}; "
             f"{_token_remedy(cause)}"
         )
 
@@ -493,6 +493,11 @@ class FailureWatch:
             )
         # The count starts again when an engine is back.
         self._failing_since, self._num_uncounted = now, failed.num_groups
+
+
+def _percent(share: float | None) -> str:
+    """Format a share for a notice; displays would escape a space that does not break."""
+    return units.percent(share).replace("\u00a0", " ")
 
 
 def _token_remedy(cause: TokenCause) -> str:

@@ -256,7 +256,7 @@ def test_a_low_share_of_trained_tokens_is_noticed_once_with_its_main_cause_and_r
     assert notices_of([low] * 4) == {}
     found = notices_of([low] * 12)
     assert list(found) == [5]
-    text = found[5].replace("\u00a0", " ")
+    text = found[5]
     assert text.startswith("step 5: 31 % of the tokens sampled for the last 5 steps were trained; ")
     for words in ("58 % were not because of truncated_tokens, 11 % group_too_small; ", "score"):
         assert words in text
