@@ -49,6 +49,8 @@ class Table:
     total: tuple[str, ...] | None = None
     """The last row, set apart."""
     note: str = ""
+    is_text: bool = False
+    """Its cells are sentences, which are wrapped over the whole width of the page."""
 
 
 def verdict(summary: RunSummary) -> str:
@@ -328,14 +330,15 @@ def _answers_table(evaluation: Evaluations) -> Table:
     return Table(
         caption="Held-out answers, before and after",
         header=(
-            "task", f"version {first.policy_version}", "return", f"version {last.policy_version}",
-            "return",
+            "task", f"before, version {first.policy_version}", "return",
+            f"after, version {last.policy_version}", "return",
         ),
         rows=tuple(
             (task, *_answer(one), *_answer(other))
             for task, (one, other) in zip(tasks, both, strict=True)
         ),
         note=f"At temperature {last.temperature:g}. Lines that all prompts share are left out.",
+        is_text=True,
     )  # fmt: skip
 
 
@@ -350,7 +353,7 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
     """
     lines = [text.splitlines() for text in texts]
     num_first = _num_shared(lines)
-    num_last = _num_shared([each[:num_first:-1] for each in lines])
+    num_last = _num_shared([each[num_first:][::-1] for each in lines])
     return ["\n".join(each[num_first : len(each) - num_last]) for each in lines]
 
 

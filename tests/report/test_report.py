@@ -19,7 +19,7 @@ from worlds.record_builders import (
 
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
-from actors.types import Outcome
+from actors.types import Outcome, SampledText
 from service.page.packed import PACKED
 from service.report.document import (
     LiveState,
@@ -30,7 +30,7 @@ from service.report.document import (
     write_report,
 )
 from service.report.tables import balance_equation, checks, ending, verdict
-from service.telemetry.records import StageSeconds
+from service.telemetry.records import EvaluationRecord, EvaluationSample, StageSeconds
 from service.units import UNKNOWN
 
 RUNS = {
@@ -82,6 +82,33 @@ def test_a_run_of_any_length_is_a_tree_of_json_with_whole_columns(name: str) -> 
     assert all(
         len(row) == len(table["header"]) for table in document["tables"] for row in table["rows"]
     )
+
+
+def test_the_answers_to_the_same_held_out_tasks_are_side_by_side() -> None:
+    def played(step: int, answers: dict[str, str]) -> EvaluationRecord:
+        samples = (
+            EvaluationSample(
+                task_id=task,
+                outcome=Outcome.COMPLETED,
+                episode_return=float(answer == "2"),
+                text=SampledText(prompt=f"<user>\nWhat is {task}?\n<model>\n", answer=answer),
+            )
+            for task, answer in answers.items()
+        )
+        return replace(evaluation_record(step), samples=tuple(samples))
+
+    first = played(0, {"1 + 1": "3", "5 - 3": "2", "9 - 7": "1"})
+    last = played(20, {"1 + 1": "2", "5 - 3": "2"})
+    [table] = [
+        each for each in document_of(Run(evaluations=(first, last)))["tables"] if each["is_text"]
+    ]
+    assert table["header"] == ("task", "before, version 0", "return", "after, version 20", "return")
+    assert table["rows"] == (
+        ("What is 1 + 1?", "3", "0.00", "2", "1.00"),
+        ("What is 5 - 3?", "2", "1.00", "2", "1.00"),
+    )
+    captions = {each["caption"] for each in document_of(Run(evaluations=(first,)))["tables"]}
+    assert table["caption"] not in captions
 
 
 def test_the_columns_are_what_the_records_say() -> None:

@@ -9,6 +9,7 @@ export interface Table {
   rows: string[][];
   total: string[] | null;
   note: string;
+  is_text: boolean;
 }
 
 export interface Live {

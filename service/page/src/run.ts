@@ -178,7 +178,7 @@ export function tableElement(table: Table): HTMLElement {
     h("tr", {}, ...cells.map((cell, at) => (at === 0 ? h("th", { scope: "row" }, cell) : h(tag, {}, cell))));
   return h(
     "div",
-    { class: "table card" },
+    { class: table.is_text ? "table card prose" : "table card" },
     h(
       "table",
       {},
