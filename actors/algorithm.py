@@ -203,13 +203,13 @@ class LossSettings:
     objective: Objective = Objective.PPO_CLIP
     """The policy objective: what bounds how far a token's probability moves."""
     ratio: Ratio = Ratio.TOKEN
-    """Of each token by itself, or the geometric mean of its trajectory (GSPO)."""
+    """Level of the importance ratio: each token, or the geometric mean of a trajectory (GSPO)."""
     denominator: Denominator = Denominator.BEHAVIOUR
-    """What the ratio divides by: the sampler, or the trainer at the step's start."""
+    """Policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """What has equal say in the update."""
+    """Unit that has equal weight in the update."""
     constant_tokens: Positive | None = None
-    """What aggregation constant divides a trajectory by; null: model.max_context_tokens."""
+    """Divisor of a trajectory, with aggregation constant; null: model.max_context_tokens."""
     clip_low: Share = 0.2
     """The ratio is clipped below 1 - clip_low (ppo_clip, dual_clip, cispo)."""
     clip_high: Rate = 0.28
@@ -225,7 +225,7 @@ class LossSettings:
     divergence_bound: Rate = 0.15
     """Trust region of dppo_*; 0.05 suits dppo_kl."""
     negative_weight: NotNegative = 1.0
-    """What negative advantages are multiplied by; 0: positive only."""
+    """Factor of negative advantages; 0: only positive advantages are trained."""
     correction: Correction = Correction.NONE
     """Importance weight old / behaviour, beside denominator old."""
     correction_cap: Rate = 2.0

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-# What a cancelled call gets to let go of its things before its environment is closed.
+# Seconds in which a cancelled call may clean up before its environment is closed.
 UNWIND_S = 1.0
 MAX_LOCATIONS = 100
 _CLOSE_FAILED = "its close failed too: "
@@ -116,7 +116,7 @@ async def in_thread(
         try:
             return call()
         except (SystemExit, KeyboardInterrupt) as error:
-            # As `_contained`.
+            # As in `_contained`.
             raise _CallExited(describe(error)) from error
 
     return await loop.run_in_executor(_threads, work)

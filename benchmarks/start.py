@@ -59,11 +59,11 @@ class Start:
 
     name: str
     arguments: tuple[str, ...]
-    """Of `rayloom train`."""
+    """Arguments of `rayloom train`."""
     goal: str
     """The row that the goal is for."""
     goal_s: float
-    """For the warm start."""
+    """Goal of the warm start, in seconds."""
 
 
 def tiny_start() -> Start:

@@ -13,5 +13,8 @@ VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
 def uses_haproxy() -> bool:
-    """As Serve reads it; it has to be the same on every node."""
+    """Return whether Serve uses HAProxy, by the variable that Serve reads.
+
+    The variable must have the same value on every node.
+    """
     return os.environ.get(VARIABLE, "0") == "1"

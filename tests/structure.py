@@ -93,7 +93,7 @@ def record_types(trees: Mapping[str, ast.Module]) -> Counter[str]:
         known = len(kinds)
         for each in classes:
             for base in map(last_name, each.bases):
-                # Who implements a Protocol without being one is no record.
+                # A class that implements a Protocol is not a record type.
                 if base in kinds and kinds[base] != "Protocol":
                     kinds.setdefault(each.name, kinds[base])
     counts: Counter[str] = Counter()

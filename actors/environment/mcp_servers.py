@@ -369,23 +369,23 @@ def _text_of(result: Any) -> str:
     return "\n".join(parts)
 
 
-# What a server over stdio writes to its standard error: shown at first, and its end kept.
+# The standard error of a server over stdio: its beginning is logged, and its end is kept.
 #
 # The end is told where the server is lost, because the protocol says no more than that a connection
 # was closed. Showing has a limit for the process, because a server may log every call of every
 # episode into the log of the worker. Used by `mcp_servers`.
 SHOWN_BYTES = 1 << 20
-"""Of all servers of this process together."""
+"""Bytes that are logged, of all servers of this process together."""
 _KEPT_BYTES = 2048
 _CHUNK_BYTES = 1 << 16
-# Of a server that writes faster than it is read; the rest waits for the loop's next turn.
+# Chunks read in one pass of the event loop, so that a server that writes fast does not block it.
 _CHUNKS_AT_ONCE = 16
 _TOLD_CHARS = 120
 _num_shown = 0
 
 
 class ServerStderr:
-    """Of one server, which may be opened several times."""
+    """The standard error of one server, which may be opened several times."""
 
     def __init__(self) -> None:
         self._end = b""
@@ -415,7 +415,7 @@ class ServerStderr:
         return f"; the end of its standard error: {words[-_TOLD_CHARS:]}" if words else ""
 
     def _read(self, reading: int) -> None:
-        """What is there."""
+        """Read the bytes that are available."""
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(reading, _CHUNK_BYTES)

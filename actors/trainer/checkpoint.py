@@ -22,8 +22,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Of a manifest that may be without digests: an older version, or another program, wrote it."""
-# What `finish` writes: without digests it is not what was written.
+"""Format of a manifest that may lack digests, by an older version or by another program."""
+# `finish` writes this format; a manifest of it without digests was changed.
 _DIGESTED_FORMAT = 4
 _READ_FORMATS = (2, FORMAT, _DIGESTED_FORMAT)
 _DIGEST_FIELDS = ("digests", "digest_s")

@@ -512,7 +512,7 @@ def _without_experts(minibatch: Minibatch) -> Minibatch:
     return replace(minibatch, micro_batches=rows)
 
 
-# How much of the GPUs' arithmetic a training step used: model FLOPs utilisation, MFU.
+# Model FLOPs utilisation (MFU): the share of the GPUs' peak arithmetic that a step used.
 #
 # mfu = 6 N T / (seconds · ranks · peak) Source: PaLM (Chowdhery et al. 2022, appendix B), without
 # its term for attention scores, so that the true share is somewhat higher. N: parameters that a
@@ -533,7 +533,7 @@ _BFLOAT16_PEAKS = {
     "NVIDIA L40S": 362e12,
 }
 _FLOPS_PER_PARAMETER = 6
-"""Of a token: a product and a sum forward, and twice as many backward."""
+"""For one token: a product and a sum forward, and twice as many backward."""
 _EXPERT = re.compile(r"\.experts\.")
 
 

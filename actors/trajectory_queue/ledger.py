@@ -200,7 +200,7 @@ class LedgerSnapshot:
     next_seq: int = 0
     undrained: tuple[LedgerEvent, ...] = ()
     dropped_tokens: TokenCounts = field(default_factory=TokenCounts)
-    """Of attempts that no step took, since the last finalised step."""
+    """Sampled tokens of attempts that no step took, since the last finalised step."""
 
 
 class Ledger:

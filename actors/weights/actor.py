@@ -46,7 +46,7 @@ from actors.weights.board import (
 from actors.weights.logprob_check import CheckSample, CheckText
 
 MAX_POLL_S = 30.0
-# For one buffer.
+# Time limit for one buffer.
 ADOPT_TIMEOUT_S = 300.0
 PROBE_PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 1.0

@@ -98,7 +98,7 @@ class Publication:
 
 
 StartStages = tuple[tuple[str, float], ...]
-"""Of an engine's start: each stage's name and seconds."""
+"""The stages of an engine's start: name and seconds of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class ReplicaReport:
     is_held: bool = False
     """It samples nothing: its turns wait."""
     stages: StartStages = ()
-    """Of its start."""
+    """The stages of its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

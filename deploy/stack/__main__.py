@@ -171,7 +171,7 @@ if __name__ == "__main__":
     app()
 
 
-# What Prometheus and Alertmanager are started with, beside a run on this machine.
+# Configurations of Prometheus and Alertmanager for a run on this machine.
 def prometheus_config(
     *, targets: Sequence[str], rules: Path, alertmanager: str, every: str = "5s"
 ) -> str:

@@ -37,7 +37,7 @@ class ControlRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """What goes on, whatever is paused."""
+    """The work that continues while something is paused."""
 
     admitted: int
     """Rollouts that have a place in the window and have not left."""
@@ -55,7 +55,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlView:
-    """What is paused, and what goes on."""
+    """The pauses of a run, and the work that continues."""
 
     phase: str
     pauses: tuple[Pause, ...]
@@ -74,7 +74,7 @@ class CheckpointView:
     committed_at: float
     """Seconds since 1970."""
     num_bytes: int | None
-    """Of its files; None: they are gone."""
+    """Bytes of its files; None: the files are gone."""
     why_not: str
     """Why the run cannot go back to it; empty: it can."""
 
@@ -98,7 +98,9 @@ class OperationStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What takes longer than its answer. Known to this supervisor alone, the newest of them."""
+    """A request that takes longer than its answer. Only this supervisor knows it, and it keeps only
+    the newest ones.
+    """
 
     id: str
     kind: str
@@ -108,7 +110,7 @@ class Operation:
     status: OperationStatus = OperationStatus.RUNNING
     ended_at: float | None = None
     detail: str = ""
-    """What it waits for, what it came to, or why it failed."""
+    """What it waits for, its result, or why it failed."""
     checkpoint: str = ""
     """The checkpoint's id, once it is there, or that it goes back to."""
     evaluation: EvaluationRecord | None = None
@@ -120,7 +122,7 @@ class ReplicaView:
 
     id: str
     version: int | None
-    """None: none yet."""
+    """Loaded policy version; None: none yet."""
     since: float | None
     """Seconds since 1970; None: since before the weight board began to look."""
     is_held: bool
@@ -139,9 +141,9 @@ class PolicyView:
     is_republished: bool
     """Not of a step of its own: the weights of the version before, published once more."""
     checkpoints: tuple[str, ...]
-    """Those that it is in, by id."""
+    """Ids of the checkpoints that contain this version."""
     replicas: tuple[ReplicaView, ...]
-    """Those that hold it."""
+    """Replicas that hold this version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,7 @@ class PoliciesView:
 
     term: int
     trained_version: int | None
-    """Of the trainer; None: it is being started."""
+    """The trainer's version; None: the trainer is being started."""
     published_version: int | None
     policies: tuple[PolicyView, ...] = field(default=())
     """Newest first."""

@@ -52,7 +52,7 @@ WAIT_S = 1.0
 # Between a group's binding and the loop's word that the queue has taken it.
 ADMISSION_LIMIT_S = 5.0
 MAX_RETRY_AFTER_S = 60
-# Of the tasks that a list may have to look at for a page: in a store's read, and reads in all.
+# Limits for one page of a list: rows in one read of the store, and reads.
 ROWS_PER_READ = 500
 READS_PER_PAGE = 4
 # A larger request has a transaction of its own.
@@ -97,7 +97,7 @@ class SubmissionQueue:
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
-        # Those that wait to be answered, in order.
+        # Requests that wait for an answer, in order.
         self._offers: deque[_Waiting] = deque()
         # Events of the ledger that are in no checkpoint yet, so that the feed does not show them.
         self._untold: list[LedgerEvent] = []
@@ -324,7 +324,7 @@ class SubmissionQueue:
                 backlog=self.backlog,
             )
         num_waiting = self._table.num_waiting + len(ahead)
-        # Of a backlog that is too large in bytes, how many steps make room is not known.
+        # For a backlog that is too large in bytes the number of steps that make room is not known.
         excess = num_waiting + num_new - capacity
         if excess > 0:
             return self._full(
@@ -334,7 +334,7 @@ class SubmissionQueue:
             )
         num_bytes = self._table.waiting_bytes + sum(item.num_bytes for item in (*ahead, *new))
         most = self._settings.max_waiting_mib * MIB
-        # What is taken when nothing waits is bounded by the size of a body.
+        # If nothing waits, only the size of a body limits what is accepted.
         if num_bytes > most and num_waiting:
             return self._full(
                 f"the tasks that wait and those that are offered are {num_bytes / MIB:.1f} MiB, "
@@ -417,7 +417,7 @@ class SubmissionQueue:
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
         """Return the views of the submissions that are still known."""
-        # What has ended since the rows were read.
+        # Submissions that have ended since the rows were read.
         over = await self._known_as_over(
             [name for _, name, ended in rows if ended is None and name not in self._table]
         )

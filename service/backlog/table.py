@@ -36,7 +36,7 @@ class _Entry:
     # The ledger event that admitted the first of its rollouts.
     admitted_seq: int | None = None
     results: dict[int, RolloutResult] = field(default_factory=dict)
-    # How the rollouts left that have left the ledger.
+    # The last event of each rollout that has left the ledger.
     exits: dict[int, LedgerEvent] = field(default_factory=dict)
 
 

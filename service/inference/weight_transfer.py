@@ -126,7 +126,7 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
 
 
 class StartMarks:
-    """What vLLM adds to its worker's class, so that the replica can ask how its start went."""
+    """An extension of vLLM's worker, by which the replica reads the stages of its start."""
 
     vllm_config: VllmConfig
     weight_transfer_engine: WeightTransferEngine[Any, Any]

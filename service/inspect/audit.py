@@ -393,7 +393,7 @@ def _findings(
         yield Check.BASELINE, text
         return
     expected = expected_advantages(returns, rule)
-    # By place, not by name: who stands twice counts twice.
+    # By position, not by name: a member that is listed twice counts twice.
     of_members = iter(expected or [0.0] * len(returns))
     wanted = [None if e.baseline_return is None else next(of_members) for e in entries]
     for entry, want in zip(entries, wanted, strict=True):

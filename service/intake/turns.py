@@ -27,9 +27,9 @@ class SessionTurn:
     tools: tuple[ToolSchema, ...]
     """Declared in the conversation; empty where there is a parent, whose tools they are."""
     new_messages: tuple[Message, ...]
-    """What the request brought behind the parent's reply; the whole chat without a parent."""
+    """Messages of the request after the parent's reply; the whole chat if there is no parent."""
     reply: Message
-    """Of the assistant, as the client is shown it and as a later prompt's history has it."""
+    """The assistant's message, as the client gets it and as a later prompt's history has it."""
     extends_parent: bool
     """Whether its prompt begins with all ids of the parent; False where the chat was rendered anew,
     and without a parent."""
@@ -55,7 +55,7 @@ class SessionTurn:
     cache_salt: str = ""
     replica: str = ""
     request_id: str = ""
-    """Of the HTTP request that it answers; a request that is sent on again has the same."""
+    """Id of the HTTP request that it answers; a request that is forwarded again keeps its id."""
     request_digest: str = ""
     """Equal for an equal request at the same place of the conversation."""
     idempotency_key: str = ""
@@ -88,7 +88,7 @@ class SessionIntent:
     request_id: str
     request_digest: str
     parent: int | None
-    """As the turn's."""
+    """The parent of the turn."""
     policy_version: int | None
     """Loaded when the engine was asked; None: not known."""
     created_at: float
@@ -150,7 +150,7 @@ class SessionClaimed:
 
     session_id: str
     name: str
-    """What the client calls it."""
+    """The client's name for the session."""
     claimed_at: float
     """Seconds since 1970."""
 

@@ -52,7 +52,7 @@ REMEDIES = {
     Outcome.EMPTY: "look at the model: it ends its answers before the first token",
     Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
 }
-# By why sampled tokens are not trained; of an outcome that is not here, REMEDIES has it.
+# By the cause why sampled tokens are not trained; REMEDIES has the outcomes that are not here.
 TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or have cut-off answers "
     "trained: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
@@ -189,7 +189,7 @@ class Ending:
     was_stopped: bool = False
     """Somebody asked for it."""
     peak_memory_bytes: int | None = None
-    """As the summary's."""
+    """The same number as in the summary."""
 
 
 def readiness(

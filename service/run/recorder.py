@@ -54,7 +54,7 @@ log = logging.getLogger("rayloom.run")
 # A step writes some hundred bytes: the newest hundred thousand steps or more are kept.
 LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
-# What a status can still show, to an asker who was away for a while.
+# Records and notices that a status still shows to a client that did not ask for a while.
 KEPT_RECORDS = 256
 KEPT_NOTICES = 256
 
@@ -115,7 +115,7 @@ class RunRecorder:
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
         self.stages = Tail[str](limit=KEPT_NOTICES)
-        """Of starts, those that have ended: a line each."""
+        """The stages of starts that have ended, one line each."""
         self._started_engines: set[str] = set()
         self.current_phase, self.phase_detail = Phase.STARTING, ""
         metrics.run.phase_time.set(time.time())
@@ -126,7 +126,7 @@ class RunRecorder:
         self._faults_told: set[Outcome] = set()
         self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
-        """Of the term's queue, as far as it is counted."""
+        """Seconds that each side of the term's queue was blocked, as counted so far."""
 
     async def begin_term(self, lease: Lease) -> None:
         """From here on write as `lease`; what an older term had not stored yet is void."""
@@ -168,7 +168,7 @@ class RunRecorder:
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
     def paused(self, pauses: Sequence[Pause]) -> None:
-        """What an operator has paused now."""
+        """Record what the operator has paused."""
         paused = {pause.part for pause in pauses}
         self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})
 
@@ -296,7 +296,7 @@ class RunRecorder:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of the audit for reward hacking."""
+        """The findings of the audit for reward hacking."""
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
@@ -519,13 +519,13 @@ class StoredMetrics:
 
     def _show_evaluation(self, record: EvaluationRecord | None) -> None:
         value = None if record is None else record.scaled_reward_mean
-        # As the store has it: what is not finite is not known.
+        # As in the store, a value that is not finite is not known.
         is_known = value is not None and math.isfinite(value)
         self._metrics.statistics.evaluation_reward.set(value if is_known else None)
 
 
 def tokens_of(record: StepRecord) -> dict[str, float]:
-    """By kind."""
+    """Return the tokens of a step by kind."""
     return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}
 
 

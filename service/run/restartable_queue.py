@@ -235,7 +235,7 @@ class _Arrival:
 
 
 class CutsInOrder:
-    """Those of one opening of the queue at a time; belongs to one event loop."""
+    """The cuts of one opening of the queue at a time, in order; belongs to one event loop."""
 
     def __init__(self, keep: Keep) -> None:
         """keep: called with each cut when all before it were kept, and with what was admitted in
@@ -244,17 +244,17 @@ class CutsInOrder:
         self._opening = 0
         self._num_kept = 0
         self._waiting: dict[int, _Arrival] = {}
-        """By number, cuts that wait for one before them."""
+        """By number, the cuts that wait for an earlier one."""
         self._news = asyncio.Condition()
 
     @property
     def opening(self) -> int:
-        """Of the queue whose cuts are taken in."""
+        """The opening of the queue whose cuts are accepted."""
         return self._opening
 
     @property
     def num_kept(self) -> int:
-        """Of this opening."""
+        """The number of cuts of this opening that were kept."""
         return self._num_kept
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:

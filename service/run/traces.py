@@ -33,10 +33,10 @@ FLUSH_LIMIT_MS = 5000
 
 @dataclass(slots=True, kw_only=True)
 class _Rollout:
-    """What is known of one in flight; seconds since 1970."""
+    """The times of a rollout in flight, in seconds since 1970."""
 
     accepted_at: float | None
-    """By the HTTP API; None: the run's own task, or not known."""
+    """When the HTTP API accepted it; None: the run's own task, or not known."""
     admitted_at: float
     attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
     """When each ended."""
@@ -71,10 +71,10 @@ class RolloutTraces:
         self._evicted: dict[str, tuple[_Rollout, str]] = {}
         """With their reasons; attempts that ended in the same moment are told after it."""
         self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
-        """By step that is not recorded yet, the rollouts that it trained on."""
+        """By step that is not recorded yet, the rollouts that were trained in it."""
 
     def begin_term(self) -> None:
-        """What an older term had in flight, or trained and not recorded, is played again."""
+        """Forget the rollouts of older terms: those not recorded yet are played again."""
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()

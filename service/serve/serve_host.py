@@ -111,7 +111,7 @@ class RunHost:
                 self._tell(f"the run has ended: {watcher.run(self._run_dir).reason}")
                 return
             except KeyboardInterrupt:
-                # Told to go before the supervisor has answered.
+                # Stopped before the supervisor has answered.
                 return
             except ConfigError as refusal:
                 why, pause_s = f"the start is refused: {refusal}", attempts.refused()
@@ -151,7 +151,7 @@ class RunHost:
                 return True
             return None
 
-        # That of the host before this one may still be ending.
+        # The endpoint of the previous host may still be closing.
         if poll(is_free, limit_s=PORT_LIMIT_S) is None:
             check_metrics_address(config)
         place = {"scheduling_strategy": on_this_node()}
@@ -207,7 +207,7 @@ class RunHost:
 
 
 def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
-    """What the API's deployment is bound to, so that Serve keeps both."""
+    """Bind the run's host, to which the API's deployment is bound, so that Serve keeps both."""
     deployment = serve.deployment(
         name="run",
         num_replicas=1,

@@ -65,7 +65,7 @@ class SupervisorWatcher:
                     faults.progressed()
                     furthest_step = self.last.checkpoint_step
                 is_final = error.actor_init_failed or faults.is_one_too_many()
-                # Where the whole node was lost, Ray would wait for another one without end.
+                # If the whole node was lost, Ray would wait forever for another one.
                 if is_final or self._is_stop_asked() or not _is_any_node_alive():
                     raise
             name = self.last.supervisor if self.last else ""
@@ -101,7 +101,7 @@ class SupervisorWatcher:
         try:
             status: RunStatus = ray.get(question)
         except RayError:
-            # What `run` raises says what happened.
+            # The error that `run` raises says what happened.
             return
         self.last = status
         self._show(status)

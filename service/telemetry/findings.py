@@ -1,4 +1,4 @@
-"""What an audit for reward hacking says: a kind of pattern, since when, in numbers, and examples.
+"""Findings of the audit for reward hacking: kind of pattern, first step, numbers, and examples.
 
 Told as what was seen, never as what it means.
 """

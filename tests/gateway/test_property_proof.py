@@ -1,4 +1,4 @@
-"""What is said of any session, tried with twenty times as many sessions and chats."""
+"""The properties of sessions, with twenty times their usual number of sessions and chats."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_smollm2_has_its_own_template_and_end_and_trains(tmp_path: Path) -> None
     told = rayloom("train", CONFIG, *where, *settings, cwd=ROOT, cache=tmp_path / "cache")
     assert "memory at most" in told
     summary = json.loads((run / "summary.json").read_text())
-    # Of so few answers all may be wrong, so that none is trained.
+    # All of so few answers may be wrong; then none is trained.
     assert summary["ledger"]["is_balanced"] and summary["steps"] == 2
     (converted,) = (tmp_path / "cache" / "rayloom" / "models").iterdir()
     marker = json.loads((converted / MARKER).read_text())

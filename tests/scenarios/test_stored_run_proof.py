@@ -63,7 +63,7 @@ def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
 
 
 def stored(file: Path) -> tuple[int, set[str], int]:
-    """Of a database: its format, the columns of a session's turn, and how many turns it has."""
+    """Return a database's format, the columns of its session turns, and their number."""
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
         (number,) = connection.execute("SELECT number FROM format").fetchone()
         rows = connection.execute("PRAGMA table_info(session_turns)").fetchall()

@@ -322,7 +322,7 @@ class Refused(Exception):
     def __init__(self, told: str, faults: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(told)
         self.faults = faults
-        """As pydantic tells them."""
+        """The faults as pydantic reports them."""
 
 
 class _Full(Exception):
@@ -417,5 +417,5 @@ def place_of(fault: Mapping[str, Any]) -> str:
 
 
 def failed(kind: str, code: object, told: object) -> ValueError:
-    """What the server's answer to a message of a kind is told as, where that is nobody else's."""
+    """Return the error for an answer of the server that no other rule handles."""
     return ValueError(f"openenv: the server answers {kind} with {code}: {told}")

@@ -20,13 +20,13 @@ from actors.environment.builtin import calculator, guessing
 
 WARMUP_STEPS = 60
 MARKER = "tiny_model.json"
-# What decides the weights, beside the settings: these packages, and the sources of the build.
+# Besides the settings, these packages and the sources of the build determine the weights.
 _PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelReport:
-    """What was built, or found already built."""
+    """A tiny model that was built, or found already built."""
 
     directory: Path
     num_parameters: int
@@ -35,7 +35,7 @@ class TinyModelReport:
     first_loss: float | None
     """Nats a token, the mean of the first five warm-up steps; None without a warm-up."""
     last_loss: float | None
-    """Likewise, of the last five."""
+    """The same mean, of the last five warm-up steps."""
     was_reused: bool
     """The directory held this model already."""
 

@@ -306,14 +306,14 @@ def _told_row(row: Sequence[Any]) -> str:
 # rows or NULLs alone, cannot tell a right query from a wrong one: nothing is correct then, whatever
 # is found.
 Row = Sequence[Any]
-"""Of None, numbers, texts, and {"blob": hexadecimal}."""
+"""Values of a row: None, numbers, strings, and {"blob": hexadecimal}."""
 _DIGITS = 12
 _MAX_ANSWER_CHARS = 2_000
 # Comments, texts and quoted names, which may hold anything.
 _OPAQUE = re.compile(
     r"--[^\n]*|/\*.*?(?:\*/|\Z)|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]", re.DOTALL
 )
-# What stands behind the fence is a language where the line ends there, or where it is sql.
+# The word after the fence is a language if it ends the line, or if it is sql.
 _FENCE = re.compile(r"```(?:sql\b|[\w+-]*[ \t]*\n)?(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
