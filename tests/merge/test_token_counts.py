@@ -168,3 +168,17 @@ def test_a_result_that_comes_after_its_group_has_closed_early_is_counted_once() 
     # Put twice, because its first answer was lost.
     assert not end(queue, early[0], num_sampled=2)
     assert one_step(queue) == TokenCounts(untrained={EvictionReason.CANCELLED: 9})
+
+
+def test_the_tokens_of_a_lost_payload_are_counted_with_the_step_that_is_taken_again() -> None:
+    queue = QueueState(make_settings(step=1, window=1, lag=0))
+    fill(queue)
+    for reward, assignment in enumerate(take_all(queue)):
+        end(queue, assignment, reward=float(reward), num_sampled=3)
+    taken = queue.take_step()
+    assert taken is not None
+    lost = taken[1][0].finished()[0]
+    assert queue.replay_lost([lost.rollout_id]) == (1,)
+    (again,) = take_all(queue)
+    end(queue, again, reward=float(again.rollout_id != lost.rollout_id), num_sampled=4)
+    assert one_step(queue) == TokenCounts(untrained={EvictionReason.INFRASTRUCTURE_ERROR: 3})
