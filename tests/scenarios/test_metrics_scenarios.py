@@ -17,7 +17,7 @@ from worlds.run_driver import START_S, Run, running, small_config
 from actors.metrics import Part, PublishPhase
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import Side
-from actors.types import BranchReason, Outcome, Timings
+from actors.types import BranchReason, LeftOutReason, Outcome, Timings
 from deploy.dashboards.grafana import load_dashboards
 from service.report.document import Phase
 from service.store.lineage import History
@@ -32,6 +32,7 @@ LABEL_VALUES = {
     "component": {"hit"},
     "outcome": {outcome.value for outcome in Outcome},
     "reason": {reason.value for reason in (*EvictionReason, *BranchReason)},
+    "fate": {fate.value for fate in (LedgerEventKind.TRAINED, *EvictionReason, *LeftOutReason)},
     "part": {part.value for part in (*Part, *Pausable)},
     "side": {"before", "after"} | {side.value for side in Side},
     "stage": set(StageSeconds().by_name()),
