@@ -295,7 +295,8 @@ STATISTICS: tuple[Statistic, ...] = (
     *_check(
         "logprob_check_seconds",
         unit=Unit.SECONDS,
-        help="Seconds that trainer and engines took to score it, after the publish.",
+        help="Seconds that trainer and engines took to score it, after the publish; absent in a "
+        "step without a check.",
     ),
     *_of(
         "mfu",

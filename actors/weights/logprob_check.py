@@ -25,7 +25,7 @@ CPU_CHECK_TOKENS = 4096
 FAR_TOKENS = 1024
 """Number of the text's last tokens that are scored after a publication."""
 SHORT_TOKENS = 64
-"""Number of the text's first tokens that are scored if a publication can afford no more."""
+"""Number of the text's first tokens that are scored if a publication cannot afford its end."""
 MIN_JUDGED_TOKENS = 18
 """For a shorter text the difference is reported but not judged."""
 MAX_SAMPLED = 256
@@ -72,6 +72,10 @@ class CheckText:
     """Temperatures at which the text is continued."""
     num_sampled: int = 0
     """Tokens of each continuation."""
+
+
+NO_TEXT = CheckText(token_ids=np.empty(0, np.int32))
+"""The text of a publication that is not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

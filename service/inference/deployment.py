@@ -472,8 +472,11 @@ class InferenceReplica:
     async def _checked(self, publication: Publication) -> EngineScores | None:
         """Return the engine's scores of the publication's text; None if they do not come in time.
 
-        A text that fills the context may take longer than a load may go without progress.
+        None also if the publication is not checked (`NO_TEXT`). A text that fills the context may
+        take longer than a load may go without progress.
         """
+        if publication.check is not None and not publication.check.token_ids.size:
+            return None
         checking = asyncio.create_task(self._engine.check_logprobs(publication.check))
         try:
             while not (await asyncio.wait({checking}, timeout=BEAT_S))[0]:

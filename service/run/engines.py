@@ -32,7 +32,9 @@ from actors.weights.board import BoardStatus, ReplicaReport, StaleTerm, WeightEr
 from actors.weights.logprob_check import (
     ALONE,
     COST_SHARE,
+    NO_TEXT,
     PACKED,
+    SHORT_TOKENS,
     CheckSample,
     CheckText,
     Comparison,
@@ -269,8 +271,9 @@ class Publisher:
 
     The first publication of a term has the whole check (`check_start`): the trainer scores the text
     alone and packed, and the engines' continuations. Each later one has the far end of the text,
-    and every `check_every`-th one has all of it, if that takes no more than COST_SHARE of the time;
-    otherwise it has the beginning of the text.
+    and one of `check_every` has all of it. The later checks take at most COST_SHARE of the time
+    since the start: a publication that cannot afford its text has the beginning of it, or no check.
+    Only after a check beyond its bound is the same text checked again, whatever it takes.
     """
 
     def __init__(
@@ -307,9 +310,13 @@ class Publisher:
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._clock = clock
         self._began_at = clock()
-        self._spent_s = self._last_long_s = 0.0
-        """Time of all checks after publications; time of the last long check."""
+        self._spent_s = self._spent_short_s = 0.0
+        """Time of all checks after publications; time of the short ones among them."""
+        self._long_s = self._short_s = 0.0
+        """Time of the last check of the text's end, at first the start's, and of its beginning."""
         self._num_published = 0
+        self._is_all_due = self._was_beyond = False
+        """Whether the next long check has all of the text; whether the last check failed."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
@@ -327,6 +334,8 @@ class Publisher:
                 await board_handle(self._board, deadline_s=RPC_DEADLINE_S).set_check(self._text)
                 self._is_text_sent = True
             await self._trainer.publish(self._board, self._term, version)
+        if self._text is NO_TEXT:
+            return
         with self._measure(PublishPhase.CHECK):
             began = self._clock()
             self._own_logprobs = await self._trainer.check_logprobs(self._rows())
@@ -344,11 +353,17 @@ class Publisher:
     def _next_text(self, text: CheckText) -> CheckText:
         """Choose the text that the current publication can afford."""
         self._num_published += 1
+        if self._was_beyond and self._text is not None:
+            return self._text
+        if self._check_every and self._num_published % self._check_every == 0:
+            self._is_all_due = True
         allowed_s = COST_SHARE * (self._clock() - self._began_at)
-        if self._spent_s + self._last_long_s > allowed_s:
-            return short(text)
-        is_whole = self._check_every > 0 and self._num_published % self._check_every == 0
-        return text if is_whole else far_end(text)
+        if self._spent_s + self._long_s > allowed_s:
+            # Short checks leave half of the time, so that a long one can be afforded at last.
+            left_s = min(allowed_s - self._spent_s, allowed_s / 2 - self._spent_short_s)
+            return short(text) if self._short_s <= left_s else NO_TEXT
+        is_all_due, self._is_all_due = self._is_all_due, False
+        return text if is_all_due else far_end(text)
 
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait as `wait_until_loaded` and compare everything; the next check takes it along.
@@ -362,6 +377,7 @@ class Publisher:
         check = self._compared(replicas)
         samples = [sample for each in replicas for sample in each.check_samples]
         if self._text is not None and check is not None:
+            self._long_s = check.seconds
             # The text lasts for the term, whatever the engines sample later.
             self._later_text = published_text(self._text, samples, most=self._most_tokens)
             with self._measure(PublishPhase.CHECK):
@@ -372,7 +388,7 @@ class Publisher:
                 comparisons=(*check.comparisons, *_compare_sampled(own, samples)),
             )
         elif self._text is not None:
-            self._choose(short(self._text))
+            self._later_text = short(self._text)
         self._is_start = False
         self._began_at = self._clock()
         self._start_check = check
@@ -384,8 +400,8 @@ class Publisher:
         Engines that join, leave or are replaced meanwhile end no term: one that starts loads the
         version before it is ready. Without a live engine it waits for one that starts.
 
-        Returns: how trainer and engines score the text, with what the start has found where this
-            is the first check after it; None without an engine's answer.
+        Returns: how trainer and engines score the text, joined with the start's check if this is
+            the first one after it; None without an engine's answer, and without a check.
         Raises: ActorLost when no engine gets on (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):
@@ -394,19 +410,19 @@ class Publisher:
         if check is None:
             return None
         self._spent_s += check.seconds
-        if self._text is not None and self._text.token_ids.size == self._longest:
-            self._last_long_s = check.seconds
+        self._was_beyond = check.is_beyond
+        if check.num_tokens > SHORT_TOKENS:
+            self._long_s = check.seconds
+        else:
+            self._short_s = check.seconds
+            self._spent_short_s += check.seconds
         earlier, self._start_check = self._start_check, None
         return check.after(earlier)
-
-    @property
-    def _longest(self) -> int:
-        return 0 if self._later_text is None else self._later_text.token_ids.size
 
     def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
         """Compare the engines' scores of the text with the trainer's, alone and packed."""
         scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
-        if not scores:
+        if not scores or self._text is NO_TEXT:
             return None
         found: list[Comparison] = []
         own_by_row = np.split(self._own_logprobs, 2 if self._is_start else 1)

@@ -191,8 +191,8 @@ class CheckedWorld(World):
     def __init__(self, *, context: int = 3000) -> None:
         super().__init__()
         self.off = 0.0
-        self.long_s = 0.0
-        """What the engine takes for more than the beginning of the text."""
+        self.long_s = self.short_s = 0.0
+        """Seconds that the engine takes for a text, and for the beginning of it."""
         text = start_text(
             [], max_context_tokens=context, limit=None, is_on_cpu=True, vocab_size=50,
             temperatures=[0.7],
@@ -215,6 +215,9 @@ class CheckedWorld(World):
         publication = await self.board.poll("a", None, None, 0.0)
         assert isinstance(publication, Publication) and publication.check is not None
         text = publication.check
+        if not text.token_ids.size:
+            await self.board.report("a", 1, version, None)
+            return text
         scores = text.token_ids[text.first_scored :].astype(np.float32) + self.off
         samples = []
         for temperature in text.temperatures:
@@ -223,7 +226,7 @@ class CheckedWorld(World):
             samples.append(
                 CheckSample(temperature=temperature, token_ids=sampled, logprobs=logprobs)
             )
-        seconds = self.long_s if text.token_ids.size > SHORT_TOKENS else 0.0
+        seconds = self.long_s if text.token_ids.size > SHORT_TOKENS else self.short_s
         answer = (scores, tuple(samples), seconds) if is_answered else (None,)
         await self.board.report("a", 1, version, *answer)
         return text
@@ -233,11 +236,16 @@ class CheckedWorld(World):
         return await self.publisher.check_start(0)
 
     async def step(self, version: int, *, seconds: float) -> tuple[CheckText, LogprobCheck]:
-        self.now += seconds
-        text = await self.load(version)
-        check = await self.publisher.wait_until_loaded(version)
+        text, check = await self.try_step(version, seconds=seconds)
         assert check is not None
         return text, check
+
+    async def try_step(
+        self, version: int, *, seconds: float
+    ) -> tuple[CheckText, LogprobCheck | None]:
+        self.now += seconds
+        text = await self.load(version)
+        return text, await self.publisher.wait_until_loaded(version)
 
 
 async def test_a_start_compares_the_text_alone_packed_and_continued() -> None:
@@ -276,12 +284,52 @@ async def test_a_check_takes_no_more_than_its_share_of_the_time() -> None:
     world.long_s = 1.0
     sizes, spent_s = [], 0.0
     for version in range(1, 13):
-        text, check = await world.step(version, seconds=5.0)
+        text, check = await world.try_step(version, seconds=5.0)
         sizes.append(text.token_ids.size)
-        spent_s += check.seconds
-    # What the first one took is earned after 20 s, and so is what the next one takes.
-    assert sizes == [2999, *[SHORT_TOKENS] * 6, 2999, *[SHORT_TOKENS] * 3, 2999]
+        spent_s += 0.0 if check is None else check.seconds
+    # The start took no time. What the first one took is earned after 20 s, and so is the next one.
+    assert sizes == [2999, 0, 0, *[SHORT_TOKENS] * 4, 2999, *[SHORT_TOKENS] * 3, 2999]
     assert spent_s == COST_SHARE * world.now
+
+
+async def test_a_publication_that_cannot_afford_the_beginning_of_the_text_has_no_check() -> None:
+    world = CheckedWorld()
+    world.long_s, world.short_s = 8.0, 0.5
+    start = await world.started()
+    sizes, spent_s, found = [], 0.0, []
+    for version in range(1, 100):
+        text, check = await world.try_step(version, seconds=5.0)
+        num_tokens = text.token_ids.size
+        sizes.append(num_tokens)
+        assert (check is None) == (num_tokens == 0)
+        assert bool(num_tokens) == bool(world.trainer.num_scored)
+        world.trainer.num_scored = []
+        if check is not None:
+            found.append(check)
+            spent_s += check.seconds
+        # All but the first costs what earlier ones have shown.
+        assert spent_s <= max(0.5, COST_SHARE * world.now)
+    # Short checks take half of the time, and the long one has its turn after 300 s.
+    assert sizes[:5] == [SHORT_TOKENS, 0, 0, 0, 0] and sizes.index(2999) == 59
+    assert sizes.count(2999) == 1 and sizes.count(SHORT_TOKENS) == 24
+    assert start is not None and found[0].num_tokens == start.num_tokens
+
+
+async def test_a_text_beyond_its_bound_is_checked_again_whatever_it_takes() -> None:
+    world = CheckedWorld()
+    await world.started()
+    world.long_s, world.off = 9.0, 0.5
+    sizes = []
+    for version in range(1, 4):
+        text, check = await world.step(version, seconds=5.0)
+        assert check.is_beyond
+        sizes.append(text.token_ids.size)
+    world.off = 0.0
+    text, check = await world.step(4, seconds=5.0)
+    assert not check.is_beyond
+    sizes.append(text.token_ids.size)
+    sizes.append((await world.try_step(5, seconds=5.0))[0].token_ids.size)
+    assert sizes == [2999, 2999, 2999, 2999, 0]
 
 
 async def test_the_series_that_is_farthest_off_decides() -> None:
