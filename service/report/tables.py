@@ -6,6 +6,7 @@ All are values ready for the template. Those of statistics walk their table.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -347,11 +348,14 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Return the texts without the first and the last lines that all of them share.
+    """Return the texts without the first and last lines, and without the marker, that all share.
 
-    Example: _differing_lines(["to\\n1 + 1?\\nend", "to\\n1 + 2?\\nend"]) -> ["1 + 1?", "1 + 2?"]
+    Example: _differing_lines(["to\\n1 + 1?<|end|>", "to\\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """
-    lines = [text.splitlines() for text in texts]
+    texts = [text.rstrip() for text in texts]
+    bare = [re.sub(r"(<[^<>\s]+>)+$", "", text) for text in texts]
+    has_marker = len({text[len(each) :] for text, each in zip(texts, bare, strict=True)}) == 1
+    lines = [text.splitlines() for text in (bare if has_marker else texts)]
     num_first = _num_shared(lines)
     num_last = _num_shared([each[num_first:][::-1] for each in lines])
     return ["\n".join(each[num_first : len(each) - num_last]) for each in lines]

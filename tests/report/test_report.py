@@ -29,7 +29,7 @@ from service.report.document import (
     run_document,
     write_report,
 )
-from service.report.tables import balance_equation, checks, ending, verdict
+from service.report.tables import balance_equation, checks, ending, summary_tables, verdict
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StageSeconds
 from service.units import UNKNOWN
 
@@ -225,3 +225,37 @@ def test_a_live_run_may_have_rollouts_in_flight() -> None:
     assert [row[1] for row in window["rows"]] == ["2", "2", "1"]
     assert window["total"] == ("in flight", "5 of 20") and queue["rows"][0][1] == "3"
     assert engines["rows"] == (("engine-1", "3"),) and ended["live"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shown"),
+    [
+        (["<u>Add:\n1 + 1?<|im_end|>\n", "<u>Add:\n1 + 2?<|im_end|>\n"], ["1 + 1?", "1 + 2?"]),
+        (["a < 1\nq", "b < 1\nq"], ["a < 1", "b < 1"]),
+        (["one line", "one line"], ["one line", "one line"]),
+        (["a[/INST]", ""], ["a[/INST]", ""]),
+    ],
+)
+def test_the_table_of_answers_shows_what_differs_in_the_prompts(
+    prompts: list[str], shown: list[str]
+) -> None:
+    first, last = (
+        replace(
+            evaluation_record(step),
+            policy_version=step,
+            samples=tuple(
+                EvaluationSample(
+                    task_id=str(index),
+                    outcome=Outcome.COMPLETED,
+                    episode_return=1.0,
+                    text=SampledText(prompt=prompt, answer="2"),
+                )
+                for index, prompt in enumerate(prompts)
+            ),
+        )
+        for step in (0, 4)
+    )
+    run = Run(steps=(step_record(1),), evaluations=(first, last))
+    tables = {each.caption: each for each in summary_tables(summary_of(run))}
+    rows = tables["Held-out answers, before and after"].rows
+    assert [row[0] for row in rows] == shown
