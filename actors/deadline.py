@@ -1,4 +1,4 @@
-"""Awaiting with a deadline, without losing a cancellation; and retrying.
+"""Awaiting with a deadline or beside other work, without losing a cancellation; and retrying.
 
 Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that meets the result, and a loop
 around it then never stops. Called wherever an actor awaits another one, or an event.
@@ -11,7 +11,17 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -34,6 +44,78 @@ async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+@asynccontextmanager
+async def race(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
+    """Run works as tasks, and enter the block when the first of them has ended.
+
+    At the end of the block the others are cancelled and awaited; their errors are dropped.
+
+    Example:
+        async with race(work(), is_stopping.wait()) as (working, _):
+            found = working.result() if working.done() else None
+    """
+    tasks = tuple(asyncio.create_task(work) for work in works)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        await _cancelled(tasks)
+
+
+async def beside(work: Awaitable[_Result], *helpers: Awaitable[object]) -> _Result:
+    """Await work while helpers run; then cancel them. A helper may end before the work.
+
+    Raises: what a helper raises, at once, with the work cancelled; else what the work raises.
+    """
+    working = asyncio.ensure_future(work)
+    others = [asyncio.ensure_future(each) for each in helpers]
+    running: set[asyncio.Future[Any]] = {working, *others}
+    try:
+        while not working.done():
+            _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for other in others:
+                if other.done():
+                    other.result()
+        return working.result()
+    finally:
+        await _cancelled((working, *others))
+
+
+async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class TaskSet:
+    """Tasks that run until they end, whoever began them; the event loop itself keeps none alive."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        """Yield the tasks that run."""
+        return iter(tuple(self._tasks))
+
+    def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self:
+            task.cancel()
+
+    async def end(self) -> None:
+        """Cancel the tasks, and wait until they have ended."""
+        await _cancelled(self)
 
 
 async def wait_while_moving(

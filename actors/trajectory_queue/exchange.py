@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
 
-from actors.deadline import is_set_within, retry, within
+from actors.deadline import TaskSet, is_set_within, retry, within
 from actors.trajectory_queue.codec import decode, encode
 from actors.trajectory_queue.messages import GroupToScore
 from actors.trajectory_queue.settings import ExchangeSettings
@@ -292,7 +292,7 @@ class GroupExchange:
         self._queue = queue
         self._environments = tuple(environments)
         self._settings = settings
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._scoring = TaskSet()
 
     async def run(self) -> None:
         """Take, score and return groups until cancelled. A call of the queue that fails is
@@ -301,8 +301,7 @@ class GroupExchange:
             while True:
                 await self._take()
         finally:
-            for task in self._scoring:
-                task.cancel()
+            self._scoring.cancel()
 
     async def _take(self) -> None:
         settings = self._settings
@@ -318,9 +317,7 @@ class GroupExchange:
             await asyncio.sleep(settings.poll_s)
             return
         if group is not None:
-            task = asyncio.create_task(self._score(group))
-            self._scoring.add(task)
-            task.add_done_callback(self._scoring.discard)
+            self._scoring.begin(self._score(group))
 
     async def _score(self, group: GroupToScore) -> None:
         limit_s = self._settings.queue_deadline_s

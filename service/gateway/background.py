@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from actors.deadline import TaskSet
 from service.gateway.chat import Refused
 
 log = logging.getLogger("rayloom.gateway")
@@ -23,14 +24,12 @@ class Background:
     def __init__(self) -> None:
         # One thread: a tokenizer is not for two at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
-        # The loop itself keeps no task alive.
-        self._begun: set[asyncio.Task[Any]] = set()
+        self._begun = TaskSet()
 
     def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Begin work that goes on when its caller is gone; how it fails is logged."""
-        task = asyncio.create_task(work)
-        self._begun.add(task)
-        task.add_done_callback(self._let_go)
+        task = self._begun.begin(work)
+        task.add_done_callback(_log_failure)
         return task
 
     async def in_thread(
@@ -45,12 +44,11 @@ class Background:
 
     def close(self) -> None:
         """Give up what was begun."""
-        for task in self._begun:
-            task.cancel()
+        self._begun.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _let_go(self, task: asyncio.Task[Any]) -> None:
-        self._begun.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
-            log.log(level, "%s: %s", type(error).__name__, error)
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        level = logging.DEBUG if isinstance(error, Refused) else logging.ERROR
+        log.log(level, "%s: %s", type(error).__name__, error)

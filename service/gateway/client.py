@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from actors.deadline import ActorLost, retry
+from actors.deadline import ActorLost, TaskSet, retry
 from actors.environment.policy import GenerateReply, GenerateRequest
 from service.access.keys import Caller
 from service.api.problems import RunUnavailable
@@ -52,7 +52,7 @@ class GatewayClient:
     def __init__(self, run: FindsGateway) -> None:
         self._run = run
         self._actor: Any = None
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoning = TaskSet()
 
     async def chat(self, call: ChatCall) -> ChatReply:
         """Raises: Refused."""
@@ -122,9 +122,7 @@ class GatewayClient:
 
         The gateway that there is, or the next one, is told.
         """
-        task = asyncio.create_task(self._abandon(session_id, request_id))
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning.begin(self._abandon(session_id, request_id))
 
     async def _abandon(self, session_id: str, request_id: str) -> None:
         # Where no gateway comes for so long, the turn stays as it is stored.

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from actors.deadline import retry
+from actors.deadline import TaskSet, retry
 from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
@@ -117,7 +117,7 @@ class ServePolicyClient:
         self._lost = LostReplicas()
         self._turn_s = 0.0
         """What a turn takes, from its request to its answer: of the newest ones."""
-        self._batches: set[asyncio.Task[None]] = set()
+        self._batches = TaskSet()
 
     def __reduce__(self) -> tuple[type[ServePolicyClient], tuple[str]]:
         return ServePolicyClient, (self.app_name,)
@@ -187,9 +187,7 @@ class ServePolicyClient:
             size = MAX_REQUESTS_PER_CALL if replica else MAX_FIRST_TURNS_PER_CALL
             for start in range(0, len(calls), size):
                 batch = calls[start : start + size]
-                task = asyncio.create_task(self._exchange(replica, batch))
-                self._batches.add(task)
-                task.add_done_callback(self._batches.discard)
+                task = self._batches.begin(self._exchange(replica, batch))
                 _cancel_when_abandoned(task, batch)
 
     async def _exchange(self, replica: str, batch: list[_Call]) -> None:

@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.deadline import ActorLost, within
+from actors.deadline import ActorLost, race, within
 from actors.metrics import Part
 from service.remote_calls import await_reply, reason_of
 from service.run.recorder import RunRecorder
@@ -173,16 +173,11 @@ class ActorPool:
 
     async def _run_to_death(self, member: Member) -> str:
         """Run the actor. Returns: why it ended, once it has stopped, died or frozen."""
-        ends = [
-            asyncio.create_task(self._until_stopped(member)),
-            asyncio.create_task(self._until_frozen(member)),
-        ]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return next(end for end in ends if end.done()).result()
+            async with race(self._until_stopped(member), self._until_frozen(member)) as ends:
+                cause: str = next(end for end in ends if end.done()).result()
+                return cause
         finally:
-            for end in ends:
-                end.cancel()
             self._answering.discard(member.actor_id)
             self._show_answering(len(self._answering))
             self._ended(member)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, TaskSet
 from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
@@ -91,7 +91,7 @@ class Control:
         self._operations: OrderedDict[str, Operation] = OrderedDict()
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
-        self._begun: set[asyncio.Task[None]] = set()
+        self._begun = TaskSet()
         self._is_restored = False
 
     # -- what the supervisor does ---------------------------------------------------------------
@@ -126,8 +126,7 @@ class Control:
         for operation in list(self._operations.values()):
             if operation.status is OperationStatus.RUNNING:
                 self._end(operation, f"the run has ended: {reason}", is_failed=True)
-        for task in self._begun:
-            task.cancel()
+        self._begun.cancel()
 
     # -- pauses ---------------------------------------------------------------------------------
 
@@ -361,9 +360,7 @@ class Control:
         operation = self._add(
             Operation(id=self._new_id(), kind=kind, created_at=time.time(), detail=detail)
         )
-        task = asyncio.create_task(self._follow(operation, work))
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
+        self._begun.begin(self._follow(operation, work))
         return operation
 
     async def _follow(

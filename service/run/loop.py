@@ -25,7 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from actors.algorithm import AlgorithmSettings
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, beside, race
 from actors.environment.evaluation import EvaluationSet
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
@@ -256,13 +256,8 @@ class Loop:
 
     async def _run(self) -> None:
         failure: RunFailed | None = None
-        admitting = asyncio.create_task(self._admit(), name="admit")
-        training = asyncio.create_task(self._train(), name="train")
         try:
-            await asyncio.wait({admitting, training}, return_when=asyncio.FIRST_COMPLETED)
-            if admitting.done():
-                admitting.result()
-            await training
+            await beside(self._train(), self._admit())
         except RunFailed as error:
             failure = error
             await self._join_loading()
@@ -273,10 +268,9 @@ class Loop:
             )
             await self._join_loading()
         finally:
-            tasks = [task for task in (admitting, training, self._loading) if task]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._loading is not None:
+                self._loading.cancel()
+                await asyncio.gather(self._loading, return_exceptions=True)
         await self._finish()
         if failure is not None:
             raise failure
@@ -469,19 +463,13 @@ class Loop:
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
         """Await what may be dropped half done. Raises: StepAbandoned."""
-        working = asyncio.create_task(call)
-        waiting = asyncio.create_task(self._is_grace_over.wait())
-        try:
-            await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
                 # It may be what the ranks are at: they are wanted for a checkpoint.
                 await self._handles.trainer.abandon()
                 raise StepAbandoned("its grace is over")
-            return working.result()
-        finally:
-            for task in (working, waiting):
-                task.cancel()
-            await asyncio.gather(working, waiting, return_exceptions=True)
+            answer: Answer = working.result()
+            return answer
 
     async def _give_up_after_grace(self) -> None:
         """Have the ranks give up the step that they train, as long as no update of it is done."""

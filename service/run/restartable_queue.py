@@ -20,7 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 
-from actors.deadline import ActorLost, retry
+from actors.deadline import ActorLost, TaskSet, retry
 from actors.metrics import Part
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.groups import FailedGroups, GroupRequest
@@ -72,8 +72,7 @@ class RestartableQueue:
         self._is_held = False
         self._cuts = CutsInOrder(self._keep)
         self._reopening = asyncio.Lock()
-        self._changing: set[asyncio.Task[Any]] = set()
-        """Kept, as asyncio keeps no task."""
+        self._changing = TaskSet()
         self._deaths = FaultCount(limit=MAX_DEATHS)
 
     async def open(self) -> None:
@@ -131,9 +130,8 @@ class RestartableQueue:
         return stats
 
     def kill(self) -> None:
-        for call in self._changing:
-            # The recorder goes on with the next term.
-            call.cancel()
+        # The recorder goes on with the next term.
+        self._changing.cancel()
         ray.kill(self.actor)
 
     def _whole_snapshot(self) -> QueueSnapshot | None:
@@ -147,16 +145,9 @@ class RestartableQueue:
         Also where the caller is cancelled meanwhile: every later cut waits for this one.
         admitted: groups that the queue has from this call on.
         """
-        call = asyncio.create_task(self._make_change(method, *arguments, admitted=admitted))
-        self._changing.add(call)
-        call.add_done_callback(self._end_change)
+        call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
+        call.add_done_callback(_read_error)
         return await asyncio.shield(call)
-
-    def _end_change(self, call: asyncio.Task[Any]) -> None:
-        self._changing.discard(call)
-        if not call.cancelled():
-            # Of a caller that is cancelled nobody else reads it, and asyncio logs unread ones.
-            call.exception()
 
     async def _make_change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest]
@@ -281,3 +272,9 @@ class CutsInOrder:
             self._num_kept = 0
             self._waiting.clear()
             self._news.notify_all()
+
+
+def _read_error(call: asyncio.Task[Any]) -> None:
+    """Read a call's error, which asyncio would log if the caller was cancelled."""
+    if not call.cancelled():
+        call.exception()

@@ -18,7 +18,7 @@ from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
-from actors.deadline import ActorLost
+from actors.deadline import ActorLost, TaskSet, beside, race
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError, has_digests
 from actors.trainer.group import TrainerStartFailed
@@ -243,12 +243,15 @@ class Supervisor:
             many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
-        observing = asyncio.create_task(self._observe_forever())
-        renewing = asyncio.create_task(self._renew_forever())
-        pushing = asyncio.create_task(self._push_forever())
-        measuring = asyncio.create_task(self._measure_memory_forever())
+        helpers = TaskSet()
+        helpers.begin(self._observe_forever())
+        helpers.begin(self._push_forever())
+        helpers.begin(self._measure_memory_forever())
+        # Also while the report is written.
+        renewing = helpers.begin(self._renew_forever())
         try:
-            reason = await self._run_terms_while(renewing)
+            # Terms that are cancelled end their ranks and environment actors at once.
+            reason = await beside(self._run_terms(), asyncio.shield(renewing))
         except LeaseLost as loss:
             self._lost = loss
             log.error("%s", loss)
@@ -273,10 +276,7 @@ class Supervisor:
             )
         finally:
             await self._engines.stop()
-            helpers = (observing, renewing, pushing, measuring)
-            for task in helpers:
-                task.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
+            await helpers.end()
             await self._push(is_last=True)
             await self._recorder.close_trackers(is_taken_over=self._lost is not None)
             await self._thread.call(self._leave_store)
@@ -287,22 +287,6 @@ class Supervisor:
     async def is_over(self) -> bool:
         """Whether the run has ended, and let go of its engines and its database."""
         return self._is_over
-
-    async def _run_terms_while(self, renewing: asyncio.Task[None]) -> str:
-        """Run terms until the run ends, the lease is lost, or the store stays away.
-
-        Raises: as `run`.
-        """
-        terms = asyncio.create_task(self._run_terms())
-        try:
-            await asyncio.wait((terms, renewing), return_when=asyncio.FIRST_COMPLETED)
-            if renewing.done():
-                renewing.result()
-            return await terms
-        finally:
-            # A term that is cancelled ends its ranks and environment actors at once.
-            terms.cancel()
-            await asyncio.gather(terms, return_exceptions=True)
 
     def _leave_store(self) -> None:
         with suppress(LeaseLost, StoreError):
@@ -580,17 +564,10 @@ class Supervisor:
 
         Raises: GoingBack; what the work raises.
         """
-        working = asyncio.create_task(work)
-        asked = asyncio.create_task(self._control.returning.wait())
-        try:
-            await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
-            if working.done() and not asked.done():
-                return working.result()
-            raise GoingBack(self._control.returns_to)
-        finally:
-            for task in (working, asked):
-                task.cancel()
-            await asyncio.gather(working, asked, return_exceptions=True)
+        async with race(work, self._control.returning.wait()) as (working, asked):
+            if asked.done():
+                raise GoingBack(self._control.returns_to)
+            working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
         """Take the lease; None where a stop was asked for before the run was free.

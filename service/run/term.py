@@ -17,7 +17,7 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
-from actors.deadline import retry
+from actors.deadline import beside, race, retry
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
@@ -244,24 +244,13 @@ class Term:
             return
         self.evaluation_tasks = held_out_tasks(self._config, tasks)
         self._loop = Loop(self._handles(publisher, tasks), self._loop_settings())
-        training = asyncio.create_task(self._loop.run())
-        watching = [
-            asyncio.create_task(self._pool.watch()),
-            asyncio.create_task(self._trainer.watch()),
-            asyncio.create_task(watch_board(self._engines.board)),
-        ]
-        if self._gateways is not None:
-            watching.append(asyncio.create_task(self._gateways.watch()))
-        try:
-            await asyncio.wait({training, *watching}, return_when=asyncio.FIRST_COMPLETED)
-            for watch in watching:
-                if watch.done():
-                    watch.result()
-            await training
-        finally:
-            for task in (training, *watching):
-                task.cancel()
-            await asyncio.gather(training, *watching, return_exceptions=True)
+        await beside(
+            self._loop.run(),
+            self._pool.watch(),
+            self._trainer.watch(),
+            watch_board(self._engines.board),
+            *([self._gateways.watch()] if self._gateways else []),
+        )
 
     async def stop(self, *, is_orderly: bool) -> None:
         """End this term's actors; the engines stay.
@@ -287,15 +276,8 @@ class Term:
         """Start; None when a stop was asked for before the start was over."""
         if self._stop_asked.is_set():
             return None
-        starting = asyncio.create_task(self._start())
-        stopped = asyncio.create_task(self._stop_asked.wait())
-        try:
-            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        async with race(self._start(), self._stop_asked.wait()) as (starting, stopped):
             return None if stopped.done() else starting.result()
-        finally:
-            for task in (starting, stopped):
-                task.cancel()
-            await asyncio.gather(starting, stopped, return_exceptions=True)
 
     async def _start(self) -> Publisher:
         config = self._config

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from actors.deadline import TaskSet
+
 log = logging.getLogger("rayloom.store")
 
 Arguments = ParamSpec("Arguments")
@@ -25,8 +27,7 @@ class StoreThread:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        # The loop itself keeps no task alive.
-        self._begun: set[asyncio.Task[Any]] = set()
+        self._begun = TaskSet()
 
     async def call(
         self,
@@ -39,9 +40,7 @@ class StoreThread:
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await work that calls the store, to its end in any case."""
-        task = asyncio.ensure_future(work)
-        self._begun.add(task)
-        task.add_done_callback(self._begun.discard)
+        task = self._begun.begin(work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

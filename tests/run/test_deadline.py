@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from actors.deadline import is_set_within, retry, wait_while_moving, within
+from actors.deadline import TaskSet, beside, is_set_within, race, retry, wait_while_moving, within
 
 
 async def answer(word: str) -> str:
@@ -105,3 +105,76 @@ async def test_work_that_moves_is_waited_for_and_work_that_stands_still_is_not()
     moved = 0
     await wait()
     assert moved == 0
+
+
+async def never(ended: list[str], name: str) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        ended.append(name)
+
+
+async def fails(name: str) -> None:
+    raise KeyError(name)
+
+
+async def test_a_race_enters_with_the_first_and_ends_the_others_after_the_block() -> None:
+    ended: list[str] = []
+    async with race(never(ended, "slow"), answer("fast")) as (slow, fast):
+        assert fast.result() == "fast" and not slow.done() and not ended
+    assert ended == ["slow"]
+
+    with pytest.raises(KeyError, match="mine"):
+        async with race(never(ended, "slower"), fails("mine")) as (_, failed):
+            failed.result()
+    assert ended == ["slow", "slower"]
+
+
+async def test_a_race_that_is_cancelled_ends_all() -> None:
+    ended: list[str] = []
+
+    async def wait() -> None:
+        async with race(never(ended, "a"), never(ended, "b")):
+            raise AssertionError("none has ended")
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert sorted(ended) == ["a", "b"]
+
+
+async def test_work_outlives_helpers_that_end_and_ends_with_one_that_fails() -> None:
+    ended: list[str] = []
+
+    async def slow() -> str:
+        await asyncio.sleep(0.02)
+        return "done"
+
+    assert await beside(slow(), answer("at once"), never(ended, "helper")) == "done"
+    assert ended == ["helper"]
+
+    async def fails_later() -> None:
+        await asyncio.sleep(0.01)
+        await fails("helper")
+
+    with pytest.raises(KeyError, match="helper"):
+        await beside(never(ended, "work"), answer("at once"), fails_later())
+    assert ended == ["helper", "work"]
+    with pytest.raises(KeyError, match="work"):
+        await beside(fails("work"), never(ended, "other"))
+    assert ended == ["helper", "work", "other"]
+
+
+async def test_a_set_keeps_tasks_until_they_end_or_are_ended() -> None:
+    tasks, ended = TaskSet(), list[str]()
+    answered = tasks.begin(answer("yes"))
+    for name in ("a", "b"):
+        tasks.begin(never(ended, name))
+    assert await answered == "yes"
+    await asyncio.sleep(0.01)
+    assert len(tasks) == 2 and answered not in list(tasks)
+    await tasks.end()
+    assert sorted(ended) == ["a", "b"] and not len(tasks)
