@@ -12,9 +12,9 @@ from typing import Any, cast
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from service.api.app import create_app
-from service.api.control import ControlPort, add_control
+from service.api.control_routes import add_control
 from service.api.ports import RunPort
-from service.api.run_page import PagePort, add_page
+from service.api.run_page import add_page
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.routes import SessionPort, add_sessions
@@ -34,10 +34,10 @@ def whole_document() -> dict[str, Any]:
     # None of them is called where nothing is asked.
     run, sessions = cast(RunPort, None), cast(SessionPort, None)
     app = create_app(run, settings)
-    add_control(app, cast(ControlPort, None))
+    add_control(app, run)
     add_sessions(app, run, sessions, settings)
     add_uploads(app, run, cast(UploadPort, None), settings)
-    add_page(app, cast(PagePort, None))
+    add_page(app, run)
     return app.openapi()
 
 

@@ -80,14 +80,7 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
     async def readyz() -> JSONResponse:
         """200 when rollouts are played and trained on now; else 503, with the reasons."""
         found = await run.readiness()
-        body = ReadyAnswer(
-            ready=found.is_ready,
-            reasons=list(found.reasons),
-            phase=found.phase.value,
-            policy_version=found.policy_version,
-            engines={"ready": found.engines_ready, "total": found.engines_expected},
-        )
-        return JSONResponse(body.model_dump(), status_code=200 if found.is_ready else 503)
+        return JSONResponse(found.model_dump(), status_code=200 if found.ready else 503)
 
 
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})

@@ -1,86 +1,61 @@
-"""The routes of operators: pauses, checkpoints, evaluations, policies, and the run's stop.
+"""What operators ask of a run, and the answers.
 
-Each call that changes something is written down with its answer (`AdminCall`), refusals of the run
-included; what no route took in, such as a body of another shape, is not.
+Made by `service.run.control` in the supervisor; they travel by Ray, and the API sends them as they
+are.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import time
-from collections.abc import Awaitable, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
-from fastapi import FastAPI, Path, Request, Response
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from actors.environment.settings import KeptTokens, Sampling, StructuredOutputs
-from service.api.control_calls import (
-    CheckpointView,
-    ControlRefused,
-    ControlView,
-    EvaluationRequest,
-    Operation,
-    OperationStatus,
-    PoliciesView,
-    RefusalCode,
-    ReplicaView,
-)
-from service.api.ports import PREFIX, Readiness
-from service.api.problems import Problem, RunUnavailable
-from service.api.rollouts import Limit
-from service.api.schemas import ID_PATTERN, WHOLE, StopAnswer, StopBody, StrictBody
-from service.config.kept_tokens import kept_tokens_problems
+from actors.environment.settings import Sampling
+from service.api.schemas import StrictBody
 from service.store.controls import AdminCall
 from service.store.tables import Pausable
-from service.telemetry.records import EvaluationRecord
-
-log = logging.getLogger("rayloom.api")
 
 
-STATUSES = {
-    RefusalCode.UNKNOWN: 404,
-    RefusalCode.GONE: 410,
-    RefusalCode.CONFLICT: 409,
-    RefusalCode.INVALID: 422,
-}
-_NOT_NOW: dict[int | str, dict[str, Any]] = {
-    409: {"description": "not now: the run is in another state"}
-}
-_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
-_GONE: dict[int | str, dict[str, Any]] = {410: {"description": "its files are gone"}}
-MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
-MAX_TOP_K = 1_000_000
-# Of a body, and of an answer, so much is written down.
-MAX_NOTED_CHARACTERS = 1000
-Answer = TypeVar("Answer", bound=StrictBody)
+class RefusalCode(StrEnum):
+    """Why something was refused."""
+
+    UNKNOWN = "unknown"
+    GONE = "gone"
+    """It was there, and is no more."""
+    CONFLICT = "conflict"
+    """Not now: the run is in another state."""
+    INVALID = "invalid"
 
 
-class ControlPort(Protocol):
-    """The calls that the routes need of a run. Every call may raise RunUnavailable."""
+class ControlRefused(Exception):
+    """Nothing was done; the text says why, and what would be."""
 
-    async def control(self, call: str, *arguments: Any) -> Any:
-        """Make a call of `service.run.control.Control`. Raises: ControlRefused."""
-        ...
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(code, message)
+        self.code, self.message = code, message
 
-    async def stop(self, grace_s: float | None) -> None:
-        """End the run after the current step; None: however long that takes."""
-        ...
-
-    async def readiness(self) -> Readiness: ...
+    def __str__(self) -> str:
+        return self.message
 
 
-# -- bodies ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """Held-out tasks to be played now."""
+
+    sampling: Sampling
+    num_tasks: int | None
+    """The first so many; None: all, or task_ids."""
+    task_ids: tuple[str, ...]
+    """These, in place of the first ones."""
 
 
-class PauseBody(StrictBody):
-    reason: str = Field(
-        "",
-        max_length=500,
-        pattern=r"^[^\x00-\x1f\x7f]*$",
-        description="for whoever finds it paused",
-    )
+class OperationStatus(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
 
 
 class PauseAnswer(StrictBody):
@@ -105,25 +80,6 @@ class ControlAnswer(StrictBody):
     paused: list[PauseAnswer] = Field(description="what is paused; empty: nothing")
     in_flight: InFlightAnswer
 
-    @classmethod
-    def of(cls, view: ControlView) -> ControlAnswer:
-        goes_on = view.in_flight
-        return cls(
-            phase=view.phase,
-            paused=[
-                PauseAnswer(part=each.part, since=each.since, reason=each.reason)
-                for each in view.pauses
-            ],
-            in_flight=InFlightAnswer(
-                admitted=goes_on.admitted,
-                playing=goes_on.playing,
-                waiting=goes_on.waiting,
-                step=goes_on.step,
-                engines_held=goes_on.engines_held,
-                engines=goes_on.engines,
-            ),
-        )
-
 
 class CheckpointAnswer(StrictBody):
     id: str
@@ -134,112 +90,6 @@ class CheckpointAnswer(StrictBody):
     bytes: int | None = Field(description="of its files; null: they are gone")
     can_go_back: bool
     why_not: str
-
-    @classmethod
-    def of(cls, view: CheckpointView) -> CheckpointAnswer:
-        return cls(
-            id=view.id,
-            step=view.step,
-            policy_version=view.policy_version,
-            term=view.term,
-            committed_at=view.committed_at,
-            bytes=view.num_bytes,
-            can_go_back=not view.why_not,
-            why_not=view.why_not,
-        )
-
-
-class CheckpointsAnswer(StrictBody):
-    checkpoints: list[CheckpointAnswer] = Field(description="newest first")
-
-
-class EvaluationBody(StrictBody):
-    """Held-out tasks to be played now, beside training."""
-
-    temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        strict=True,
-        allow_inf_nan=False,
-        description="sample among the likeliest tokens whose probabilities add up to this number",
-    )
-    top_k: Annotated[int, Field(ge=0, le=MAX_TOP_K, strict=True), WHOLE] = Field(
-        0, description="number of the likeliest tokens to sample among; 0: all"
-    )
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        strict=True,
-        allow_inf_nan=False,
-        description="lowest probability of a sampled token, as a share of the likeliest token's",
-    )
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="constraint on the form of each reply; null: none"
-    )
-    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True), WHOLE] = Field(
-        1, description="of each task: n of pass@k and avg@n"
-    )
-    num_tasks: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
-        None, description="the first so many held-out tasks; null: all, or `tasks`"
-    )
-    tasks: list[str] = Field(
-        default_factory=list, max_length=MAX_TASK_IDS, description="ids of held-out tasks"
-    )
-    pass_reward: float = Field(
-        1.0,
-        strict=True,
-        allow_inf_nan=False,
-        description="a sample passes with a return of so much or more, in parts of the best "
-        "possible one where the environment knows that",
-    )
-    ks: list[Annotated[int, Field(ge=1, strict=True), WHOLE]] | None = Field(
-        None, max_length=32, description="of pass@k; null: 1 and num_samples"
-    )
-
-    @model_validator(mode="after")
-    def _fits(self) -> EvaluationBody:
-        if self.tasks and self.num_tasks is not None:
-            raise ValueError("got tasks and num_tasks, expected one of them")
-        if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError("tasks: an id comes more than once; raise num_samples instead")
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError(
-                f"num_samples is {self.num_samples} at temperature 0, where all samples of a task "
-                "are the same; expected a temperature above 0, or one sample"
-            )
-        for problem in kept_tokens_problems("", self._kept, temperature=self.temperature):
-            raise ValueError(problem)
-        if (most := max(self.ks or [1])) > self.num_samples:
-            raise ValueError(
-                f"ks has {most}, expected at most num_samples, which is {self.num_samples}"
-            )
-        return self
-
-    @property
-    def _kept(self) -> KeptTokens:
-        return KeptTokens(
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            structured_outputs=self.structured_outputs,
-        )
-
-    def request(self) -> EvaluationRequest:
-        ks = [1, self.num_samples] if self.ks is None else self.ks
-        return EvaluationRequest(
-            sampling=Sampling(
-                num_samples=self.num_samples,
-                temperature=self.temperature,
-                kept=self._kept,
-                pass_reward=self.pass_reward,
-                ks=tuple(sorted(set(ks))),
-            ),
-            num_tasks=self.num_tasks,
-            task_ids=tuple(self.tasks),
-        )
 
 
 class EvaluationAnswer(StrictBody):
@@ -264,28 +114,11 @@ class EvaluationAnswer(StrictBody):
     outcomes: dict[str, int]
     num_failed: int = Field(description="rollouts that an error ended: in no mean, and in no n")
 
-    @classmethod
-    def of(cls, record: EvaluationRecord) -> EvaluationAnswer:
-        return cls(
-            step=record.step,
-            policy_version=record.policy_version,
-            last_policy_version=record.last_policy_version,
-            temperature=record.temperature,
-            num_tasks=record.num_tasks,
-            num_samples=record.num_samples,
-            reward_mean=record.reward_mean,
-            scaled_reward_mean=record.scaled_reward_mean,
-            standard_error=record.standard_error,
-            pass_reward=record.pass_reward,
-            pass_at=dict(record.pass_at),
-            majority_mean=record.majority_mean,
-            outcomes={outcome.value: count for outcome, count in record.outcomes.items()},
-            num_failed=record.num_failed,
-        )
-
 
 class OperationAnswer(StrictBody):
     """Something that takes longer than its answer."""
+
+    # Only this supervisor knows it, and it keeps only the newest ones.
 
     id: str
     kind: str = Field(description="checkpoint, return or evaluation")
@@ -296,30 +129,12 @@ class OperationAnswer(StrictBody):
     checkpoint: str | None = Field(description="the id of the checkpoint that it is about")
     evaluation: EvaluationAnswer | None
 
-    @classmethod
-    def of(cls, operation: Operation) -> OperationAnswer:
-        record = operation.evaluation
-        return cls(
-            id=operation.id,
-            kind=operation.kind,
-            status=operation.status,
-            created_at=operation.created_at,
-            ended_at=operation.ended_at,
-            detail=operation.detail,
-            checkpoint=operation.checkpoint or None,
-            evaluation=None if record is None else EvaluationAnswer.of(record),
-        )
-
 
 class ReplicaAnswer(StrictBody):
     id: str
     version: int | None
     since: float | None = Field(description="seconds since 1970; null: not known")
     is_held: bool = Field(description="its turns are frozen: generation is paused")
-
-    @classmethod
-    def of(cls, view: ReplicaView) -> ReplicaAnswer:
-        return cls(id=view.id, version=view.version, since=view.since, is_held=view.is_held)
 
 
 class PolicyAnswer(StrictBody):
@@ -340,209 +155,31 @@ class PoliciesAnswer(StrictBody):
     policies: list[PolicyAnswer] = Field(description="newest first")
     starting: list[ReplicaAnswer] = Field(description="engines that hold none of this term's yet")
 
-    @classmethod
-    def of(cls, view: PoliciesView) -> PoliciesAnswer:
-        return cls(
-            term=view.term,
-            trained_version=view.trained_version,
-            published_version=view.published_version,
-            policies=[
-                PolicyAnswer(
-                    version=each.version,
-                    is_trained=each.is_trained,
-                    is_published=each.is_published,
-                    is_republished=each.is_republished,
-                    checkpoints=list(each.checkpoints),
-                    replicas=[ReplicaAnswer.of(replica) for replica in each.replicas],
-                )
-                for each in view.policies
-            ],
-            starting=[ReplicaAnswer.of(replica) for replica in view.starting],
-        )
 
+class ControlPort(Protocol):
+    """The calls of operators: the methods of `service.run.control.Control`.
 
-class CallAnswer(StrictBody):
-    at: float = Field(description="seconds since 1970")
-    caller: str = Field(description="the name of its key; empty: it has none")
-    call: str
-    body: str
-    status: int
-    answer: str
+    Every call may raise ControlRefused and RunUnavailable.
+    """
 
+    async def view(self) -> ControlAnswer: ...
 
-class CallsAnswer(StrictBody):
-    calls: list[CallAnswer] = Field(description="newest first")
+    async def pause(self, part: Pausable, reason: str) -> ControlAnswer: ...
 
+    async def resume(self, part: Pausable) -> ControlAnswer: ...
 
-# -- routes ---------------------------------------------------------------------------------------
+    async def checkpoints(self) -> Sequence[CheckpointAnswer]: ...
 
+    async def checkpoint(self) -> OperationAnswer: ...
 
-def add_control(app: FastAPI, run: ControlPort) -> None:
-    """Add the routes of operators."""
-    _add_pauses(app, run)
-    _add_checkpoints(app, run)
-    _add_evaluations(app, run)
-    _add_policies(app, run)
-    _add_stop(app, run)
+    async def go_back(self, checkpoint_id: str) -> OperationAnswer: ...
 
+    async def evaluate(self, request: EvaluationRequest) -> OperationAnswer: ...
 
-def _add_pauses(app: FastAPI, run: ControlPort) -> None:
-    @app.get(f"{PREFIX}/control")
-    async def control() -> ControlAnswer:
-        """Return what is paused, and what continues."""
-        return ControlAnswer.of(await _asked(run.control("view")))
+    async def operation(self, operation_id: str) -> OperationAnswer: ...
 
-    @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
-    async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
-        """Pause a part of the run, in every later term too, until it is resumed; may be repeated.
-        The work in flight continues as docs/control.md says.
-        """
-        work = _asked(run.control("pause", part, body.reason))
-        return await _noted(run, request, _as(ControlAnswer.of, work))
+    async def policies(self) -> PoliciesAnswer: ...
 
-    @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
-    async def resume(part: Pausable, request: Request) -> ControlAnswer:
-        """Resume a part; may be repeated."""
-        work = _asked(run.control("resume", part))
-        return await _noted(run, request, _as(ControlAnswer.of, work))
+    async def note_call(self, call: AdminCall) -> None: ...
 
-
-def _add_checkpoints(app: FastAPI, run: ControlPort) -> None:
-    @app.get(f"{PREFIX}/checkpoints")
-    async def checkpoints() -> CheckpointsAnswer:
-        """List the checkpoints that are kept, and whether the run can go back to each."""
-        found = await _asked(run.control("checkpoints"))
-        return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(each) for each in found])
-
-    @app.post(f"{PREFIX}/checkpoints", status_code=202, responses=_NOT_NOW)
-    async def save(request: Request, response: Response) -> OperationAnswer:
-        """Commit a checkpoint after the current step."""
-        work = _asked(run.control("checkpoint"))
-        return await _begun(run, request, response, work)
-
-    @app.post(
-        f"{PREFIX}/checkpoints/{{checkpoint}}/return",
-        status_code=202,
-        responses={**_UNKNOWN, **_NOT_NOW, **_GONE},
-    )
-    async def go_back(
-        request: Request, response: Response, checkpoint: str = Path(pattern=ID_PATTERN)
-    ) -> OperationAnswer:
-        """Stop the current training and continue from a checkpoint: later steps are undone, and
-        their rollouts are played again.
-        """
-        work = _asked(run.control("go_back", checkpoint))
-        return await _begun(run, request, response, work)
-
-
-def _add_evaluations(app: FastAPI, run: ControlPort) -> None:
-    @app.post(f"{PREFIX}/evaluations", status_code=202, responses=_NOT_NOW)
-    async def evaluate(
-        body: EvaluationBody, request: Request, response: Response
-    ) -> OperationAnswer:
-        """Play held-out tasks now, beside training."""
-        work = _asked(run.control("evaluate", body.request()))
-        return await _begun(run, request, response, work)
-
-    @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
-    async def operation(operation: str = Path(pattern=ID_PATTERN)) -> OperationAnswer:
-        """Return the state of an operation that was begun with a 202."""
-        return OperationAnswer.of(await _asked(run.control("operation", operation)))
-
-
-def _add_policies(app: FastAPI, run: ControlPort) -> None:
-    @app.get(f"{PREFIX}/policies")
-    async def policies() -> PoliciesAnswer:
-        """Return the policy version of the trainer, each engine and each checkpoint."""
-        return PoliciesAnswer.of(await _asked(run.control("policies")))
-
-    @app.get(f"{PREFIX}/control/calls")
-    async def calls(limit: Limit = 100) -> CallsAnswer:
-        """List the operators' requests to the run, and the answers."""
-        found: Sequence[AdminCall] = await _asked(run.control("calls", limit))
-        return CallsAnswer(
-            calls=[
-                CallAnswer(
-                    at=each.at,
-                    caller=each.caller,
-                    call=each.call,
-                    body=each.body,
-                    status=each.status,
-                    answer=each.answer,
-                )
-                for each in found
-            ]
-        )
-
-
-def _add_stop(app: FastAPI, run: ControlPort) -> None:
-    @app.post(f"{PREFIX}/stop", status_code=202)
-    async def stop(body: StopBody, request: Request) -> StopAnswer:
-        """End the run after the current step, with a checkpoint; may be repeated. Tasks that wait
-        or are played stay accepted, for when the run continues.
-        """
-
-        async def work() -> StopAnswer:
-            await run.stop(body.grace_seconds)
-            return StopAnswer(phase=(await run.readiness()).phase.value)
-
-        return await _noted(run, request, work(), status=202)
-
-
-async def _begun(
-    run: ControlPort, request: Request, response: Response, work: Awaitable[Operation]
-) -> OperationAnswer:
-    answer = await _noted(run, request, _as(OperationAnswer.of, work), status=202)
-    response.headers["Location"] = f"{PREFIX}/operations/{answer.id}"
-    return answer
-
-
-async def _as(convert: Any, work: Awaitable[Any]) -> Any:
-    return convert(await work)
-
-
-async def _asked(work: Awaitable[Any]) -> Any:
-    """Await a call of the run. Raises: Problem instead of ControlRefused."""
-    try:
-        return await work
-    except ControlRefused as refused:
-        raise Problem(
-            STATUSES[refused.code],
-            refused.code.value,
-            refused.message,
-            headers={"x-should-retry": "false"},
-        ) from refused
-
-
-async def _noted(
-    run: ControlPort, request: Request, work: Awaitable[Answer], *, status: int = 200
-) -> Answer:
-    """Do what an operator asks, and write it down. Raises: what the work raises."""
-    try:
-        answer = await work
-    except Problem as problem:
-        await _note(run, request, problem.status, problem.detail)
-        raise
-    await _note(run, request, status, json.dumps(answer.model_dump(mode="json")))
-    return answer
-
-
-async def _note(run: ControlPort, request: Request, status: int, answer: str) -> None:
-    call = AdminCall(
-        at=time.time(),
-        caller=caller_of(request),
-        call=f"{request.method} {request.url.path}",
-        body=(await request.body()).decode(errors="replace")[:MAX_NOTED_CHARACTERS],
-        status=status,
-        answer=answer[:MAX_NOTED_CHARACTERS],
-    )
-    try:
-        await run.control("note_call", call)
-    except RunUnavailable as error:
-        # The request was carried out; an answer of 503 would deny that.
-        log.warning("an admin call could not be stored (%s): %s", error, call)
-
-
-def caller_of(request: Request) -> str:
-    """Return the name of the key that was shown; the guards leave it in the request's state."""
-    return str(getattr(request.state, "key_name", ""))
+    async def calls(self, limit: int) -> Sequence[AdminCall]: ...

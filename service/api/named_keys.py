@@ -51,10 +51,6 @@ class KeyAnswer(StrictBody):
     created_at: float = Field(description="seconds since 1970")
     revoked_at: float | None = Field(description="null: it is in force")
 
-    @classmethod
-    def of(cls, key: NamedKey) -> KeyAnswer:
-        return cls(**{name: getattr(key, name) for name in KeyAnswer.model_fields})
-
 
 class NewKeyAnswer(StrictBody):
     """A key, shown this once: the run keeps its SHA-256 alone."""
@@ -98,12 +94,12 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
                 headers={"x-should-retry": "false"},
             )
         response.headers["Cache-Control"] = "no-store"
-        return NewKeyAnswer(key=raw, about=KeyAnswer.of(key))
+        return NewKeyAnswer(key=raw, about=KeyAnswer.model_validate(key))
 
     @app.get(f"{PREFIX}/keys", tags=["keys"])
     async def keys() -> KeysAnswer:
         """List the run's named keys."""
-        return KeysAnswer(keys=[KeyAnswer.of(key) for key in await run.keys()])
+        return KeysAnswer(keys=[KeyAnswer.model_validate(key) for key in await run.keys()])
 
     @app.delete(
         f"{PREFIX}/keys/{{name}}",
@@ -116,4 +112,4 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         key = await run.revoke_key(name)
         if key is None:
             raise Problem(404, "unknown-key", f"the run has no key of the name {name!r}")
-        return KeyAnswer.of(key)
+        return KeyAnswer.model_validate(key)

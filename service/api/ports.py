@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
+from service.api.control import ControlPort
+from service.api.schemas import ReadyAnswer
+from service.inspect.listing import Filters
+from service.inspect.lookup import JournalPage, Place
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
-from service.report.document import Phase
+from service.report.document import RunPicture
 
 PREFIX = "/api/v1"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readiness:
-    """What /readyz answers."""
-
-    reasons: tuple[str, ...]
-    """What is missing, a sentence each; none when ready."""
-
-    phase: Phase
-    policy_version: int
-
-    engines_ready: int
-    """Engines that hold the current version."""
-
-    engines_expected: int
-
-    @property
-    def is_ready(self) -> bool:
-        return not self.reasons
 
 
 class RunPort(Protocol):
@@ -87,4 +70,26 @@ class RunPort(Protocol):
         """End the run after the current step; None: however long that takes."""
         ...
 
-    async def readiness(self) -> Readiness: ...
+    async def readiness(self) -> ReadyAnswer: ...
+
+    async def gateway(self) -> Any:
+        """Return the handle of the run's gateway. Raises: RunUnavailable while there is none."""
+        ...
+
+    @property
+    def control(self) -> ControlPort: ...
+
+    async def picture(self, *, term: int, after: int) -> RunPicture:
+        """Return the run now, with the steps after `after`, or with all steps if its term is
+        another.
+        """
+        ...
+
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage: ...
+
+    async def trajectory(self, name: str) -> bytes | None:
+        """Return a document as JSON; None for one that the journal does not hold.
+
+        name: a trajectory's id, a rollout's, or TASK-MEMBER.
+        """
+        ...

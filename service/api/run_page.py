@@ -6,7 +6,7 @@ The page itself holds no data and asks for the key, so that it is open to all wh
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Response
 from fastapi.responses import HTMLResponse
@@ -14,14 +14,14 @@ from pydantic import Field
 
 from actors.types import Outcome
 from service.access.names import WHOLE_PATTERN
-from service.api.ports import PREFIX
+from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
 from service.api.rollouts import Limit
 from service.api.schemas import Natural, StrictBody
 from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage, Place
+from service.inspect.lookup import JournalPage
 from service.page.packed import empty_page
-from service.report.document import RunPicture, run_document
+from service.report.document import run_document
 
 _HEADERS = {
     # A page of another origin cannot show it in a frame and have a user click there.
@@ -34,25 +34,6 @@ _JSON_OBJECT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}}},
     404: {"description": "the journal holds no such trajectory, or holds it no more"},
 }
-
-
-class PagePort(Protocol):
-    """The calls that the page needs of a run. Every call may raise RunUnavailable."""
-
-    async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the run now, with the steps after `after`, or with all steps if its term is
-        another.
-        """
-        ...
-
-    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage: ...
-
-    async def trajectory(self, name: str) -> bytes | None:
-        """Return a document as JSON; None for one that the journal does not hold.
-
-        name: a trajectory's id, a rollout's, or TASK-MEMBER.
-        """
-        ...
 
 
 class JournalLineAnswer(StrictBody):
@@ -78,15 +59,13 @@ class JournalAnswer(StrictBody):
 
     @classmethod
     def of(cls, page: JournalPage) -> JournalAnswer:
-        names = JournalLineAnswer.model_fields
-        lines = [{name: getattr(line, name) for name in names} for line in page.lines]
         return cls(
-            trajectories=[JournalLineAnswer(**line) for line in lines],
+            trajectories=[JournalLineAnswer.model_validate(line) for line in page.lines],
             next=None if page.next is None else "{}.{}".format(*page.next),
         )
 
 
-def add_page(app: FastAPI, run: PagePort) -> None:
+def add_page(app: FastAPI, run: RunPort) -> None:
     """Add the page and its routes."""
 
     @app.get("/", include_in_schema=False)

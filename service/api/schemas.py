@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -20,6 +21,7 @@ from service.intake.listing import TaskPage
 from service.intake.session import SessionStatus
 from service.intake.submission import (
     Backlog,
+    PlaceAnswer,
     RolloutRequest,
     RolloutView,
     Status,
@@ -82,7 +84,9 @@ TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class StrictBody(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Frozen; an answer is also read from a record that has its fields (`model_validate`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
 
 
 class TaskBody(StrictBody):
@@ -199,23 +203,13 @@ class SampleAnswer(StrictBody):
         )
 
 
-class _Positioned(StrictBody):
+class RolloutLine(StrictBody):
+    """A submitted task in a list."""
+
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
     ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
     status: Status
-
-
-class PlaceAnswer(_Positioned):
-    """The position of an accepted task."""
-
-    is_new: bool = Field(description="false: this very task was accepted before")
-    num_samples: int
-
-
-class RolloutLine(_Positioned):
-    """A submitted task in a list."""
-
     environment: str
     batch: str | None
     accepted_at: float = Field(description="seconds since 1970")
@@ -292,8 +286,7 @@ class EntryAnswer(StrictBody):
 
     @classmethod
     def of(cls, entry: FeedEntry, caller: Caller) -> EntryAnswer:
-        known = {name: getattr(entry, name) for name in cls.model_fields}
-        return cls(**known | {"task": entry.task and caller.shown(entry.task)})
+        return cls.model_validate(replace(entry, task=entry.task and caller.shown(entry.task)))
 
 
 class FeedAnswer(StrictBody):
@@ -321,17 +314,7 @@ class SubmitAnswer(StrictBody):
         return msgspec.json.encode(
             {
                 "accepted": sum(each.is_new for each in reply.places),
-                "rollouts": [
-                    {
-                        "id": caller.shown(each.id),
-                        "place": each.position,
-                        "ahead": each.num_ahead,
-                        "status": each.status,
-                        "is_new": each.is_new,
-                        "num_samples": each.num_samples,
-                    }
-                    for each in reply.places
-                ],
+                "rollouts": [replace(each, id=caller.shown(each.id)) for each in reply.places],
                 "queue": reply.backlog,
             }
         )

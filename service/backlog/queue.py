@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -31,10 +30,9 @@ from service.intake.feed import FeedEntry, FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import (
     Backlog,
-    KnownSubmission,
     Offer,
     PackedRequest,
-    Place,
+    PlaceAnswer,
     RolloutRequest,
     RolloutResult,
     Status,
@@ -42,6 +40,7 @@ from service.intake.submission import (
     SubmissionView,
     SubmitReply,
 )
+from service.store.errors import LeaseLost, StoreError
 from service.store.feed import read_feed
 from service.store.run_store import Lease, RunStore
 from service.store.sessions import SessionStore
@@ -58,14 +57,6 @@ READS_PER_PAGE = 4
 # A larger request has a transaction of its own.
 MAX_TASKS_PER_COMMIT = 2048
 _OFFERS = msgspec.msgpack.Decoder(Offer)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """An offer that waits to be answered."""
-
-    offer: Offer
-    answer: SubmitReply | Exception | None = None
 
 
 class SubmissionQueue:
@@ -97,8 +88,6 @@ class SubmissionQueue:
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
-        # Requests that wait for an answer, in order.
-        self._offers: deque[_Waiting] = deque()
         # Events of the ledger that are in no checkpoint yet, so that the feed does not show them.
         self._untold: list[LedgerEvent] = []
 
@@ -163,91 +152,74 @@ class SubmissionQueue:
 
     async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
         """Answer each by itself, in order."""
-        waiting = [_Waiting(offer) for offer in offers]
-        self._offers += waiting
-        await self._thread.finish(self._answer(waiting))
-        return [each.answer for each in waiting if each.answer is not None]
+        return await self._thread.finish(self._answer(offers))
 
-    async def _answer(self, waiting: Sequence[_Waiting]) -> None:
-        """Whoever gets the lock answers the first of all that wait, with one transaction."""
-        while waiting[-1].answer is None:
-            async with self._changing:
-                if waiting[-1].answer is not None:
-                    return
-                batch = self._next_batch()
-                try:
-                    await self._decide(batch)
-                except Exception as error:  # noqa: BLE001  # raised again where each is answered
-                    for each in batch:
-                        each.answer = each.answer or error
+    async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
+        answers: list[SubmitReply | Exception] = []
+        async with self._changing:
+            for batch in _independent(offers):
+                answers += await self._decide(batch)
+        return answers
 
-    def _next_batch(self) -> list[_Waiting]:
-        """Return the first offers that wait, up to one that depends on the result of another."""
-        batch: list[_Waiting] = []
-        names: set[str] = set()
-        while self._offers:
-            offer = self._offers[0].offer
-            own = {item.id for item in offer.tasks}
-            if offer.key:
-                # No id has a blank.
-                own.add(f"key {offer.key}")
-            is_apart = names.isdisjoint(own)
-            if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):
-                break
-            names |= own
-            batch.append(self._offers.popleft())
-        return batch
-
-    async def _decide(self, batch: Sequence[_Waiting]) -> None:
+    async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
         """Answer each as if they came one after the other; store what is new of all at once."""
-        unknown = [
-            item.id for each in batch for item in each.offer.tasks if item.id not in self._table
-        ]
-        keys = [each.offer.key for each in batch if each.offer.key]
-        over, digests = await self._thread.call(self._store.find, unknown, keys)
-        accepting: list[_Waiting] = []
+        unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
+        keys = [offer.key for offer in batch if offer.key]
+        try:
+            digests, of_keys = await self._thread.call(self._store.digests, unknown, keys)
+            over = await self._ended(digests)
+        except StoreError as error:
+            return [error] * len(batch)
+        # None: accepted, once it is stored.
+        answers: list[SubmitReply | Exception | None] = []
         ahead: list[PackedRequest] = []
         request_keys: dict[str, tuple[str, str]] = {}
-        for each in batch:
-            offer = each.offer
-            new = self._new_of(offer, over, digests.get(offer.key), ahead)
+        for offer in batch:
+            new = self._new_of(offer, digests, of_keys.get(offer.key), ahead)
             if isinstance(new, SubmitReply):
-                each.answer = new
+                answers.append(new)
             elif not new:
-                each.answer = self._reply(offer, {}, over)
+                answers.append(self._reply(offer, {}, over))
             else:
-                accepting.append(each)
+                answers.append(None)
                 ahead += new
                 if offer.key:
                     of_request = (offer.key, offer.digest)
                     request_keys |= dict.fromkeys((item.id for item in new), of_request)
-        if not accepting:
-            return
-        accepted = await self._thread.call(
-            self._store.add, ahead, term=self._term, request_keys=request_keys
-        )
-        places = self._accept(accepted)
-        self._has_news.set()
-        for each in accepting:
-            each.answer = self._reply(each.offer, places, over)
+        places: dict[str, PlaceAnswer] = {}
+        failure: Exception | None = None
+        if ahead:
+            try:
+                accepted = await self._thread.call(
+                    self._store.add, ahead, term=self._term, request_keys=request_keys
+                )
+            except (LeaseLost, StoreError) as error:
+                failure = error
+            else:
+                places = self._accept(accepted)
+                self._has_news.set()
+        return [
+            answer or failure or self._reply(offer, places, over)
+            for offer, answer in zip(batch, answers, strict=True)
+        ]
 
-    def _accept(self, accepted: Sequence[Submission]) -> dict[str, Place]:
+    def _accept(self, accepted: Sequence[Submission]) -> dict[str, PlaceAnswer]:
         """Put what is stored into the table. Returns: by their ids, where they stand."""
-        places: dict[str, Place] = {}
+        places: dict[str, PlaceAnswer] = {}
         for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
             self._table.accept(submission)
-            places[submission.id] = Place(
+            places[submission.id] = PlaceAnswer(
                 id=submission.id,
-                position=submission.position,
+                place=submission.position,
+                ahead=num_ahead,
                 status=Status.QUEUED,
-                num_ahead=num_ahead,
                 num_samples=submission.num_samples,
                 is_new=True,
             )
         return places
 
     def _reply(
-        self, offer: Offer, new: Mapping[str, Place], over: Mapping[str, KnownSubmission]
+        self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
         """Make the reply to an accepted offer. new: the positions of the new tasks."""
         return SubmitReply(
@@ -257,14 +229,13 @@ class SubmissionQueue:
             backlog=self.backlog,
         )
 
-    def _known_place(self, submission_id: str, over: Mapping[str, KnownSubmission]) -> Place:
-        is_over = submission_id in over
-        view = over[submission_id].view if is_over else self._table.view(submission_id)
-        return Place(
+    def _known_place(self, submission_id: str, over: Mapping[str, SubmissionView]) -> PlaceAnswer:
+        view = over.get(submission_id) or self._table.view(submission_id)
+        return PlaceAnswer(
             id=submission_id,
-            position=view.position,
+            place=view.position,
+            ahead=view.num_ahead,
             status=view.status,
-            num_ahead=view.num_ahead,
             num_samples=len(view.rollouts),
             is_new=False,
         )
@@ -272,14 +243,15 @@ class SubmissionQueue:
     def _new_of(
         self,
         offer: Offer,
-        over: Mapping[str, KnownSubmission],
+        over: Mapping[str, str],
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
         """Return the tasks of an offer that are to be stored, or the reply that refuses it.
 
-        over: those of its tasks that are known and over. stored: the digest of the request that was
-        accepted under its key; None: there is none. ahead: tasks that are stored before it.
+        over: the digests of those of its tasks that are known and over. stored: the digest of the
+        request that was accepted under its key; None: there is none. ahead: tasks that are stored
+        before it.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -289,7 +261,7 @@ class SubmissionQueue:
             if item.id in self._table:
                 known = self._table.digest_of(item.id)
             elif item.id in over:
-                known = over[item.id].digest
+                known = over[item.id]
             else:
                 new.append(item)
                 continue
@@ -302,10 +274,10 @@ class SubmissionQueue:
             refusal = self._refusal(new, ahead) or self._beyond_quota(new, ahead, offer.limits)
         return refusal or new
 
-    async def _known_as_over(self, submission_ids: Sequence[str]) -> dict[str, KnownSubmission]:
+    async def _ended(self, submission_ids: Collection[str]) -> dict[str, SubmissionView]:
         if not submission_ids:
             return {}
-        return (await self._thread.call(self._store.find, submission_ids))[0]
+        return await self._thread.call(self._store.ended, submission_ids)
 
     def _refusal(
         self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
@@ -390,8 +362,7 @@ class SubmissionQueue:
             return None
         if submission_id in self._table:
             return self._table.view(submission_id)
-        known = (await self._known_as_over([submission_id])).get(submission_id)
-        return known.view if known else None
+        return (await self._ended([submission_id])).get(submission_id)
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         """Return the submissions after a position, in the order of acceptance. Raises:
@@ -418,7 +389,7 @@ class SubmissionQueue:
     ) -> list[SubmissionView]:
         """Return the views of the submissions that are still known."""
         # Submissions that have ended since the rows were read.
-        over = await self._known_as_over(
+        over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]
         )
         views = []
@@ -428,7 +399,7 @@ class SubmissionQueue:
             elif name in self._table:
                 views.append(self._table.view(name))
             elif name in over:
-                views.append(over[name].view)
+                views.append(over[name])
         return views
 
     async def sessions(
@@ -589,3 +560,22 @@ class SubmissionQueue:
 
 def _num_sessions(requests: Sequence[PackedRequest]) -> int:
     return sum(item.num_samples for item in requests if item.sessions is not None)
+
+
+def _independent(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
+    """Divide offers, in order, into batches in which none depends on the result of another."""
+    batch: list[Offer] = []
+    names: set[str] = set()
+    for offer in offers:
+        own = {item.id for item in offer.tasks}
+        if offer.key:
+            # No id has a blank.
+            own.add(f"key {offer.key}")
+        is_apart = names.isdisjoint(own)
+        if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):
+            yield batch
+            batch, names = [], set()
+        names |= own
+        batch.append(offer)
+    if batch:
+        yield batch

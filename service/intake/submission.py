@@ -14,6 +14,7 @@ from enum import StrEnum
 from hashlib import sha256
 
 import msgspec
+from pydantic import ConfigDict
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.types import Outcome, Task, TrajectorySummary
@@ -236,14 +237,6 @@ class SubmissionView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownSubmission:
-    """A submission that is over, as the store still knows it."""
-
-    digest: str
-    view: SubmissionView
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
     """Accepted submissions that wait for a group number."""
 
@@ -252,16 +245,21 @@ class Backlog:
     """Submissions that may wait at once."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """The position of an accepted task, as in `SubmissionView`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceAnswer:
+    """The position of an accepted task."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     id: str
-    position: int
+    place: int
+    """1, 2, 3, … in the order of acceptance"""
+    ahead: int
+    """tasks that will be played before it; 0 once it is admitted"""
     status: Status
-    num_ahead: int
-    num_samples: int
     is_new: bool
-    """It was not known before."""
+    """false: this very task was accepted before"""
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +267,7 @@ class SubmitReply:
     """The reply to a request: it is accepted whole, or nothing of it is."""
 
     backlog: Backlog
-    places: tuple[Place, ...] = ()
+    places: tuple[PlaceAnswer, ...] = ()
     """One for each task, in order."""
     conflicts: tuple[str, ...] = ()
     """Ids that are known with another content."""

@@ -15,7 +15,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from actors.deadline import ActorLost, TaskSet
@@ -23,18 +22,20 @@ from actors.environment.settings import Sampling
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import Task
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.api.control_calls import (
-    CheckpointView,
+from service.api.control import (
+    CheckpointAnswer,
+    ControlAnswer,
     ControlRefused,
-    ControlView,
+    EvaluationAnswer,
     EvaluationRequest,
-    InFlight,
-    Operation,
+    InFlightAnswer,
+    OperationAnswer,
     OperationStatus,
-    PoliciesView,
-    PolicyView,
+    PauseAnswer,
+    PoliciesAnswer,
+    PolicyAnswer,
     RefusalCode,
-    ReplicaView,
+    ReplicaAnswer,
 )
 from service.launch.resume import find_faults
 from service.report.document import Phase
@@ -62,6 +63,9 @@ MAX_EVALUATED = 100_000
 _KEPT_BY = "run.keep_checkpoints, run.keep_best"
 OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
 
+Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
+"""Returns the operation with what it has found."""
+
 
 class Control:
     """Belongs to the supervisor's event loop; `term` is the one that runs, None between two."""
@@ -85,10 +89,10 @@ class Control:
         self.term: Term | None = None
         self.returning = asyncio.Event()
         """The term that runs is to end: a checkpoint is to be gone back to."""
-        self._return: Operation | None = None
+        self._return: OperationAnswer | None = None
         self._evaluating = ""
         """The id of the evaluation that is played; empty: none."""
-        self._operations: OrderedDict[str, Operation] = OrderedDict()
+        self._operations: OrderedDict[str, OperationAnswer] = OrderedDict()
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
         self._begun = TaskSet()
@@ -99,7 +103,8 @@ class Control:
     @property
     def returns_to(self) -> str:
         """The checkpoint that the next lease is to go back to; empty: none."""
-        return self._return.checkpoint if self._return is not None else ""
+        asked = self._return
+        return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
         """A lease is taken. Raises: StoreError."""
@@ -130,14 +135,14 @@ class Control:
 
     # -- pauses ---------------------------------------------------------------------------------
 
-    async def view(self) -> ControlView:
-        return ControlView(
+    async def view(self) -> ControlAnswer:
+        return ControlAnswer(
             phase=self._recorder.current_phase.value,
-            pauses=self.pauses.paused,
+            paused=[PauseAnswer.model_validate(each) for each in self.pauses.paused],
             in_flight=await self._in_flight(),
         )
 
-    async def pause(self, part: Pausable, reason: str) -> ControlView:
+    async def pause(self, part: Pausable, reason: str) -> ControlAnswer:
         """Pause a part; nothing where it is paused.
 
         Raises: ControlRefused, LeaseLost, StoreError.
@@ -158,7 +163,7 @@ class Control:
                     await self._until_held()
         return await self.view()
 
-    async def resume(self, part: Pausable) -> ControlView:
+    async def resume(self, part: Pausable) -> ControlAnswer:
         """Resume a part; nothing where it goes on. Raises: as `pause`."""
         self._check_goes_on()
         async with self._changing:
@@ -187,11 +192,11 @@ class Control:
                 return
             await asyncio.sleep(0.1)
 
-    async def _in_flight(self) -> InFlight:
+    async def _in_flight(self) -> InFlightAnswer:
         stats, term = self._read_queue(), self.term
         status = await self._board_status()
         replicas = () if status is None else status.replicas
-        return InFlight(
+        return InFlightAnswer(
             admitted=stats.ledger.in_flight if stats else 0,
             playing=stats.num_handed_out if stats else 0,
             waiting=stats.num_waiting if stats else 0,
@@ -202,11 +207,11 @@ class Control:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    async def checkpoints(self) -> list[CheckpointView]:
+    async def checkpoints(self) -> list[CheckpointAnswer]:
         """Newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._read_checkpoints)
 
-    def _read_checkpoints(self) -> list[CheckpointView]:
+    def _read_checkpoints(self) -> list[CheckpointAnswer]:
         usable = {each.directory: each for each in self._run_store.checkpoints()}
         found: dict[str, Checkpoint] = {}
         for each in self._run_store.all_checkpoints():
@@ -215,31 +220,33 @@ class Control:
             self._checkpoint_view(each, is_usable=name in usable) for name, each in found.items()
         ]
 
-    def _checkpoint_view(self, found: Checkpoint, *, is_usable: bool) -> CheckpointView:
+    def _checkpoint_view(self, found: Checkpoint, *, is_usable: bool) -> CheckpointAnswer:
         why_not = f"it was pruned ({_KEPT_BY}), or undone by a return to an older one"
         if is_usable:
             why_not = find_faults(self._checkpoints, [found]).get(found.directory, "")
-        return CheckpointView(
+        return CheckpointAnswer(
             id=found.directory,
             step=found.step,
             policy_version=found.policy_version,
             term=found.term,
             committed_at=found.committed_at,
-            num_bytes=_size_of(self._checkpoints / found.directory),
+            bytes=_size_of(self._checkpoints / found.directory),
+            can_go_back=not why_not,
             why_not=why_not,
         )
 
-    async def checkpoint(self) -> Operation:
+    async def checkpoint(self) -> OperationAnswer:
         """Begin a checkpoint of the last step done. Raises: ControlRefused."""
         term = self._training_term("a checkpoint")
 
-        async def work(operation: Operation) -> Operation:
+        async def work(operation: OperationAnswer) -> OperationAnswer:
             commit = await term.checkpoint()
-            return replace(operation, checkpoint=commit.directory, detail=f"step {commit.step}")
+            found = {"checkpoint": commit.directory, "detail": f"step {commit.step}"}
+            return operation.model_copy(update=found)
 
         return self._begin("checkpoint", work, detail="after the step in hand")
 
-    async def go_back(self, checkpoint_id: str) -> Operation:
+    async def go_back(self, checkpoint_id: str) -> OperationAnswer:
         """End the term; the next one continues from this checkpoint. checkpoint_id: or its step.
 
         Raises: ControlRefused, StoreError.
@@ -267,21 +274,13 @@ class Control:
                 f"the run is going back to {self._return.checkpoint} already (operation "
                 f"{self._return.id}); ask again once that is done",
             )
-        self._return = self._add(
-            Operation(
-                id=self._new_id(),
-                kind="return",
-                created_at=time.time(),
-                checkpoint=found.id,
-                detail="the term is ended",
-            )
-        )
+        self._return = self._add("return", detail="the term is ended", checkpoint=found.id)
         self.returning.set()
         return self._return
 
     # -- evaluations ----------------------------------------------------------------------------
 
-    async def evaluate(self, request: EvaluationRequest) -> Operation:
+    async def evaluate(self, request: EvaluationRequest) -> OperationAnswer:
         """Begin to play held-out tasks beside training. Raises: ControlRefused."""
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
@@ -304,12 +303,14 @@ class Control:
                 "evaluation.structured_outputs or rollouts.stop, and resume the run",
             )
 
-        async def work(operation: Operation) -> Operation:
+        async def work(operation: OperationAnswer) -> OperationAnswer:
             try:
                 record = await self._play(term, tasks, sampling, operation_id=operation.id)
             finally:
                 self._evaluating = ""
-            return replace(operation, evaluation=record, detail=f"step {record.step}")
+            answer = EvaluationAnswer.model_validate(record)
+            found = {"evaluation": answer, "detail": f"step {record.step}"}
+            return operation.model_copy(update=found)
 
         operation = self._begin(
             "evaluation",
@@ -343,7 +344,7 @@ class Control:
 
     # -- operations -----------------------------------------------------------------------------
 
-    async def operation(self, operation_id: str) -> Operation:
+    async def operation(self, operation_id: str) -> OperationAnswer:
         """Raises: ControlRefused."""
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
@@ -355,16 +356,20 @@ class Control:
         return found
 
     def _begin(
-        self, kind: str, work: Callable[[Operation], Awaitable[Operation]], *, detail: str
-    ) -> Operation:
-        operation = self._add(
-            Operation(id=self._new_id(), kind=kind, created_at=time.time(), detail=detail)
-        )
+        self,
+        kind: str,
+        work: Callable[[OperationAnswer], Awaitable[OperationAnswer]],
+        *,
+        detail: str,
+    ) -> OperationAnswer:
+        operation = self._add(kind, detail=detail)
         self._begun.begin(self._follow(operation, work))
         return operation
 
     async def _follow(
-        self, operation: Operation, work: Callable[[Operation], Awaitable[Operation]]
+        self,
+        operation: OperationAnswer,
+        work: Callable[[OperationAnswer], Awaitable[OperationAnswer]],
     ) -> None:
         failure = "an error of its own, which the run's log has"
         try:
@@ -377,28 +382,33 @@ class Control:
             if self._operations.get(operation.id, operation).status is OperationStatus.RUNNING:
                 self._end(operation, failure or operation.detail, is_failed=bool(failure))
 
-    def _add(self, operation: Operation) -> Operation:
+    def _add(self, kind: str, *, detail: str, checkpoint: str | None = None) -> OperationAnswer:
+        operation = OperationAnswer(
+            # Of no other operation, of earlier supervisors too.
+            id=f"op-{self._recorder.term}-{next(self._numbers)}",
+            kind=kind,
+            status=OperationStatus.RUNNING,
+            created_at=time.time(),
+            ended_at=None,
+            detail=detail,
+            checkpoint=checkpoint,
+            evaluation=None,
+        )
         self._operations[operation.id] = operation
         while len(self._operations) > KEPT_OPERATIONS:
             self._operations.popitem(last=False)
         return operation
 
-    def _end(self, operation: Operation, detail: str, *, is_failed: bool = False) -> None:
+    def _end(self, operation: OperationAnswer, detail: str, *, is_failed: bool = False) -> None:
         if operation.id in self._operations:
-            self._operations[operation.id] = replace(
-                operation,
-                status=OperationStatus.FAILED if is_failed else OperationStatus.DONE,
-                ended_at=time.time(),
-                detail=detail,
+            status = OperationStatus.FAILED if is_failed else OperationStatus.DONE
+            self._operations[operation.id] = operation.model_copy(
+                update={"status": status, "ended_at": time.time(), "detail": detail}
             )
-
-    def _new_id(self) -> str:
-        """Of no other operation, of earlier supervisors too."""
-        return f"op-{self._recorder.term}-{next(self._numbers)}"
 
     # -- policies and calls ---------------------------------------------------------------------
 
-    async def policies(self) -> PoliciesView:
+    async def policies(self) -> PoliciesAnswer:
         """Raises: StoreError."""
         term, status = self.term, await self._board_status()
         by_version: dict[int, list[str]] = {}
@@ -507,7 +517,7 @@ def policies_view(
     republished: Sequence[int],
     checkpoints: dict[int, list[str]],
     now: float,
-) -> PoliciesView:
+) -> PoliciesAnswer:
     """Every version that the trainer, an engine or a checkpoint has.
 
     checkpoints: ids, by version. now: seconds since 1970.
@@ -519,30 +529,30 @@ def policies_view(
     published = status.version if status is not None and is_own else None
     named = {each.version for each in current} | {trained_version, published} | {*checkpoints}
 
-    def view(replica: ReplicaReport) -> ReplicaView:
+    def view(replica: ReplicaReport) -> ReplicaAnswer:
         since = None
         if status is not None and replica.loaded_at is not None:
             since = now - (status.now - replica.loaded_at)
-        return ReplicaView(
+        return ReplicaAnswer(
             id=replica.replica_id, version=replica.version, since=since, is_held=replica.is_held
         )
 
-    return PoliciesView(
+    return PoliciesAnswer(
         term=term,
         trained_version=trained_version,
         published_version=published,
-        policies=tuple(
-            PolicyView(
+        policies=[
+            PolicyAnswer(
                 version=version,
                 is_trained=version == trained_version,
                 is_published=version == published,
                 is_republished=version in republished,
-                checkpoints=tuple(checkpoints.get(version, ())),
-                replicas=tuple(view(each) for each in current if each.version == version),
+                checkpoints=checkpoints.get(version, []),
+                replicas=[view(each) for each in current if each.version == version],
             )
             for version in sorted((each for each in named if each is not None), reverse=True)
-        ),
-        starting=tuple(view(each) for each in replicas if each not in current),
+        ],
+        starting=[view(each) for each in replicas if each not in current],
     )
 
 

@@ -31,7 +31,7 @@ from actors.types import LeftOutReason, Outcome
 from actors.weights.board import BoardStatus
 from actors.weights.logprob_check import LogprobCheck
 from service import units
-from service.api.ports import Readiness
+from service.api.schemas import ReadyAnswer
 from service.inference.settings import InferenceSettings
 from service.report.document import Phase
 from service.telemetry.records import EvaluationRecord, StepRecord
@@ -202,7 +202,7 @@ def readiness(
     behind_s: float,
     publish_limit_s: float,
     store_away_s: float,
-) -> Readiness:
+) -> ReadyAnswer:
     """Whether the run can serve, and why not.
 
     behind_s: since when an engine lacks the current version; allowed for as long as a publish may
@@ -223,12 +223,12 @@ def readiness(
             f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; look at the logs of "
             "the engines"
         )
-    return Readiness(
-        reasons=tuple(reasons),
-        phase=phase,
+    return ReadyAnswer(
+        ready=not reasons,
+        reasons=reasons,
+        phase=phase.value,
         policy_version=policy_version,
-        engines_ready=engines_ready,
-        engines_expected=engines_expected,
+        engines={"ready": engines_ready, "total": engines_expected},
     )
 
 

@@ -19,17 +19,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.deadline import ActorLost, within
-from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
-from service.api.ports import Readiness
+from service.access.keys import NO_LIMITS, KeyLimits
+from service.api.control import ControlPort
+from service.api.ports import RunPort
 from service.api.problems import RunUnavailable
-from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage, Place
-from service.intake.feed import FeedPage
-from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
-from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
+from service.intake.submission import RolloutRequest, SubmitReply
 from service.launch.cluster import on_this_node
 from service.remote_calls import NAMESPACE, SUPERVISOR_DEADLINE_S, Answer, await_reply
-from service.report.document import RunPicture
 from service.store.run_store import LeaseLost, StoreError
 from service.store.submissions import offer_of
 
@@ -38,6 +34,8 @@ MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
 # Of a process that starts, imports a tokenizer, and reads files of a few steps.
 JOURNAL_DEADLINE_S = 60.0
+# Of the supervisor's methods that wait for such a process.
+DEADLINES_S = dict.fromkeys(("journal", "trajectory"), 2 * JOURNAL_DEADLINE_S)
 # Of the first call: a supervisor that is starting does not answer, but /readyz has to.
 CONTACT_DEADLINE_S = 5.0
 # Of the submissions in one call; a larger one has a call of its own.
@@ -64,19 +62,24 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
     kind: its class, or a Protocol. name: for an error's text. deadline_s: of each call.
     """
-    return cast(Actor, _RemoteHandle(actor, name=name, deadline_s=deadline_s))
+
+    async def ask(method: str, *arguments: Any, **named: Any) -> Any:
+        call = getattr(actor, method).remote(*arguments, **named)
+        return await await_reply(call, name=name, deadline_s=deadline_s)
+
+    return cast(Actor, _Calls(ask))
 
 
-class _RemoteHandle:
-    def __init__(self, actor: ActorHandle, *, name: str, deadline_s: float) -> None:
-        self._actor, self._name, self._deadline_s = actor, name, deadline_s
+class _Calls:
+    """An object whose methods are calls of `ask` with the method's name."""
+
+    def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
+        self._ask = ask
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._call, method)
-
-    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        call = getattr(self._actor, method).remote(*arguments, **named)
-        return await await_reply(call, name=self._name, deadline_s=self._deadline_s)
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._ask, method)
 
 
 @contextmanager
@@ -90,14 +93,22 @@ def _as_unavailable() -> Iterator[None]:
         raise RunUnavailable(f"the run does not answer: {error}") from error
 
 
-class SupervisorClient:
-    """`service.api.ports.RunPort` in any process: the supervisor, found by the run's id.
+def run_client(run_id: str, *, host: Any = None) -> RunPort:
+    """Return the run in any process: its supervisor, found by the run's id.
+
+    host: a handle of `service.serve.serve_host.RunHost`, if there is one.
+    """
+    return cast(RunPort, _SupervisorClient(run_id, host=host))
+
+
+class _SupervisorClient(_Calls):
+    """A call is the supervisor's method of that name, unless it is defined here.
 
     What is submitted while a call with submissions is under way goes with the next one, in order.
     """
 
-    def __init__(self, run_id: str, *, host: Any = None) -> None:
-        """host: a handle of `service.serve.serve_host.RunHost`, where there is one."""
+    def __init__(self, run_id: str, *, host: Any) -> None:
+        super().__init__(self._ask_supervisor)
         self._run_id = run_id
         self._host = host
         self._actor: Any = None
@@ -153,49 +164,6 @@ class SupervisorClient:
                 num_bytes += len(offer)
         return batch
 
-    async def submission(
-        self, submission_id: str, *, sees: str | None = None
-    ) -> SubmissionView | None:
-        return await self._ask("submission", submission_id, sees)
-
-    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        return await self._ask("tasks", wanted, after, limit)
-
-    async def sessions(
-        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
-    ) -> SessionPage:
-        return await self._ask("sessions", wanted, after, limit)
-
-    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        return await self._ask("feed", after, limit, sees)
-
-    async def picture(self, *, term: int, after: int) -> RunPicture:
-        return await self._ask("picture", term, after)
-
-    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
-        return await self._ask("journal", wanted, after, deadline_s=2 * JOURNAL_DEADLINE_S)
-
-    async def trajectory(self, name: str) -> bytes | None:
-        return await self._ask("trajectory", name, deadline_s=2 * JOURNAL_DEADLINE_S)
-
-    async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        return await self._ask("cancel", submission_id, sees)
-
-    async def keys(self) -> tuple[NamedKey, ...]:
-        return await self._ask("keys")
-
-    async def add_key(self, key: NamedKey) -> bool:
-        return await self._ask("add_key", key)
-
-    async def revoke_key(self, name: str) -> NamedKey | None:
-        return await self._ask("revoke_key", name)
-
-    async def stop(self, grace_s: float | None) -> None:
-        await self._ask("stop", grace_s)
-
-    async def readiness(self) -> Readiness:
-        return await self._ask("readiness")
-
     async def gateway(self) -> Any:
         """The handle of the run's gateway. Raises: RunUnavailable while there is none."""
         found = await self._ask("gateway")
@@ -203,16 +171,15 @@ class SupervisorClient:
             raise RunUnavailable("the run has no gateway for sessions now: it starts, or recovers")
         return found
 
-    async def control(self, call: str, *arguments: Any) -> Any:
-        """Make a call of `service.run.control.Control`. Raises: ControlRefused, RunUnavailable."""
-        return await self._ask("control", call, *arguments)
+    @property
+    def control(self) -> ControlPort:
+        return cast(ControlPort, _Calls(partial(self._ask, "control")))
 
-    async def _ask(
-        self, method: str, *arguments: Any, deadline_s: float = SUPERVISOR_DEADLINE_S
-    ) -> Any:
+    async def _ask_supervisor(self, method: str, *arguments: Any, **named: Any) -> Any:
+        deadline_s = DEADLINES_S.get(method, SUPERVISOR_DEADLINE_S)
         with _as_unavailable():
             try:
-                call = getattr(await self._find(), method).remote(*arguments)
+                call = getattr(await self._find(), method).remote(*arguments, **named)
                 return await await_reply(call, name="supervisor", deadline_s=deadline_s)
             except ActorLost:
                 # Looked up anew at the next call: it may have been replaced.

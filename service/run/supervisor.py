@@ -25,7 +25,7 @@ from actors.trainer.group import TrainerStartFailed
 from actors.trajectory_queue.ledger import Ledger, LedgerCounts
 from actors.trajectory_queue.messages import QueueStats
 from service.access.keys import NamedKey
-from service.api.ports import Readiness
+from service.api.schemas import ReadyAnswer
 from service.backlog.queue import SubmissionQueue
 from service.config.file import ConfigError
 from service.config.tree import Config
@@ -355,21 +355,21 @@ class Supervisor:
         """sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.view(submission_id, sees=sees)
 
-    async def tasks(self, wanted: TaskFilter, after: int, limit: int) -> TaskPage:
+    async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.page(wanted, after=after, limit=limit)
 
     async def sessions(
-        self, wanted: SessionFilter, after: SessionPlace | None, limit: int
+        self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.sessions(wanted, after=after, limit=limit)
 
-    async def feed(self, after: int, limit: int, sees: str | None) -> FeedPage:
+    async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
-    async def picture(self, term: int, after: int) -> RunPicture:
+    async def picture(self, *, term: int, after: int) -> RunPicture:
         """What the page at `/` shows: with the steps behind `after`, or with all of them where the
         asker's are of another term. Raises: LeaseLost, StoreError.
         """
@@ -408,7 +408,7 @@ class Supervisor:
             self._history = known, await self._thread.call(read_history, self._store)
         return self._history[1]
 
-    async def journal(self, wanted: Filters, after: Place | None) -> JournalPage:
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
         """Raises: StoreError for a damaged file; ActorLost."""
         return await self._read_journal(journal_page, wanted, after)
 
@@ -462,7 +462,7 @@ class Supervisor:
             return self._term is None or await self._term.queue.cancel_group(group_id)
         return True
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self) -> ReadyAnswer:
         return readiness(
             phase=self._recorder.current_phase,
             detail=self._recorder.phase_detail,

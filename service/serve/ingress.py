@@ -14,14 +14,14 @@ from ray.serve.context import _get_global_client
 
 from actors.metrics import ApiMetrics
 from service.api.app import create_app
-from service.api.control import add_control
+from service.api.control_routes import add_control
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings, api_application_name
 from service.config.file import ConfigError
 from service.gateway.client import GatewayClient
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
-from service.run.remote_handles import SupervisorClient
+from service.run.remote_handles import run_client
 from service.telemetry.endpoint import Reading, push_forever
 
 MAX_HELD_REQUESTS = 20_000
@@ -50,7 +50,7 @@ class ApiIngress:
             yield
             task.cancel()
 
-        run = SupervisorClient(self._run_id, host=self._host)
+        run = run_client(self._run_id, host=self._host)
         app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
         gateway = GatewayClient(run)
         add_control(app, run)

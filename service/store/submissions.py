@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from sqlalchemy import Connection, Text, bindparam, delete, func, insert, select, update
@@ -19,7 +19,6 @@ from service.intake.feed import FeedEntry, FeedKind
 from service.intake.listing import TaskFilter
 from service.intake.session import session_id
 from service.intake.submission import (
-    KnownSubmission,
     Offer,
     PackedRequest,
     RolloutRequest,
@@ -237,28 +236,38 @@ class SubmissionStore:
 
         self._store.write(term, let_go)
 
-    def find(
-        self, submission_ids: Sequence[str], request_keys: Sequence[str] = ()
-    ) -> tuple[dict[str, KnownSubmission], dict[str, str]]:
-        """Return the ended submissions that are still known; and, by key, the digests of accepted
-        requests.
+    def digests(
+        self, submission_ids: Sequence[str], request_keys: Sequence[str]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the digests of the ended submissions that are still known, by id; and those of
+        accepted requests, by key.
 
         A digest is returned for each key whose submission is still known. Raises: StoreError.
         """
         accepted = tables.submissions.c
-        over = select(accepted.id, accepted.digest, accepted.ended).where(
+        over = select(accepted.id, accepted.digest).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
         )
         keyed = select(accepted.request_key, accepted.request_digest).where(
             accepted.request_key.in_(request_keys)
         )
 
-        def read(connection: Connection) -> tuple[dict[str, KnownSubmission], dict[str, str]]:
-            rows = connection.execute(over) if submission_ids else ()
-            known = {name: KnownSubmission(digest=digest, view=view) for name, digest, view in rows}
+        def read(connection: Connection) -> tuple[dict[str, str], dict[str, str]]:
+            known = dict(connection.execute(over).all()) if submission_ids else {}
             return known, dict(connection.execute(keyed).all()) if request_keys else {}
 
         return self._store.read(read)
+
+    def ended(self, submission_ids: Collection[str]) -> dict[str, SubmissionView]:
+        """Return the submissions of these that have ended and are still known.
+
+        Raises: StoreError.
+        """
+        accepted = tables.submissions.c
+        over = select(accepted.id, accepted.ended).where(
+            accepted.id.in_(submission_ids), accepted.ended.is_not(None)
+        )
+        return self._store.read(lambda connection: dict(connection.execute(over).all()))
 
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int

@@ -13,7 +13,7 @@ from worlds.control_world import LocalControl, World
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import KeptTokens, RolloutSettings, StructuredOutputs
 from service.api.app import create_app
-from service.api.control import add_control
+from service.api.control_routes import add_control
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 

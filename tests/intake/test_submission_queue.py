@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec import msgpack
 from sqlalchemy import text
 from worlds.submission_service import GROUPS_PER_STEP, Service, request
 
 from actors.types import Outcome, Task
-from service.access.keys import KeyLimits
+from service.access.keys import NO_LIMITS, KeyLimits
 from service.config.tree import ServiceSettings
 from service.intake.submission import RolloutRequest, Status, SubmitReply
 from service.store.lineage import read_events
 from service.store.run_store import LeaseLost
+from service.store.submissions import offer_of
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ async def test_the_same_content_is_accepted_once_and_another_is_refused_whole(
 ) -> None:
     await submit(service, "a")
     again = await service.submissions.submit([request("a"), request("b")])
-    assert again.new_ids == {"b"} and [each.position for each in again.places] == [1, 2]
+    assert again.new_ids == {"b"} and [each.place for each in again.places] == [1, 2]
     refused = await service.submissions.submit([request("a", seed=2), request("new")])
     assert refused.conflicts == ("a",) and refused.places == ()
     assert await service.submissions.view("new") is None
@@ -234,7 +236,7 @@ async def test_what_is_over_leaves_memory_and_can_be_asked_for(service: Service)
         assert await service.submissions.view("a") == before
         again = await service.submissions.submit([request("a"), request("d")])
         assert again.new_ids <= {"d"} and before is not None
-        assert (again.places[0].position, again.places[0].status) == (1, before.status)
+        assert (again.places[0].place, again.places[0].status) == (1, before.status)
         assert (await service.submissions.submit([request("a", seed=2)])).conflicts == ("a",)
         assert await service.cancel("a") == "trained"
 
@@ -283,7 +285,7 @@ async def test_two_who_submit_the_same_at_once_are_answered_alike(service: Servi
         *(service.submissions.submit([request("a")]) for _ in range(2))
     )
     assert {first.new_ids, second.new_ids} == {frozenset({"a"}), frozenset()}
-    assert first.places[0].position == second.places[0].position == 1
+    assert first.places[0].place == second.places[0].place == 1
 
 
 async def test_what_was_cancelled_after_the_checkpoint_stays_cancelled(service: Service) -> None:
@@ -446,22 +448,27 @@ async def test_requests_that_come_together_are_answered_as_if_one_after_the_othe
     service = await Service(tmp_path, settings=ServiceSettings(max_waiting_tasks=4)).begin()
     of_two = KeyLimits(max_waiting_tasks=2)
 
-    async def offer(*names: str, seed: int = 1, key: str = "") -> SubmitReply:
+    def offer(names: str, *, seed: int = 1, key: str = "", limits: KeyLimits = of_two) -> bytes:
         tasks = [request(name, seed=seed) for name in names]
-        return await service.submissions.submit(tasks, key=key, limits=of_two)
+        return msgpack.encode(offer_of(tasks, key=key, limits=limits))
 
-    first, over_quota, again, changed, fits, reused, full = await asyncio.gather(
+    offers = [
         offer("a", key="k"),
-        offer("b", "c"),
+        offer("bc"),
         offer("a"),
         offer("a", seed=2),
         offer("d"),
         offer("e", key="k"),
-        service.submissions.submit([request(name) for name in "xyz"]),
-    )
+        offer("xyz", limits=NO_LIMITS),
+    ]
+    first, over_quota, again, changed, fits, reused, full = [
+        msgpack.decode(each, type=SubmitReply)
+        for each in await service.submissions.submit_packed(offers)
+        if isinstance(each, bytes)
+    ]
     assert (first.new_ids, again.new_ids, fits.new_ids) == ({"a"}, frozenset(), {"d"})
-    assert again.places == (structs.replace(first.places[0], is_new=False),)
-    assert (first.places[0].position, fits.places[0].num_ahead) == (1, 1)
+    assert again.places == (replace(first.places[0], is_new=False),)
+    assert (first.places[0].place, fits.places[0].ahead) == (1, 1)
     assert over_quota.is_quota and changed.conflicts == ("a",) and reused.is_key_taken
     assert full.refusal and full.retry_after_s
     # Stored as answered: a new process knows these, and nothing else.
@@ -473,8 +480,8 @@ async def test_requests_that_come_together_are_answered_as_if_one_after_the_othe
 
 async def test_a_commit_that_fails_is_told_to_all_who_share_it(service: Service) -> None:
     await Service(service.directory).begin()
-    offers = [service.submissions.submit([request(name)]) for name in "abc"]
-    found = await asyncio.gather(*offers, return_exceptions=True)
+    offers = [msgpack.encode(offer_of([request(name)], key="", limits=NO_LIMITS)) for name in "abc"]
+    found = await service.submissions.submit_packed(offers)
     assert [type(each) for each in found] == [LeaseLost] * 3
 
 

@@ -12,10 +12,11 @@ from worlds.control_world import World, played
 
 from actors.deadline import ActorLost
 from actors.environment.settings import Sampling
-from service.api.control_calls import (
+from service.api.control import (
     ControlRefused,
+    EvaluationAnswer,
     EvaluationRequest,
-    Operation,
+    OperationAnswer,
     OperationStatus,
     RefusalCode,
 )
@@ -35,7 +36,7 @@ def request(**changes: object) -> EvaluationRequest:
     return EvaluationRequest(**(values | changes))  # type: ignore[arg-type]
 
 
-async def ended(world: World, operation: Operation) -> Operation:
+async def ended(world: World, operation: OperationAnswer) -> OperationAnswer:
     async with asyncio.timeout(30.0):
         while True:
             found = await world.control.operation(operation.id)
@@ -51,7 +52,7 @@ async def test_a_pause_may_be_repeated_outlives_term_and_supervisor_and_ends_wit
     await world.begin()
     for reason in ("the disk is full", "said again"):
         view = await world.control.pause(Pausable.TRAINING, reason)
-        assert [(each.part, each.reason) for each in view.pauses] == [
+        assert [(each.part, each.reason) for each in view.paused] == [
             (Pausable.TRAINING, "the disk is full")
         ]
         assert view.phase == "paused" and view.in_flight.step == 7
@@ -69,7 +70,7 @@ async def test_a_pause_may_be_repeated_outlives_term_and_supervisor_and_ends_wit
     assert any("training is still paused" in text for text in world.recorder.notices.since(0))
     for _ in range(2):
         view = await world.control.resume(Pausable.TRAINING)
-        assert [each.part for each in view.pauses] == [Pausable.ADMISSION]
+        assert [each.part for each in view.paused] == [Pausable.ADMISSION]
     await world.control.resume(Pausable.ADMISSION)
     assert world.recorder.current_phase is Phase.TRAINING
     assert world.control.pauses.gate(Pausable.TRAINING).is_open
@@ -171,9 +172,9 @@ async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_t
     assert refused.value.code is RefusalCode.GONE
     # One that is pruned between the question and the next lease: the newest one counts.
     operation = await world.control.go_back(ids[1])
-    world.control._return = world.control._operations[operation.id] = (
-        type(operation)(id=operation.id, kind="return", created_at=0.0, checkpoint="gone")
-    )  # fmt: skip
+    world.control._return = world.control._operations[operation.id] = operation.model_copy(
+        update={"checkpoint": "gone"}
+    )
     lease = await world.begin()
     assert lease.parent is not None and lease.parent.directory == ids[1]
     found = await ended(world, operation)
@@ -198,7 +199,8 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     second = await world.control.evaluate(request(task_ids=("guessing-held-out-2",)))
     await ended(world, second)
     stored = read_history(world.store).evaluations
-    assert [each.num_tasks for each in stored] == [2, 1] and stored[0] == record
+    assert [each.num_tasks for each in stored] == [2, 1]
+    assert EvaluationAnswer.model_validate(stored[0]) == record
     assert not any(each.is_scheduled for each in stored)
 
 
@@ -262,9 +264,9 @@ async def test_policies_say_which_version_is_where(tmp_path: Path) -> None:
     view = await world.control.policies()
     assert (view.term, view.trained_version, view.published_version) == (1, 3, 3)
     newest, older = view.policies
-    assert (newest.version, newest.is_trained, newest.checkpoints) == (3, True, ())
+    assert (newest.version, newest.is_trained, newest.checkpoints) == (3, True, [])
     assert [replica.id for replica in newest.replicas] == ["a"]
-    assert (older.version, older.is_trained, older.checkpoints) == (2, False, (checkpoint,))
+    assert (older.version, older.is_trained, older.checkpoints) == (2, False, [checkpoint])
     assert [replica.since for replica in older.replicas] == [None]
     # After a return an engine may hold another term's version of the same number.
     status = await world.engines.status()
@@ -272,10 +274,10 @@ async def test_policies_say_which_version_is_where(tmp_path: Path) -> None:
         2, status, trained_version=2, republished=(2,), checkpoints={2: ["x"]}, now=1000.0
     )
     assert [each.version for each in view.policies] == [2] and view.published_version is None
-    assert view.policies[0].is_republished and view.policies[0].replicas == ()
+    assert view.policies[0].is_republished and view.policies[0].replicas == []
     assert [(each.id, each.since) for each in view.starting] == [("a", 990.0), ("b", None)]
     world.engines.is_lost = True
-    assert (await world.control.policies()).policies[0].replicas == ()
+    assert (await world.control.policies()).policies[0].replicas == []
 
 
 def test_pass_at_k_is_the_unbiased_estimate_of_chen_et_al() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.weights.board import BoardStatus, ReplicaReport
-from service.api.ports import Readiness
+from service.api.schemas import ReadyAnswer
 from service.report.document import Phase
 from service.run.health import FAULTS_COUNT_S, EngineChange, EngineWatch, FaultCount, readiness
 
@@ -86,7 +86,7 @@ def check(
     behind_s: float = 0.0,
     ready: int = 2,
     store_away_s: float = 0.0,
-) -> Readiness:
+) -> ReadyAnswer:
     return readiness(
         phase=phase, detail=detail, policy_version=7, engines_ready=ready, engines_expected=2,
         behind_s=behind_s, publish_limit_s=30.0, store_away_s=store_away_s,
@@ -95,14 +95,14 @@ def check(
 
 def test_a_run_that_trains_with_all_engines_current_is_ready() -> None:
     found = check()
-    assert found.is_ready and found.policy_version == 7
+    assert found.ready and found.policy_version == 7
 
 
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAINING])
 def test_any_other_phase_is_told_with_its_detail(phase: Phase) -> None:
     # No engine is there yet, which is no reason of its own.
     found = check(phase=phase, detail="rank 0 died", ready=0, behind_s=97.0)
-    assert found.reasons == (f"the run is {phase.value}: rank 0 died",)
+    assert found.reasons == [f"the run is {phase.value}: rank 0 died"]
 
 
 def test_a_database_that_does_not_answer_is_a_reason() -> None:
@@ -111,7 +111,7 @@ def test_a_database_that_does_not_answer_is_a_reason() -> None:
 
 
 def test_an_engine_may_lack_the_version_for_as_long_as_a_publish_takes() -> None:
-    assert check(ready=1, behind_s=30.0).is_ready
+    assert check(ready=1, behind_s=30.0).ready
     [reason] = check(ready=1, behind_s=30.5).reasons
     assert "1 of 2 engines" in reason and "30 s" in reason
 

@@ -21,7 +21,7 @@ from service.access.keys import KeyLimits
 from service.api.problems import RunUnavailable
 from service.intake.submission import SubmitReply
 from service.remote_calls import NAMESPACE
-from service.run.remote_handles import SupervisorClient
+from service.run.remote_handles import run_client
 from service.store import tables
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
@@ -46,7 +46,7 @@ async def test_a_supervisor_that_is_being_started_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("ray.get_actor", lambda name, namespace: StartingActor())
     monkeypatch.setattr("service.run.remote_handles.CONTACT_DEADLINE_S", 0.2)
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     began = time.monotonic()
     with pytest.raises(RunUnavailable, match="the run is starting"):
         await (client.readiness() if question == "readiness" else client.submission("a"))
@@ -61,7 +61,7 @@ async def test_a_supervisor_that_is_not_there_is_said_to_be_missing(
 
     monkeypatch.setattr("ray.get_actor", nobody)
     with pytest.raises(RunUnavailable, match="the run rayloom-test is not there"):
-        await SupervisorClient("rayloom-test").readiness()
+        await run_client("rayloom-test").readiness()
 
 
 class Calls:
@@ -97,7 +97,7 @@ async def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 async def test_what_is_submitted_during_a_call_shares_the_next_one_and_is_answered_alone(
     calls: Calls,
 ) -> None:
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     first = asyncio.create_task(client.submit([request("a")]))
     while not calls.sizes:
         await asyncio.sleep(0)
@@ -121,14 +121,14 @@ async def test_what_is_submitted_during_a_call_shares_the_next_one_and_is_answer
         {"d"},
     ]
     assert changed.conflicts == ("a",) and many.is_too_large
-    assert [[each.position for each in reply.places] for reply in (b, c, d)] == [[2], [3, 1], [4]]
+    assert [[each.place for each in reply.places] for reply in (b, c, d)] == [[2], [3, 1], [4]]
     assert calls.service.submissions.backlog.waiting == 4
 
 
 async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to_store(
     calls: Calls, tmp_path: Path
 ) -> None:
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     calls.may_answer.set()
     await client.submit([request("a")])
     await Service(tmp_path).begin()
@@ -140,12 +140,12 @@ async def test_an_error_of_the_store_is_told_to_those_alone_who_had_something_to
         return_exceptions=True,
     )
     assert isinstance(new, RunUnavailable) and isinstance(other, RunUnavailable)
-    assert isinstance(again, SubmitReply) and again.places[0].position == 1
+    assert isinstance(again, SubmitReply) and again.places[0].place == 1
     assert isinstance(changed, SubmitReply) and changed.conflicts == ("a",)
 
 
 async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: Calls) -> None:
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     calls.may_answer.set()
     limits = KeyLimits(requests_per_s=2.5, max_open_sessions=3)
     wanted = session_request("s", num_samples=2)
@@ -160,7 +160,7 @@ async def test_a_submission_keeps_its_sessions_key_and_limits_on_the_way(calls: 
 
 
 async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     first = asyncio.create_task(client.submit([request("a")]))
     while not calls.sizes:
         await asyncio.sleep(0)
@@ -175,10 +175,10 @@ async def test_who_does_not_wait_any_more_is_not_sent(calls: Calls) -> None:
 
 async def test_a_call_has_a_bound_in_bytes(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.run.remote_handles.MAX_CALL_BYTES", 1)
-    client = SupervisorClient("rayloom-test")
+    client = run_client("rayloom-test")
     calls.may_answer.set()
     replies = await asyncio.gather(*(client.submit([request(name)]) for name in "abc"))
-    assert calls.sizes == [1, 1, 1] and [each.places[0].position for each in replies] == [1, 2, 3]
+    assert calls.sizes == [1, 1, 1] and [each.places[0].place for each in replies] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("cluster")
@@ -189,7 +189,7 @@ async def test_a_supervisor_that_is_killed_under_load_accepts_nothing_twice(tmp_
         options = SubmissionActor.options(name="rayloom-killed", namespace=NAMESPACE)
         return options.remote(str(tmp_path))
 
-    client, accepted, num_refused = SupervisorClient("rayloom-killed"), [0] * 16, 0
+    client, accepted, num_refused = run_client("rayloom-killed"), [0] * 16, 0
     is_over = asyncio.Event()
 
     async def submit_until_answered(names: list[str]) -> None:

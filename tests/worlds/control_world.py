@@ -15,8 +15,8 @@ from actors.metrics import Metrics
 from actors.types import Outcome, Task, TrajectorySummary
 from actors.weights.board import BoardStatus, ReplicaReport
 from service.access.keys import NamedKey
-from service.api.ports import Readiness
 from service.api.problems import RunUnavailable
+from service.api.schemas import ReadyAnswer
 from service.launch.run_dir import RunDir
 from service.run.control import Control
 from service.run.health import readiness
@@ -160,12 +160,23 @@ class World:
         return directory
 
 
-async def asked(control: Control, call: str, *arguments: Any) -> Any:
-    """As the supervisor's client asks it."""
-    try:
-        return await getattr(control, call)(*arguments)
-    except (LeaseLost, StoreError) as error:
-        raise RunUnavailable(str(error)) from error
+@dataclass
+class AskedControl:
+    """The control as the supervisor's client asks it."""
+
+    control: Control
+    is_gone: bool = False
+
+    def __getattr__(self, call: str) -> Any:
+        async def ask(*arguments: Any) -> Any:
+            if self.is_gone:
+                raise RunUnavailable("the run does not answer")
+            try:
+                return await getattr(self.control, call)(*arguments)
+            except (LeaseLost, StoreError) as error:
+                raise RunUnavailable(str(error)) from error
+
+        return ask
 
 
 @dataclass
@@ -177,10 +188,9 @@ class LocalControl:
     is_gone: bool = False
     named_keys: Sequence[NamedKey] = ()
 
-    async def control(self, call: str, *arguments: Any) -> Any:
-        if self.is_gone:
-            raise RunUnavailable("the run does not answer")
-        return await asked(self.world.control, call, *arguments)
+    @property
+    def control(self) -> AskedControl:
+        return AskedControl(self.world.control, is_gone=self.is_gone)
 
     async def keys(self) -> Sequence[NamedKey]:
         return self.named_keys
@@ -188,7 +198,7 @@ class LocalControl:
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self) -> ReadyAnswer:
         recorder = self.world.recorder
         return readiness(
             phase=recorder.current_phase, detail=recorder.phase_detail, policy_version=3,

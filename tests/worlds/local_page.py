@@ -16,7 +16,7 @@ from worlds.submission_service import Service
 
 @dataclass
 class LocalPage:
-    """`service.api.run_page.PagePort`."""
+    """What the page's routes ask of `service.api.ports.RunPort`."""
 
     service: Service
 

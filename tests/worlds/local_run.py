@@ -13,8 +13,8 @@ from actors.environment.settings import RolloutSettings
 from actors.expert_records import ModelShape
 from actors.types import SESSION, Trajectory
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
-from service.api.ports import Readiness
 from service.api.problems import RunUnavailable
+from service.api.schemas import ReadyAnswer
 from service.config.sessions import SessionSettings
 from service.gateway.commits import GroupCommit
 from service.gateway.sessions import GatewaySettings, Sessions
@@ -87,10 +87,11 @@ class LocalRun:
     async def stop(self, grace_s: float | None) -> None:
         self.stops.append(grace_s)
 
-    async def control(self, call: str, *arguments: Any) -> Any:
+    @property
+    def control(self) -> Any:
         raise RunUnavailable("there is no supervisor in this process")
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self) -> ReadyAnswer:
         if self.is_gone:
             raise RunUnavailable("the run does not answer: the supervisor died")
         return readiness(

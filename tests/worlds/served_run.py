@@ -18,7 +18,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from service.access.keys import digest_of
 from service.api.app import create_app
-from service.api.control import add_control
+from service.api.control_routes import add_control
 from service.api.run_page import add_page
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
@@ -29,7 +29,7 @@ from service.launch.run_dir import RunDir
 from service.run.control import Control
 from service.run.loop import Commit
 from service.store.thread import StoreThread
-from worlds.control_world import ScriptedEngines, ScriptedTerm, asked
+from worlds.control_world import AskedControl, ScriptedEngines, ScriptedTerm
 from worlds.local_page import LocalPage
 from worlds.local_run import LocalRun, LocalSessions
 from worlds.local_uploads import LocalUploads
@@ -57,8 +57,9 @@ class _Counting(LocalRun):
         self.world.num_requests += 1
         return await super().submit(*arguments, **named)
 
-    async def control(self, call, *arguments):  # type: ignore[no-untyped-def]
-        return await asked(self.controlled, call, *arguments)
+    @property
+    def control(self) -> AskedControl:
+        return AskedControl(self.controlled)
 
 
 async def begin_control(service: Service) -> Control:

@@ -14,7 +14,7 @@ from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.app import create_app
-from service.api.ports import Readiness
+from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
 from service.config.tree import ServiceSettings
 from service.gateway.calls import ChatCall
@@ -25,7 +25,7 @@ from service.intake.listing import SessionFilter, SessionPage, SessionPlace, Tas
 from service.intake.session import session_id
 from service.intake.submission import (
     Backlog,
-    Place,
+    PlaceAnswer,
     RolloutRequest,
     Status,
     SubmissionView,
@@ -87,11 +87,11 @@ class SessionRun:
             for member in range(wanted.num_samples):
                 self.gateway.admit(session_id(wanted.id, member))
         places = [
-            Place(
+            PlaceAnswer(
                 id=each.id,
-                position=len(self.submitted),
+                place=len(self.submitted),
                 status=Status.QUEUED,
-                num_ahead=0,
+                ahead=0,
                 num_samples=each.num_samples,
                 is_new=True,
             )
@@ -130,7 +130,7 @@ class SessionRun:
     async def stop(self, grace_s: float | None) -> None:
         """Nothing is asked to stop here."""
 
-    async def readiness(self) -> Readiness:
+    async def readiness(self) -> ReadyAnswer:
         raise NotImplementedError
 
 

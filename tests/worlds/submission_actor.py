@@ -15,7 +15,7 @@ ROOM = 10_000
 
 @ray.remote(num_cpus=0)
 class SubmissionActor:
-    """What `SupervisorClient` asks of a supervisor that submissions need."""
+    """What `run_client` asks of a supervisor that submissions need."""
 
     def __init__(self, directory: str) -> None:
         self._service = Service(Path(directory), settings=ServiceSettings(max_waiting_tasks=ROOM))

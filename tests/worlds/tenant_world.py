@@ -17,9 +17,9 @@ from actors.environment.settings import RolloutSettings
 from actors.types import SESSION
 from service.access.keys import NamedKey, digest_of
 from service.api.app import create_app
-from service.api.control import add_control
+from service.api.control_routes import add_control
 from service.api.problems import RunUnavailable
-from service.api.run_page import PagePort, add_page
+from service.api.run_page import add_page
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
@@ -63,10 +63,13 @@ class TenantRun(LocalRun):
     async def begin(cls, directory: Path) -> TenantRun:
         return cls(await Service(directory, settings=SETTINGS.service).begin())
 
-    async def control(self, call: str, *arguments: Any) -> Any:
-        """Nothing is done; what is to be written down is kept."""
-        assert call == "note_call", call
-        self.noted += arguments
+    @property
+    def control(self) -> TenantRun:
+        return self
+
+    async def note_call(self, call: AdminCall) -> None:
+        """Keep what is to be written down."""
+        self.noted.append(call)
 
     async def keys(self) -> Sequence[NamedKey]:
         self.num_key_reads += 1
@@ -83,7 +86,7 @@ class TenantRun(LocalRun):
         add_sessions(app, self, self.port, settings)
         add_uploads(app, self, self.uploads, settings)
         # For admins alone: no test here comes so far as to call it.
-        add_page(app, cast(PagePort, None))
+        add_page(app, cast(Any, None))
         return app
 
 

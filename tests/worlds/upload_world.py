@@ -18,7 +18,7 @@ from actors.expert_records import MixtureShape, ModelShape
 from actors.trajectory_queue.groups import BlockRow
 from actors.types import NO_VERSION, UPLOADED, RolloutAssignment, Sample, Trajectory, summarize
 from service.api.app import create_app
-from service.api.ports import Readiness
+from service.api.schemas import ReadyAnswer
 from service.api.settings import HttpSettings
 from service.config.sessions import SessionSettings
 from service.config.tree import ServiceSettings
@@ -59,8 +59,9 @@ HTTP = HttpSettings(
 class _Run(LocalRun):
     """Its version is the service's step."""
 
-    async def readiness(self) -> Readiness:
-        return replace(await super().readiness(), policy_version=self.service.step)
+    async def readiness(self) -> ReadyAnswer:
+        found = await super().readiness()
+        return found.model_copy(update={"policy_version": self.service.step})
 
 
 @dataclass
