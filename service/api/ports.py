@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from service.access.keys import NO_LIMITS, KeyLimits, NamedKey
 from service.api.control import ControlPort
 from service.api.schemas import ReadyAnswer
-from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage, Place
+from service.inspect.listing import Filters, JournalAnswer, Place
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import RolloutRequest, SubmissionView, SubmitReply
@@ -85,7 +84,7 @@ class RunPort(Protocol):
         """
         ...
 
-    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage: ...
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer: ...
 
     async def trajectory(self, name: str) -> bytes | None:
         """Return a document as JSON; None for one that the journal does not hold.

@@ -10,16 +10,14 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Response
 from fastapi.responses import HTMLResponse
-from pydantic import Field
 
 from actors.types import Outcome
 from service.access.names import WHOLE_PATTERN
 from service.api.ports import PREFIX, RunPort
 from service.api.problems import Problem
 from service.api.rollouts import Limit
-from service.api.schemas import Natural, StrictBody
-from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage
+from service.api.schemas import Natural
+from service.inspect.listing import Filters, JournalAnswer
 from service.page.packed import empty_page
 from service.report.document import run_document
 
@@ -34,35 +32,6 @@ _JSON_OBJECT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}}},
     404: {"description": "the journal holds no such trajectory, or holds it no more"},
 }
-
-
-class JournalLineAnswer(StrictBody):
-    """A trajectory of the journal."""
-
-    step: int = Field(description="the training step that took it")
-    id: str
-    task: str
-    outcome: Outcome
-    episode_return: float
-    advantage: str = Field(description="one number, or its range; empty: nothing was trained")
-    num_turns: int
-    num_trained: int = Field(description="tokens")
-    num_sampled: int = Field(description="tokens")
-    ledger: str = Field(description="trained, or why not")
-
-
-class JournalAnswer(StrictBody):
-    """A page of the journal, the newest step first."""
-
-    trajectories: list[JournalLineAnswer]
-    next: str | None = Field(description="the `cursor` of the next page; null: this is the last")
-
-    @classmethod
-    def of(cls, page: JournalPage) -> JournalAnswer:
-        return cls(
-            trajectories=[JournalLineAnswer.model_validate(line) for line in page.lines],
-            next=None if page.next is None else "{}.{}".format(*page.next),
-        )
 
 
 def add_page(app: FastAPI, run: RunPort) -> None:
@@ -108,7 +77,7 @@ def add_page(app: FastAPI, run: RunPort) -> None:
         behind, _, number = (cursor or "").partition(".")
         wanted = Filters(step=step, task=task, outcome=outcome, limit=limit)
         after = (int(behind), int(number)) if cursor else None
-        return JournalAnswer.of(await run.journal(wanted, after=after))
+        return await run.journal(wanted, after=after)
 
     @app.get(
         f"{PREFIX}/rollouts/{{name}}/trajectory",

@@ -11,7 +11,7 @@ import numpy as np
 from actors.journal.record import TrajectoryEntry
 from service.explain.order import Order
 from service.explain.recompute import Contribution, Explanation, GroupContribution, Share
-from service.inspect.facts import advantage, number
+from service.inspect.view import advantage, number
 from service.visible import visible_text
 
 # Of the recorded norm. The order of addition alone is 1e-5 in float32, and 1e-2 in bfloat16.

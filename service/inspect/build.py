@@ -11,9 +11,16 @@ import numpy as np
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import Sample, TurnSpan, original_numbers
-from service.inspect.facts import turn_note
 from service.inspect.token_text import TokenText
-from service.inspect.view import SampleView, Segment, Token, TokenClass, TrajectoryView
+from service.inspect.view import (
+    SampleView,
+    Segment,
+    Token,
+    TokenClass,
+    TrajectoryView,
+    facts,
+    turn_note,
+)
 from service.visible import visible
 
 NOT_SAMPLED = "trained, but nobody sampled it"
@@ -31,7 +38,11 @@ def build_view(
         for number, sample in enumerate(entry.trajectory.samples)
     ]
     return TrajectoryView(
-        step=step, entry=entry, samples=tuple(samples), note=text.note, is_refused=is_refused
+        step=step,
+        entry=entry,
+        facts=tuple(facts(step, entry, is_refused=is_refused)),
+        samples=tuple(samples),
+        note=text.note,
     )
 
 

@@ -1,15 +1,25 @@
-"""A trajectory as the page shows it: one tree of JSON. Pure.
+"""A trajectory as the page shows it: one tree of JSON.
 
 Whatever text a model or an environment wrote is made visible here; the page sets it as text, never
-as markup. Called for `rayloom inspect --html`, and by the API.
+as markup. Called for `rayloom inspect --html`, and for the API in a process of its own on the run's
+node: the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from service.inspect.facts import facts
+from service.inspect.build import build_view
+from service.inspect.reader import (
+    UnknownTrajectory,
+    find_entry,
+    is_refused,
+    journal_of,
+    tokenizer_of,
+)
 from service.inspect.view import MEANINGS, SampleView, TokenClass, TrajectoryView
+from service.launch.run_dir import RunDir
 from service.visible import visible_text
 
 DIGITS = 6
@@ -36,7 +46,7 @@ def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
         "group": visible_text(trajectory.group_id),
         "task": visible_text(trajectory.task_id),
         "environment": visible_text(trajectory.environment),
-        "facts": facts(view.step, view.entry, is_refused=view.is_refused),
+        "facts": view.facts,
         "kinds": [
             {
                 "name": kind,
@@ -51,6 +61,23 @@ def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
         "note": visible_text(view.note),
         "samples": [_sample(each) for each in view.samples],
     }
+
+
+def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
+    """Return the page's document on a trajectory; None for one that the journal does not hold.
+
+    name: as `find_entry`. Raises: ConfigError for a damaged file.
+    """
+    journal = journal_of(run_dir)
+    if journal is None:
+        return None
+    try:
+        step, entry = find_entry(journal, name)
+    except UnknownTrajectory:
+        return None
+    view = build_view(step, entry, tokenizer_of(journal), is_refused=is_refused(journal, entry))
+    # Escaped: a lone surrogate may be in an environment's own words.
+    return json.dumps(trajectory_document(view), allow_nan=False).encode("ascii")
 
 
 def _sample(view: SampleView) -> dict[str, Any]:

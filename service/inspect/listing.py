@@ -1,4 +1,7 @@
-"""The trajectories of a journal, one a line, the newest step first. Called by `rayloom inspect`."""
+"""The trajectories of a journal, one a line, the newest step first.
+
+Called by `rayloom inspect`, and for the API in a process of its own on the run's node.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,54 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import ConfigDict
+
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import Outcome
-from service.inspect.facts import advantage, exit_of, number
-from service.inspect.reader import OpenJournal, is_refused, load_step
+from service.inspect.reader import OpenJournal, is_refused, journal_of, load_step
+from service.inspect.view import advantage, exit_of, number
+from service.launch.run_dir import RunDir
 from service.visible import visible_text
 
 HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "tokens", "ledger")
 _WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})
+
+Place = tuple[int, int]
+"""A step, and an entry's number in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalLineAnswer:
+    """A trajectory of the journal."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    step: int
+    """the training step that took it"""
+    id: str
+    task: str
+    outcome: Outcome
+    episode_return: float
+    advantage: str
+    """one number, or its range; empty: nothing was trained"""
+    num_turns: int
+    num_trained: int
+    """tokens"""
+    num_sampled: int
+    """tokens"""
+    ledger: str
+    """trained, or why not"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalAnswer:
+    """A page of the journal, the newest step first."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    trajectories: tuple[JournalLineAnswer, ...]
+    next: str | None
+    """the `cursor` of the next page; null: this is the last"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +76,50 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
     for step, _, entry in matching(journal, filters):
         num_found += 1
         if not filters.limit or len(rows) < filters.limit:
-            rows.append(row_of(step, entry, is_refused=is_refused(journal, entry)))
+            rows.append(_row(line_of(step, entry, is_refused=is_refused(journal, entry))))
     return "\n".join([*aligned([HEADER, *rows]), "", _closing(journal, len(rows), num_found)])
 
 
-def row_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> tuple[str, ...]:
+def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> JournalAnswer:
+    """Return a page; empty if there is no journal. Raises: ConfigError for a damaged file."""
+    journal = journal_of(run_dir)
+    lines: list[JournalLineAnswer] = []
+    last = ""
+    if journal is not None:
+        for step, number_in_step, entry in matching(journal, wanted, after=after):
+            if len(lines) == wanted.limit:
+                return JournalAnswer(trajectories=tuple(lines), next=last)
+            lines.append(line_of(step, entry, is_refused=is_refused(journal, entry)))
+            last = f"{step.step}.{number_in_step}"
+    return JournalAnswer(trajectories=tuple(lines), next=None)
+
+
+def line_of(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> JournalLineAnswer:
     trajectory = entry.trajectory
-    num_trained = 0 if is_refused else entry.num_trained
+    return JournalLineAnswer(
+        step=step.step,
+        id=visible_text(trajectory.trajectory_id),
+        task=visible_text(trajectory.task_id),
+        outcome=trajectory.outcome,
+        episode_return=trajectory.episode_return,
+        advantage=advantage(entry),
+        num_turns=len(trajectory.turns),
+        num_trained=0 if is_refused else entry.num_trained,
+        num_sampled=trajectory.num_sampled,
+        ledger=exit_of(entry, is_refused=is_refused),
+    )
+
+
+def _row(line: JournalLineAnswer) -> tuple[str, ...]:
     return (
-        str(step.step),
-        visible_text(trajectory.trajectory_id),
-        trajectory.outcome.value,
-        number(trajectory.episode_return),
-        advantage(entry),
-        str(len(trajectory.turns)),
-        f"{num_trained}/{trajectory.num_sampled}",
-        exit_of(entry, is_refused=is_refused),
+        str(line.step),
+        line.id,
+        line.outcome.value,
+        number(line.episode_return),
+        line.advantage,
+        str(line.num_turns),
+        f"{line.num_trained}/{line.num_sampled}",
+        line.ledger,
     )
 
 

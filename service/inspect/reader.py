@@ -108,6 +108,12 @@ def open_journal(place: Path) -> OpenJournal:
     )
 
 
+def journal_of(run_dir: RunDir) -> OpenJournal | None:
+    """Return the journal of a run; None if it has none yet. Raises: ConfigError."""
+    has_any = run_dir.journal.is_dir() and any(run_dir.journal.glob("*.journal"))
+    return open_journal(run_dir.path) if has_any else None
+
+
 def load_step(path: Path) -> JournalStep:
     """Load a step. Raises: ConfigError for a file that cannot be read."""
     try:

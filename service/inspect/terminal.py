@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from service.inspect.facts import facts, number
-from service.inspect.view import MEANINGS, Segment, Token, TokenClass, TrajectoryView
+from service.inspect.view import MEANINGS, Segment, Token, TokenClass, TrajectoryView, number
 from service.visible import visible_text
 
 STYLES: dict[TokenClass, str] = {
@@ -52,7 +51,7 @@ def _heading(view: TrajectoryView) -> Text:
     trajectory = view.entry.trajectory
     title = f"{trajectory.trajectory_id}, step {view.step.step}, task {trajectory.task_id}"
     text = Text(visible_text(title), style="bold")
-    for label, value in facts(view.step, view.entry, is_refused=view.is_refused):
+    for label, value in view.facts:
         text.append(f"\n  {label:<16} ", style="bright_black").append(value)
     for fault in _summary(view):
         text.append("\n  ").append(f" {fault} ", style=FAULT)

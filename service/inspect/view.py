@@ -1,18 +1,25 @@
 """The view of a trajectory: samples, segments, tokens, each with its columns and faults.
 
 The spans of the turns show what was sampled, the advantages that the trainer received show what was
-trained, and the tokenizer shows what is template. A fault is a token where they disagree. Pure;
-drawn by `terminal` and `page`.
+trained, and the tokenizer shows what is template. A fault is a token where they disagree; `facts`
+says in a few labelled lines what became of the trajectory. Pure. The terminal (`terminal`), and the
+page and the API (`document`), draw it and know nothing else of a trajectory.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.trajectory_queue.ledger import EvictionReason
+from actors.types import UNDONE, TurnSpan
+from service.visible import visible_text
+
+REFUSED = "the step's update was not finite, and was refused"
 
 
 class TokenClass(StrEnum):
@@ -88,15 +95,13 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """note: what could not be shown. is_refused: the trainer was given it, and refused the step's
-    update.
-    """
+    """note: what could not be shown. facts: as of `facts`."""
 
     step: JournalStep
     entry: TrajectoryEntry
+    facts: tuple[tuple[str, str], ...]
     samples: tuple[SampleView, ...]
     note: str
-    is_refused: bool = False
 
     @property
     def counts(self) -> dict[TokenClass, int]:
@@ -112,3 +117,90 @@ class TrajectoryView:
     @property
     def num_faulty(self) -> int:
         return sum(bool(token.faults) for sample in self.samples for token in sample.tokens)
+
+
+def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> list[tuple[str, str]]:
+    """Return (label, value): what became of a trajectory and why, rewards, tokens, versions.
+
+    is_refused: it was handed to the trainer, which refused the update.
+    """
+    trajectory = entry.trajectory
+    brought = entry.baseline_return
+    detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""
+    problem = f": {visible_text(entry.problem)}" if entry.problem else ""
+    tokens = f"{trajectory.num_sampled} sampled, {entry.num_trained} trained"
+    if is_refused:
+        problem = f": {REFUSED}"
+        tokens = f"{trajectory.num_sampled} sampled, 0 trained, {entry.num_trained} handed out"
+    found = [
+        ("outcome", f"{trajectory.outcome.value}{detail}"),
+        ("ledger", f"{exit_of(entry, is_refused=is_refused)}{problem}"),
+        ("return", _with_best(trajectory.episode_return, trajectory.best_return)),
+        ("in the baseline", "no" if brought is None else number(brought)),
+        ("advantage", advantage(entry)),
+        ("turns", f"{len(trajectory.turns)}, samples {len(trajectory.samples)}"),
+        ("tokens", tokens),
+        ("policy versions", _versions(step, entry)),
+    ]
+    if trajectory.metrics:
+        named = ", ".join(f"{name} {number(value)}" for name, value in trajectory.metrics.items())
+        found.append(("logged", visible_text(named)))
+    found += [
+        (f"logged {visible_text(column)}", visible_text(text))
+        for column, text in trajectory.extra_columns.items()
+    ]
+    if trajectory.left_out:
+        turns = ", ".join(f"{number} {why.value}" for number, why in trajectory.left_out.items())
+        found.append(("turns left out", f"{turns} (numbers in the session)"))
+    if trajectory.render_breaks:
+        breaks = ", ".join(f"{name} {count}" for name, count in trajectory.render_breaks.items())
+        found.append(("rendered anew", visible_text(breaks)))
+    return found
+
+
+def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
+    reason = EvictionReason.NONFINITE_STEP if is_refused else entry.reason
+    return "trained" if reason is None else f"evicted: {reason.value}"
+
+
+def advantage(entry: TrajectoryEntry) -> str:
+    """Return one number, or the range if tokens differ; empty if nothing was trained."""
+    values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def number(value: float) -> str:
+    """Four decimals at most, without trailing zeros."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}".rstrip("0").rstrip(".") or "0"
+
+
+def turn_note(turn: TurnSpan) -> str:
+    """Reward with its components, finish reason, malformed."""
+    reward = f"reward {number(turn.reward)}"
+    if turn.reward_components:
+        parts = visible_text(
+            ", ".join(f"{name} {number(value)}" for name, value in turn.reward_components.items())
+        )
+        reward += f" ({parts})"
+    malformed = ", malformed" if turn.is_malformed else ""
+    return f"{reward}, finished by {turn.finish_reason.value}{malformed}"
+
+
+def _with_best(value: float, best: float | None) -> str:
+    return number(value) + ("" if best is None else f" of {number(best)} at best")
+
+
+def _versions(step: JournalStep, entry: TrajectoryEntry) -> str:
+    seen = entry.trajectory.versions
+    if seen is None:
+        return "none"
+    low, high = seen
+    span = str(low) if low == high else f"{low} to {high}"
+    is_undone = any((sample.versions >= UNDONE).any() for sample in entry.trajectory.samples)
+    undone = ", partly by versions that a recovery has undone" if is_undone else ""
+    return f"{span}{undone}, trained on by version {step.trainer_version}"

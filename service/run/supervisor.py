@@ -24,8 +24,8 @@ from service.api.schemas import ReadyAnswer
 from service.backlog.queue import SubmissionQueue
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
-from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_json
+from service.inspect.document import trajectory_json
+from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
 from service.intake.feed import FeedPage
 from service.intake.listing import SessionFilter, SessionPage, SessionPlace, TaskFilter, TaskPage
 from service.intake.submission import SubmissionView
@@ -292,7 +292,7 @@ class Supervisor:
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
-    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
         """Raises: StoreError for a damaged file; ActorLost."""
         return await self._view.read_journal(journal_page, wanted, after)
 

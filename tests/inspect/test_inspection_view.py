@@ -38,10 +38,9 @@ from service.inspect.build import (
     build_view,
 )
 from service.inspect.document import trajectory_document
-from service.inspect.facts import facts
 from service.inspect.terminal import show
 from service.inspect.token_text import BareIds
-from service.inspect.view import Token, TokenClass, TrajectoryView
+from service.inspect.view import Token, TokenClass, TrajectoryView, facts
 from service.visible import visible
 
 

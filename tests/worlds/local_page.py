@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from service.inspect.listing import Filters
-from service.inspect.lookup import JournalPage, Place, journal_page, trajectory_json
+from service.inspect.document import trajectory_json
+from service.inspect.listing import Filters, JournalAnswer, Place, journal_page
 from service.launch.run_dir import RunDir
 from service.report.document import LiveState, Phase, RunPicture
 from service.store.lineage import read_history
@@ -38,7 +38,7 @@ class LocalPage:
             ),
         )  # fmt: skip
 
-    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalPage:
+    async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
         return await asyncio.to_thread(journal_page, self._run_dir, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
