@@ -18,9 +18,14 @@ from actors.algorithm import Baseline, Scale
 from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
 from actors.limits import MAX_REWARD
 from actors.policy_age import policy_ages
-from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
+from actors.trajectory_queue.ledger import (
+    EvictionReason,
+    LedgerEvent,
+    LedgerEventKind,
+)
 from actors.types import NO_VERSION, Outcome, Sample
 from service.config.file import ConfigError
+from service.config.tree import RunSettings
 from service.inspect.reader import OpenJournal, config_beside, is_refused
 from service.inspect.surviving import Recorded, read_recorded
 from service.visible import visible_text
@@ -68,6 +73,8 @@ _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DA
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
 # Steps that a note names.
 _MAX_NAMED_STEPS = 8
+# The current step, and the one before it while the engines load its version.
+MAX_UNRECORDED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +99,46 @@ class Audit:
     @property
     def is_clean(self) -> bool:
         return all(offence.is_explained for offence in self.offences)
+
+
+def audit(journal: OpenJournal) -> Audit:
+    """Check a journal. Raises: ConfigError for a file that cannot be read."""
+    recorded = None
+    if journal.run_dir is not None and journal.has_database:
+        recorded = read_recorded(journal.run_dir)
+    auditor = _Auditor(journal, recorded)
+    offences: list[Offence] = []
+    num_trajectories = num_sampled = num_trained = 0
+    refused: list[int] = []
+    has_rule = True
+    for step in journal.steps():
+        offences += auditor.check(step)
+        num_trajectories += len(step.entries)
+        num_sampled += sum(entry.trajectory.num_sampled for entry in step.entries)
+        kept = [entry for entry in step.entries if not is_refused(journal, entry)]
+        num_trained += sum(entry.num_trained for entry in kept)
+        if len(kept) < len(step.entries):
+            refused.append(step.step)
+        has_rule = has_rule and step.group_rule is not None
+    present = [file.step for file in journal.files]
+    missing: tuple[int, ...] = ()
+    unrecorded: tuple[int, ...] = ()
+    if recorded is not None:
+        plan = _plan(journal)
+        offences += steps_beyond(present, recorded.steps, plan)
+        missing = missing_steps(present, recorded.steps, plan)
+        unrecorded = tuple(sorted(set(present) - set(recorded.steps)))
+    return Audit(
+        num_steps=len(journal.files),
+        num_trajectories=num_trajectories,
+        num_sampled=num_sampled,
+        num_trained=num_trained,
+        offences=tuple(offences),
+        unchecked=({} if recorded else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
+        missing_steps=missing,
+        unrecorded_steps=unrecorded,
+        refused_steps=tuple(refused),
+    )
 
 
 class _Auditor:
@@ -142,192 +189,117 @@ def _once(step: JournalStep, rollout_id: str, text: str) -> Offence:
     return Offence(check=Check.ONCE, step=step.step, subject=rollout_id, text=text)
 
 
-def audit(journal: OpenJournal) -> Audit:
-    """Check a journal. Raises: ConfigError for a file that cannot be read."""
-    recorded = None
-    if journal.run_dir is not None and journal.has_database:
-        recorded = read_recorded(journal.run_dir)
-    auditor = _Auditor(journal, recorded)
-    offences: list[Offence] = []
-    num_trajectories = num_sampled = num_trained = 0
-    refused: list[int] = []
-    has_rule = True
-    for step in journal.steps():
-        offences += auditor.check(step)
-        num_trajectories += len(step.entries)
-        num_sampled += sum(entry.trajectory.num_sampled for entry in step.entries)
-        kept = [entry for entry in step.entries if not is_refused(journal, entry)]
-        num_trained += sum(entry.num_trained for entry in kept)
-        if len(kept) < len(step.entries):
-            refused.append(step.step)
-        has_rule = has_rule and step.group_rule is not None
-    present = [file.step for file in journal.files]
-    missing: tuple[int, ...] = ()
-    unrecorded: tuple[int, ...] = ()
-    if recorded is not None:
-        plan = _plan(journal)
-        offences += steps_beyond(present, recorded.steps, plan)
-        missing = missing_steps(present, recorded.steps, plan)
-        unrecorded = tuple(sorted(set(present) - set(recorded.steps)))
-    return Audit(
-        num_steps=len(journal.files),
-        num_trajectories=num_trajectories,
-        num_sampled=num_sampled,
-        num_trained=num_trained,
-        offences=tuple(offences),
-        unchecked=({} if recorded else _WITH_LEDGER) | ({} if has_rule else _WITH_RULE),
-        missing_steps=missing,
-        unrecorded_steps=unrecorded,
-        refused_steps=tuple(refused),
+def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
+    """Run every check of one trajectory."""
+    name = entry.trajectory.trajectory_id
+    for check, text in _tokens_findings(step, entry):
+        yield Offence(check=check, step=step.step, subject=name, text=text)
+
+
+def _tokens_findings(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    for number, sample in enumerate(entry.trajectory.samples):
+        for check, text in _check_sample(sample):
+            yield check, f"sample {number}: {text}"
+    yield from _check_handed_out(entry)
+    yield from _check_rewards(
+        entry,
+        is_shaped=step.group_rule is None,
+        worst_completed=lambda: _worst_completed(step, entry.trajectory.group_number),
     )
+    if entry.reason is None:
+        yield from _check_age(step, entry)
 
 
-def _plan(journal: OpenJournal) -> Plan | None:
-    try:
-        run = config_beside(journal.run_dir).run if journal.run_dir else None
-    except ConfigError:
-        return None
-    return None if run is None else Plan(steps=run.steps, keep_steps=run.journal_steps)
+def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
+    mask = sample.mask
+    is_sampled = np.zeros(sample.num_tokens, np.bool_)
+    for turn in sample.turns:
+        is_sampled[turn.tokens] = True
+        missing = np.flatnonzero(mask[turn.tokens] == 0)
+        if missing.size:
+            yield (
+                Check.LOGPROBS,
+                f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens, the "
+                f"first is number {missing[0]}",
+            )
+    unsampled = np.flatnonzero((mask == 1) & ~is_sampled)
+    if unsampled.size:
+        yield (
+            Check.SAMPLED,
+            f"{unsampled.size} tokens to be trained that nobody sampled, the first at "
+            f"{unsampled[0]}",
+        )
 
 
-def describe(result: Audit, *, limit: int) -> list[str]:
-    """Return a line for each check, with its offenders after it. limit: most offenders; 0: all."""
-    lines = [
-        f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
-        f"{result.num_sampled} sampled tokens, {result.num_trained} trained"
-    ]
-    for check in Check:
-        found = [offence for offence in result.offences if offence.check is check]
-        lines += _of_check(check, found, result.unchecked.get(check), limit=limit)
-    lines += _note(result.missing_steps, "recorded by the run and without a journal file")
-    lines += _note(result.unrecorded_steps, "not recorded by the run, so not held against it")
-    lines += _note(result.refused_steps, "handed out, whose update was not finite and was refused")
-    num_offenders = sum(not offence.is_explained for offence in result.offences)
-    lines.append("clean" if result.is_clean else f"{num_offenders} offenders")
-    return lines
+def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    if entry.reason is not None:
+        if entry.num_trained:
+            reason = entry.reason.value
+            text = f"evicted as {reason}, with {entry.num_trained} trained tokens"
+            yield Check.HANDED_OUT, text
+        return
+    if not entry.num_trained:
+        yield Check.HANDED_OUT, "trained, and without a trained token"
+    expected = [sample.num_trained for sample in entry.trajectory.samples]
+    found = [int(of_sample.shape[0]) for of_sample in entry.advantages]
+    if found != expected:
+        yield Check.HANDED_OUT, f"advantages of {found} tokens by sample, expected {expected}"
+    num_bad = sum(int(np.count_nonzero(~np.isfinite(each))) for each in entry.advantages)
+    if num_bad:
+        yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
 
 
-def _note(steps: Sequence[int], what: str) -> Iterable[str]:
-    if steps:
-        named = ", ".join(map(str, steps[:_MAX_NAMED_STEPS]))
-        rest = ", …" if len(steps) > _MAX_NAMED_STEPS else ""
-        noun = "step" if len(steps) == 1 else "steps"
-        yield f"  note   {len(steps)} {noun} {what}: {named}{rest}"
-
-
-def _of_check(
-    check: Check, found: Sequence[Offence], why_not: str | None, *, limit: int
-) -> list[str]:
-    if why_not is not None and not found:
-        return [f"  -      {check.value}: not checked, {why_not}"]
-    wrong = sum(not offence.is_explained for offence in found)
-    if wrong:
-        lines = [f"  WRONG  {check.value}: {wrong} offenders"]
-    elif found:
-        lines = [f"  note   {check.value}: {len(found)} that the rules allow"]
-    else:
-        return [f"  ok     {check.value}"]
-    ordered = sorted(found, key=lambda offence: offence.is_explained)
-    named = ordered[:limit] if limit else ordered
-    lines += [
-        visible_text(f"           step {item.step}, {item.subject}: {item.text}") for item in named
-    ]
-    if len(named) < len(found):
-        lines.append(f"           and {len(found) - len(named)} more; --limit 0 names all")
-    return lines
-
-
-# The current step, and the one before it while the engines load its version.
-MAX_UNRECORDED = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The run's plan. steps: the last one planned. keep_steps: run.journal_steps."""
-
-    steps: int
-    keep_steps: int
-
-
-def missing_steps(
-    present: Sequence[int], recorded: Sequence[int], plan: Plan | None
-) -> tuple[int, ...]:
-    """Recorded steps without a file. plan: None: not known, nor then how many are kept.
-
-    Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
-    """
-    first, last = min(present), max(present)
-    if plan is not None and plan.keep_steps:
-        last = max(last, *recorded) if recorded else last
-        first = last - plan.keep_steps + 1
-    found = set(present)
-    return tuple(step for step in recorded if first <= step <= last and step not in found)
-
-
-def steps_beyond(
-    present: Sequence[int], recorded: Sequence[int], plan: Plan | None
-) -> Iterator[Offence]:
-    """Steps with a file that the run cannot have begun."""
-    newest = max(recorded, default=0)
-    bound = newest + MAX_UNRECORDED
-    if plan is not None:
-        # A run whose run.steps was lowered has done what it has recorded.
-        bound = min(bound, max(plan.steps, newest))
-    for step in present:
-        if step > bound:
-            yield Offence(
-                check=Check.BEGUN,
-                step=step,
-                subject=f"step {step}",
-                text=f"the run has recorded steps up to {newest}, and can have begun none behind "
-                f"{bound}",
+def _check_rewards(
+    entry: TrajectoryEntry, *, is_shaped: bool, worst_completed: Callable[[], float]
+) -> Iterator[tuple[Check, str]]:
+    trajectory = entry.trajectory
+    value = trajectory.episode_return
+    if trajectory.outcome is Outcome.MALFORMED_TOOL_CALL and value > 0:
+        yield Check.MALFORMED, f"ended as {trajectory.outcome.value} with a return of {value:g}"
+    for turn in trajectory.turns:
+        if turn.is_malformed and turn.reward > 0:
+            text = f"turn {turn.index} is malformed and has a reward of {turn.reward:g}"
+            yield Check.MALFORMED, text
+    brought = entry.baseline_return
+    if entry.reason is None and brought is None:
+        yield Check.BASELINE, "trained, and not in its group's baseline"
+    if brought is not None and not math.isfinite(brought):
+        yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
+    elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
+        lowest = worst_completed()
+        if brought != min(value, 0.0, lowest):
+            yield (
+                Check.BASELINE,
+                f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or "
+                f"at most {min(0.0, lowest):g}: 0, or the worst return of its group that completed",
             )
 
 
-def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the admitted rollouts of each group. newest: each rollout's newest event."""
-    groups: dict[str, dict[str, LedgerEvent]] = {}
-    for rollout_id, event in newest.items():
-        groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
-    return groups
+def _worst_completed(step: JournalStep, group: int) -> float:
+    """Return the lowest return of a group's completed members; infinity: none has completed."""
+    returns = [
+        entry.trajectory.episode_return
+        for entry in step.entries
+        if entry.trajectory.group_number == group
+        and entry.trajectory.outcome is Outcome.COMPLETED
+        # An entry that does not fit the model has a problem; one with no token to train has none.
+        and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
+    ]
+    return min(filter(math.isfinite, returns), default=math.inf)
 
 
-def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
-    """Check that each rollout of the step left in the same way in both, and none is in only one.
-
-    newest: each rollout's newest event in the ledger.
-    """
-    present = {entry.trajectory.rollout_id for entry in step.entries}
-    for entry in step.entries:
-        event = newest.get(entry.trajectory.rollout_id)
-        text = _disagreement(entry, event, step=step.step)
-        if text:
-            name = entry.trajectory.trajectory_id
-            yield Offence(check=Check.LEDGER, step=step.step, subject=name, text=text)
-    for rollout_id, event in newest.items():
-        if event.step == step.step and rollout_id not in present:
-            text = f"{_exit(event)} in the ledger, and not in the step's journal"
-            yield Offence(check=Check.LEDGER, step=step.step, subject=rollout_id, text=text)
-
-
-def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: int) -> str:
-    own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
-    if event is None:
-        return f"{own} in the journal, and the ledger never admitted it"
-    # A step whose every update was refused as not finite is known only after the journal is.
-    is_refused = event.reason is EvictionReason.NONFINITE_STEP
-    is_same = _exit(event) == own or (entry.reason is None and is_refused)
-    if not is_same:
-        return f"{own} in the journal, {_exit(event)} in the ledger"
-    if event.step != step:
-        return f"finalised by step {event.step} in the ledger, by step {step} in the journal"
-    return ""
-
-
-def _exit(event: LedgerEvent) -> str:
-    if event.kind is LedgerEventKind.EVICTED:
-        return f"evicted as {event.reason}"
-    return "trained" if event.kind is LedgerEventKind.TRAINED else "still in flight"
+def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
+    of_samples = [sample.versions for sample in entry.trajectory.samples]
+    versions = np.concatenate([np.empty(0, np.int32), *of_samples])
+    ages = policy_ages(versions[versions != NO_VERSION], step.trainer_version)
+    bad = ages[(ages < 0) | (ages > step.max_policy_age)]
+    if bad.size:
+        worst = bad[np.argmax(np.abs(bad))]
+        yield (
+            Check.AGE,
+            f"{bad.size} trained tokens outside 0 to {step.max_policy_age} versions behind the "
+            f"trainer's {step.trainer_version}; the worst is {worst}",
+        )
 
 
 # Advantages are float32 in the batch; sums of rewards carry rounding.
@@ -473,114 +445,137 @@ def _is_close(a: float, b: float) -> bool:
     return abs(a - b) <= _TOLERANCE * max(1.0, abs(b))
 
 
-def check_trajectory(step: JournalStep, entry: TrajectoryEntry) -> Iterator[Offence]:
-    """Run every check of one trajectory."""
-    name = entry.trajectory.trajectory_id
-    for check, text in _tokens_findings(step, entry):
-        yield Offence(check=check, step=step.step, subject=name, text=text)
+def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
+    """Return the admitted rollouts of each group. newest: each rollout's newest event."""
+    groups: dict[str, dict[str, LedgerEvent]] = {}
+    for rollout_id, event in newest.items():
+        groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
+    return groups
 
 
-def _tokens_findings(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
-    for number, sample in enumerate(entry.trajectory.samples):
-        for check, text in _check_sample(sample):
-            yield check, f"sample {number}: {text}"
-    yield from _check_handed_out(entry)
-    yield from _check_rewards(
-        entry,
-        is_shaped=step.group_rule is None,
-        worst_completed=lambda: _worst_completed(step, entry.trajectory.group_number),
-    )
-    if entry.reason is None:
-        yield from _check_age(step, entry)
+def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
+    """Check that each rollout of the step left in the same way in both, and none is in only one.
+
+    newest: each rollout's newest event in the ledger.
+    """
+    present = {entry.trajectory.rollout_id for entry in step.entries}
+    for entry in step.entries:
+        event = newest.get(entry.trajectory.rollout_id)
+        text = _disagreement(entry, event, step=step.step)
+        if text:
+            name = entry.trajectory.trajectory_id
+            yield Offence(check=Check.LEDGER, step=step.step, subject=name, text=text)
+    for rollout_id, event in newest.items():
+        if event.step == step.step and rollout_id not in present:
+            text = f"{_exit(event)} in the ledger, and not in the step's journal"
+            yield Offence(check=Check.LEDGER, step=step.step, subject=rollout_id, text=text)
 
 
-def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
-    mask = sample.mask
-    is_sampled = np.zeros(sample.num_tokens, np.bool_)
-    for turn in sample.turns:
-        is_sampled[turn.tokens] = True
-        missing = np.flatnonzero(mask[turn.tokens] == 0)
-        if missing.size:
-            yield (
-                Check.LOGPROBS,
-                f"turn {turn.index}: {missing.size} of {turn.num_sampled} sampled tokens, the "
-                f"first is number {missing[0]}",
+def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: int) -> str:
+    own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
+    if event is None:
+        return f"{own} in the journal, and the ledger never admitted it"
+    # A step whose every update was refused as not finite is known only after the journal is.
+    is_refused = event.reason is EvictionReason.NONFINITE_STEP
+    is_same = _exit(event) == own or (entry.reason is None and is_refused)
+    if not is_same:
+        return f"{own} in the journal, {_exit(event)} in the ledger"
+    if event.step != step:
+        return f"finalised by step {event.step} in the ledger, by step {step} in the journal"
+    return ""
+
+
+def _exit(event: LedgerEvent) -> str:
+    if event.kind is LedgerEventKind.EVICTED:
+        return f"evicted as {event.reason}"
+    return "trained" if event.kind is LedgerEventKind.TRAINED else "still in flight"
+
+
+def _plan(journal: OpenJournal) -> RunSettings | None:
+    """Return what the run's configuration says of its steps; None: not known."""
+    try:
+        return config_beside(journal.run_dir).run if journal.run_dir else None
+    except ConfigError:
+        return None
+
+
+def missing_steps(
+    present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
+) -> tuple[int, ...]:
+    """Recorded steps without a file. plan: None: not known, nor then how many are kept.
+
+    Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
+    """
+    first, last = min(present), max(present)
+    if plan is not None and plan.journal_steps:
+        last = max(last, *recorded) if recorded else last
+        first = last - plan.journal_steps + 1
+    found = set(present)
+    return tuple(step for step in recorded if first <= step <= last and step not in found)
+
+
+def steps_beyond(
+    present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
+) -> Iterator[Offence]:
+    """Steps with a file that the run cannot have begun."""
+    newest = max(recorded, default=0)
+    bound = newest + MAX_UNRECORDED
+    if plan is not None:
+        # A run whose run.steps was lowered has done what it has recorded.
+        bound = min(bound, max(plan.steps, newest))
+    for step in present:
+        if step > bound:
+            yield Offence(
+                check=Check.BEGUN,
+                step=step,
+                subject=f"step {step}",
+                text=f"the run has recorded steps up to {newest}, and can have begun none behind "
+                f"{bound}",
             )
-    unsampled = np.flatnonzero((mask == 1) & ~is_sampled)
-    if unsampled.size:
-        yield (
-            Check.SAMPLED,
-            f"{unsampled.size} tokens to be trained that nobody sampled, the first at "
-            f"{unsampled[0]}",
-        )
 
 
-def _check_handed_out(entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
-    if entry.reason is not None:
-        if entry.num_trained:
-            reason = entry.reason.value
-            text = f"evicted as {reason}, with {entry.num_trained} trained tokens"
-            yield Check.HANDED_OUT, text
-        return
-    if not entry.num_trained:
-        yield Check.HANDED_OUT, "trained, and without a trained token"
-    expected = [sample.num_trained for sample in entry.trajectory.samples]
-    found = [int(of_sample.shape[0]) for of_sample in entry.advantages]
-    if found != expected:
-        yield Check.HANDED_OUT, f"advantages of {found} tokens by sample, expected {expected}"
-    num_bad = sum(int(np.count_nonzero(~np.isfinite(each))) for each in entry.advantages)
-    if num_bad:
-        yield Check.ADVANTAGES, f"{num_bad} trained tokens have an advantage that is not finite"
-
-
-def _check_rewards(
-    entry: TrajectoryEntry, *, is_shaped: bool, worst_completed: Callable[[], float]
-) -> Iterator[tuple[Check, str]]:
-    trajectory = entry.trajectory
-    value = trajectory.episode_return
-    if trajectory.outcome is Outcome.MALFORMED_TOOL_CALL and value > 0:
-        yield Check.MALFORMED, f"ended as {trajectory.outcome.value} with a return of {value:g}"
-    for turn in trajectory.turns:
-        if turn.is_malformed and turn.reward > 0:
-            text = f"turn {turn.index} is malformed and has a reward of {turn.reward:g}"
-            yield Check.MALFORMED, text
-    brought = entry.baseline_return
-    if entry.reason is None and brought is None:
-        yield Check.BASELINE, "trained, and not in its group's baseline"
-    if brought is not None and not math.isfinite(brought):
-        yield Check.BASELINE, f"brought {brought:g} to the baseline, expected a finite number"
-    elif not is_shaped and brought is not None and brought not in (value, min(value, 0.0)):
-        lowest = worst_completed()
-        if brought != min(value, 0.0, lowest):
-            yield (
-                Check.BASELINE,
-                f"brought {brought:g} to the baseline, its return is {value:g}; expected that, or "
-                f"at most {min(0.0, lowest):g}: 0, or the worst return of its group that completed",
-            )
-
-
-def _worst_completed(step: JournalStep, group: int) -> float:
-    """Return the lowest return of a group's completed members; infinity: none has completed."""
-    returns = [
-        entry.trajectory.episode_return
-        for entry in step.entries
-        if entry.trajectory.group_number == group
-        and entry.trajectory.outcome is Outcome.COMPLETED
-        # An entry that does not fit the model has a problem; one with no token to train has none.
-        and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
+def describe(result: Audit, *, limit: int) -> list[str]:
+    """Return a line for each check, with its offenders after it. limit: most offenders; 0: all."""
+    lines = [
+        f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
+        f"{result.num_sampled} sampled tokens, {result.num_trained} trained"
     ]
-    return min(filter(math.isfinite, returns), default=math.inf)
+    for check in Check:
+        found = [offence for offence in result.offences if offence.check is check]
+        lines += _of_check(check, found, result.unchecked.get(check), limit=limit)
+    lines += _note(result.missing_steps, "recorded by the run and without a journal file")
+    lines += _note(result.unrecorded_steps, "not recorded by the run, so not held against it")
+    lines += _note(result.refused_steps, "handed out, whose update was not finite and was refused")
+    num_offenders = sum(not offence.is_explained for offence in result.offences)
+    lines.append("clean" if result.is_clean else f"{num_offenders} offenders")
+    return lines
 
 
-def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Check, str]]:
-    of_samples = [sample.versions for sample in entry.trajectory.samples]
-    versions = np.concatenate([np.empty(0, np.int32), *of_samples])
-    ages = policy_ages(versions[versions != NO_VERSION], step.trainer_version)
-    bad = ages[(ages < 0) | (ages > step.max_policy_age)]
-    if bad.size:
-        worst = bad[np.argmax(np.abs(bad))]
-        yield (
-            Check.AGE,
-            f"{bad.size} trained tokens outside 0 to {step.max_policy_age} versions behind the "
-            f"trainer's {step.trainer_version}; the worst is {worst}",
-        )
+def _note(steps: Sequence[int], what: str) -> Iterable[str]:
+    if steps:
+        named = ", ".join(map(str, steps[:_MAX_NAMED_STEPS]))
+        rest = ", …" if len(steps) > _MAX_NAMED_STEPS else ""
+        noun = "step" if len(steps) == 1 else "steps"
+        yield f"  note   {len(steps)} {noun} {what}: {named}{rest}"
+
+
+def _of_check(
+    check: Check, found: Sequence[Offence], why_not: str | None, *, limit: int
+) -> list[str]:
+    if why_not is not None and not found:
+        return [f"  -      {check.value}: not checked, {why_not}"]
+    wrong = sum(not offence.is_explained for offence in found)
+    if wrong:
+        lines = [f"  WRONG  {check.value}: {wrong} offenders"]
+    elif found:
+        lines = [f"  note   {check.value}: {len(found)} that the rules allow"]
+    else:
+        return [f"  ok     {check.value}"]
+    ordered = sorted(found, key=lambda offence: offence.is_explained)
+    named = ordered[:limit] if limit else ordered
+    lines += [
+        visible_text(f"           step {item.step}, {item.subject}: {item.text}") for item in named
+    ]
+    if len(named) < len(found):
+        lines.append(f"           and {len(found) - len(named)} more; --limit 0 names all")
+    return lines
