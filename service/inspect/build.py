@@ -18,7 +18,6 @@ from service.inspect.view import (
     Token,
     TokenClass,
     TrajectoryView,
-    facts,
     turn_note,
 )
 from service.visible import visible
@@ -38,11 +37,7 @@ def build_view(
         for number, sample in enumerate(entry.trajectory.samples)
     ]
     return TrajectoryView(
-        step=step,
-        entry=entry,
-        facts=tuple(facts(step, entry, is_refused=is_refused)),
-        samples=tuple(samples),
-        note=text.note,
+        step=step, entry=entry, samples=tuple(samples), note=text.note, is_refused=is_refused
     )
 
 

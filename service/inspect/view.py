@@ -1,8 +1,8 @@
 """The view of a trajectory: samples, segments, tokens, each with its columns and faults.
 
 The spans of the turns show what was sampled, the advantages that the trainer received show what was
-trained, and the tokenizer shows what is template. A fault is a token where they disagree; `facts`
-says in a few labelled lines what became of the trajectory. Pure. The terminal (`terminal`), and the
+trained, and the tokenizer shows what is template. A fault is a token where they disagree; the facts
+say in a few labelled lines what became of the trajectory. Pure. The terminal (`terminal`), and the
 page and the API (`document`), draw it and know nothing else of a trajectory.
 """
 
@@ -95,13 +95,20 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """note: what could not be shown. facts: as of `facts`."""
+    """note: what could not be shown. is_refused: the trainer was given it, and refused the step's
+    update.
+    """
 
     step: JournalStep
     entry: TrajectoryEntry
-    facts: tuple[tuple[str, str], ...]
     samples: tuple[SampleView, ...]
     note: str
+    is_refused: bool = False
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """(label, value): what became of it and why, rewards, tokens, versions."""
+        return _facts(self.step, self.entry, is_refused=self.is_refused)
 
     @property
     def counts(self) -> dict[TokenClass, int]:
@@ -119,11 +126,7 @@ class TrajectoryView:
         return sum(bool(token.faults) for sample in self.samples for token in sample.tokens)
 
 
-def facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> list[tuple[str, str]]:
-    """Return (label, value): what became of a trajectory and why, rewards, tokens, versions.
-
-    is_refused: it was handed to the trainer, which refused the update.
-    """
+def _facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> list[tuple[str, str]]:
     trajectory = entry.trajectory
     brought = entry.baseline_return
     detail = f": {visible_text(trajectory.detail)}" if trajectory.detail else ""

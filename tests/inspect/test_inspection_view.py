@@ -40,7 +40,7 @@ from service.inspect.build import (
 from service.inspect.document import trajectory_document
 from service.inspect.terminal import show
 from service.inspect.token_text import BareIds
-from service.inspect.view import Token, TokenClass, TrajectoryView, facts
+from service.inspect.view import Token, TokenClass, TrajectoryView
 from service.visible import visible
 
 
@@ -78,10 +78,12 @@ def test_turns_of_a_session_that_are_left_out_are_listed_with_their_reasons() ->
     step = example_step()
     left_out = {2: LeftOutReason.TITLE, 5: LeftOutReason.AUXILIARY}
     trajectory = replace(step.entries[0].trajectory, left_out=left_out)
-    listed = dict(facts(step, replace(step.entries[0], trajectory=trajectory), is_refused=False))
+    shown = TrajectoryView(step=step, entry=step.entries[0], samples=(), note="")
+    entry = replace(shown.entry, trajectory=trajectory)
+    listed = dict(replace(shown, entry=entry).facts)
     assert listed["turns left out"] == "2 title, 5 auxiliary (numbers in the session)"
     assert decode(encode([trajectory]), 0).left_out == left_out
-    assert "turns left out" not in dict(facts(step, step.entries[0], is_refused=False))
+    assert "turns left out" not in dict(shown.facts)
 
 
 def test_an_observation_behind_the_last_turn_is_shown() -> None:
