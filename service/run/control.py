@@ -25,6 +25,7 @@ from actors.weights.board import BoardStatus, ReplicaReport
 from service.api.control import (
     CheckpointAnswer,
     ControlAnswer,
+    ControlPort,
     ControlRefused,
     EvaluationAnswer,
     EvaluationRequest,
@@ -67,7 +68,7 @@ Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
 """Returns the operation with what it has found."""
 
 
-class Control:
+class Control(ControlPort):
     """Belongs to the supervisor's event loop; `term` is the one that runs, None between two."""
 
     def __init__(
