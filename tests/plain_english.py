@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = Path(__file__).with_suffix(".toml")
-CODE = ("actors", "service", "deploy", "benchmarks")
+CODE = ("actors", "service", "deploy", "rayloom", "benchmarks")
 PAGES = ("README.md", "docs")
 # Each phrase with what to write. A phrase is here because it was used for something else than an
 # English reader takes it for.

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-PRODUCT = ("actors", "service", "deploy")
+PRODUCT = ("actors", "service", "deploy", "rayloom")
 AREAS = (*PRODUCT, "tests", "benchmarks")
 RECORD_BASES = {
     "NamedTuple": "NamedTuple",

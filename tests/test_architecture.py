@@ -14,7 +14,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 
 # What a package may import of the others.
-ALLOWED = {"actors": {"actors"}, "service": {"actors", "service"}}
+ALLOWED = {
+    "actors": {"actors"},
+    "service": {"actors", "service"},
+    "rayloom": {"actors", "service", "rayloom"},
+}
 # Beside every actor.py of `actors`: what starts a group of actors, and the queue's caller.
 RAY_FILES = {"actors/trainer/group.py", "actors/trajectory_queue/exchange.py"}
 # Packages whose mathematics and state machines never await, outside of the files above.
@@ -30,7 +34,7 @@ WAITS = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
 
 TREES = {
     path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for package in ("actors", "service", "deploy", "tests")
+    for package in ("actors", "service", "deploy", "rayloom", "tests")
     for path in sorted((REPOSITORY / package).rglob("*.py"))
 }
 
@@ -78,7 +82,8 @@ def test_imports_point_down() -> None:
         for file, tree in TREES.items()
         for module in imported(tree)
         if (allowed := ALLOWED.get(file.partition("/")[0])) is not None
-        and module.partition(".")[0] in {"actors", "service", "deploy", "tests", ""} - allowed
+        and module.partition(".")[0]
+        in {"actors", "service", "deploy", "rayloom", "tests", ""} - allowed
     ]
     assert not offenders
 

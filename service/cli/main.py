@@ -179,6 +179,7 @@ def start(
     with stop_signals() as signals:
         try:
             new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
+            _use_functions(resumed or new_run)
             settings = _configuration(
                 config or (resumed and _own_config(resumed)),
                 dataset=dataset,
@@ -337,6 +338,18 @@ def _evaluation_section(config: Config, name: str) -> str:
             f"the mixture: {named or 'there is none'}"
         )
     return section
+
+
+def _use_functions(run: Path | None) -> None:
+    """Import from the functions that `rayloom.train` has stored in a run's directory, if any."""
+    from service.launch.run_dir import RunDir
+
+    if run is None or not (functions := RunDir(path=run).functions).is_dir():
+        return
+    sys.path.insert(0, str(functions))
+    # Of each process of the run.
+    paths = [str(functions), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
 
 
 def _own_config(run: Path, *, option: str = "--resume ") -> Path:

@@ -127,6 +127,11 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def functions(self) -> Path:
+        """Functions and rows that `rayloom.train` was given by value."""
+        return self.path / "functions"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -301,7 +306,7 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
     """The tiny model, or a configuration as we write it; a user's own is never written over."""
     if path == run_dir.tiny_model:
         return (path / MARKER).is_file()
-    if path in (run_dir.store_file, run_dir.sources_file):
+    if path in (run_dir.store_file, run_dir.sources_file, run_dir.functions):
         return True
     if path.name.startswith(run_dir.secret_file.name):
         return True

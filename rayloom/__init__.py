@@ -1,0 +1,79 @@
+"""Train language-model agents by reinforcement learning from a script or a notebook.
+
+    import rayloom
+
+    def score(completion: str, answer: str) -> float:
+        return float(completion.strip() == answer)
+
+    result = rayloom.train(model="models/smollm2", dataset="sums.jsonl", reward=score)
+    result.summary["evaluation"]["last"]["reward_mean"]
+
+The names are imported when they are first used, so that `import rayloom` takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.environment.protocol import (
+        Action,
+        Environment,
+        Message,
+        Observation,
+        RewardError,
+        StepResult,
+        ToolCall,
+        ToolSchema,
+    )
+    from actors.types import Task
+    from rayloom.training import Result, TrainingFailed, train
+    from service.client import Client
+    from service.config.file import ConfigError, load_config
+    from service.config.tree import Config
+
+_MODULES = {
+    "actors.environment.protocol": (
+        "Action", "Environment", "Message", "Observation", "RewardError", "StepResult", "ToolCall",
+        "ToolSchema",
+    ),
+    "actors.types": ("Task",),
+    "rayloom.training": ("Result", "TrainingFailed", "train"),
+    "service.client": ("Client",),
+    "service.config.file": ("ConfigError", "load_config"),
+    "service.config.tree": ("Config",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Action",
+    "Client",
+    "Config",
+    "ConfigError",
+    "Environment",
+    "Message",
+    "Observation",
+    "Result",
+    "RewardError",
+    "StepResult",
+    "Task",
+    "ToolCall",
+    "ToolSchema",
+    "TrainingFailed",
+    "load_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name. Raises: AttributeError for any other name."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'rayloom' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

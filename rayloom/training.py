@@ -1,0 +1,288 @@
+"""`rayloom.train`: the command `rayloom train` for scripts and notebooks.
+
+The run has a process of its own. A running event loop, a Ray that the caller has initialised and an
+earlier run do not disturb it, and the memory of a run is free again when it has ended.
+
+Functions are taken by name if their module can be imported, and by value otherwise: a function of a
+notebook or of the script itself is stored in the run's directory, with its source, and a resumed
+run uses what is stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import yaml
+
+from service.config.file import ConfigError
+from service.launch.run_dir import RunDir
+from service.launch.signals import EXIT_INTERRUPTED
+
+EXIT_OK, EXIT_REFUSED = 0, 2
+RUNS = Path("runs")
+_MAX_REASON_LINES = 20
+
+Named = str | Callable[..., Any]
+"""A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
+
+
+class TrainingFailed(Exception):
+    """The run ended with an error; the text is what it printed last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A run that has ended."""
+
+    run_dir: Path
+    """The run's directory: configuration, checkpoints, journal, report.html, summary.json."""
+    summary: dict[str, Any]
+    """The content of summary.json: rewards, evaluations, ledger, times, memory."""
+
+    def trajectories(self) -> list[dict[str, Any]]:
+        """Return a row for each trajectory of the run's journal, those of the newest step first.
+
+        The columns are those of the list in `rayloom inspect`.
+
+        Example: pandas.DataFrame(result.trajectories()).groupby("step").episode_return.mean()
+        """
+        # The journal's reader imports pyarrow and the tokenizer, which take seconds.
+        from service.inspect.listing import Filters
+        from service.inspect.lookup import journal_page
+
+        page = journal_page(RunDir(path=self.run_dir), Filters(limit=sys.maxsize), None)
+        return [asdict(line) for line in page.lines]
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
+    reward: Named | Sequence[Named] = (),
+    group_reward: Named | Sequence[Named] = (),
+    tools: Named | Sequence[Named] = (),
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Result:
+    """Train until the last step, and show the progress.
+
+    Args:
+        config: A YAML file, or its content as a mapping. Without it, give dataset and a reward.
+        model: Directory or hub's name of the model. None: the configuration's, else the tiny one.
+        dataset: A file, a hub's data set, or rows, such as a list of dicts.
+        reward: Functions that score one rollout. Several are added.
+        group_reward: Functions that score the rollouts of a group together.
+        tools: Functions that the policy may call, or classes of tools.
+        run_dir: Directory of a new run. None: runs/NAME-TIME.
+        resume: Directory of a run to continue; nothing else but settings is given with it.
+        settings: Sections of the configuration, as in run={"steps": 20}.
+
+    Raises: ConfigError before anything starts; TrainingFailed. KeyboardInterrupt after the run has
+        finished the current step and has left a checkpoint; a second one ends it at once.
+
+    Example:
+        result = train(
+            model="models/smollm2", dataset="sums.jsonl", reward=score, run={"steps": 20},
+            trainer={"learning_rate": 1e-5},
+        )
+    """
+    functions = {"reward": _listed(reward), "group-reward": _listed(group_reward)}
+    functions["tools"] = _listed(tools)
+    if resume is not None and (dataset is not None or any(functions.values()) or run_dir):
+        raise ConfigError(
+            "train: got resume and data, functions or a run_dir, expected one of them: a run "
+            "continues with its own; leave the others out"
+        )
+    directory = Path(resume or run_dir or _new_directory(config, dataset))
+    with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
+        arguments = _config_arguments(config, Path(scratch))
+        arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
+        if model is not None:
+            arguments += ["--model", os.fspath(model)]
+        store = RunDir(path=directory).functions
+        if dataset is not None:
+            arguments += ["--dataset", _dataset(dataset, store)]
+        for option, each in functions.items():
+            for function in each:
+                arguments += [f"--{option}", _name_of(function, store, what=option)]
+        arguments += [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
+        _run(arguments)
+    summary = json.loads(RunDir(path=directory).summary_file.read_text(encoding="utf-8"))
+    return Result(run_dir=directory.resolve(), summary=summary)
+
+
+def _listed(given: Named | Sequence[Named]) -> list[Named]:
+    return [given] if isinstance(given, str) or callable(given) else list(given)
+
+
+def _new_directory(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
+) -> Path:
+    """Return a directory under runs/ that is not there yet."""
+    named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
+    stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
+    return next(each for each in tries if not each.exists())
+
+
+def _config_arguments(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, scratch: Path
+) -> list[str]:
+    if config is None:
+        return []
+    if isinstance(config, Mapping):
+        file = scratch / "config.yaml"
+        file.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+        return [str(file)]
+    return [os.fspath(config)]
+
+
+def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2)."""
+    for name, value in settings.items():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, inner)
+        else:
+            yield inner, value
+
+
+def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
+    """Return the name of a data set; rows are written to a file of the run's directory first.
+
+    Raises: ConfigError for a row that JSON cannot hold.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        return os.fspath(dataset)
+    rows = dataset.to_dict("records") if hasattr(dataset, "to_dict") else dataset
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"dataset: row {number} cannot be written as JSON ({error}); expected texts, "
+                "numbers, lists and dicts; convert its values"
+            ) from error
+    store.mkdir(parents=True, exist_ok=True)
+    file = store / "rows.jsonl"
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return os.path.relpath(file)
+
+
+def _name_of(function: Named, store: Path, *, what: str) -> str:
+    """Return the name by which the run finds a function; store it first if it has none."""
+    if isinstance(function, str):
+        return function
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    is_nested = "<" in name or not name
+    if module not in ("", None, "__main__") and not is_nested and importlib.util.find_spec(module):
+        return f"{module}:{name}"
+    return _stored(function, store, what=what)
+
+
+def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
+    """Write a function by value to a module of the run's directory. Returns: its name.
+
+    Raises: ConfigError if it refers to something that cannot be written, such as an open file.
+    """
+    name = getattr(function, "__name__", "")
+    name = name if name.isidentifier() else "function"
+    try:
+        value = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the values that it refers to raise
+        raise ConfigError(
+            f"{what}: {name} cannot be stored by value ({type(error).__name__}: {error}); expected "
+            "a function that refers only to values that can be pickled; define it in a file and "
+            "pass FILE.py:NAME"
+        ) from error
+    digest = hashlib.sha256(value).hexdigest()
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):
+        source = "its source is not known\n"
+    commented = "".join(f"# {line}".rstrip() + "\n" for line in source.splitlines())
+    store.mkdir(parents=True, exist_ok=True)
+    module = f"given_{digest[:16]}"
+    (store / f"{module}.py").write_text(
+        f'"""{name}, as it was when the run began: by value, SHA-256 {digest}."""\n\n'
+        f"{commented}\nfrom base64 import b64decode\n\nimport cloudpickle\n\n"
+        f'{name} = cloudpickle.loads(b64decode("{base64.b64encode(value).decode()}"))\n',
+        encoding="utf-8",
+    )
+    return f"{module}:{name}"
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Run the command to its end, and print what it prints. Raises: as `train`."""
+    # Not `-m`, which puts the working directory in front of the installed packages. The run ends in
+    # order if the caller dies.
+    start = (
+        "import signal; from actors.environment.worker_process import die_with; "
+        f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; main()"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-P", "-c", start, "train", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        # An interrupt of the terminal goes to the caller, who passes it on.
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths()), "PYTHONUNBUFFERED": "1"},
+    )
+    interrupted = False
+    last: list[str] = []
+    with command as process:
+        assert process.stdout is not None
+        while process.returncode is None:
+            try:
+                for line in process.stdout:
+                    print(line, end="", flush=True)
+                    last = [*last[1 - _MAX_REASON_LINES :], line]
+                process.wait()
+            except KeyboardInterrupt:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+    code = process.returncode
+    if interrupted or code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    text = "".join(last)
+    reason = text[text.rfind("rayloom: ") :].strip()
+    if code == EXIT_REFUSED:
+        raise ConfigError(reason.removeprefix("rayloom: "))
+    if code != EXIT_OK:
+        raise TrainingFailed(f"exit code {code}: {reason}")
+
+
+def _own_paths() -> list[str]:
+    """Return the places from which the caller imports, without those of installed packages."""
+    installed = Path(sys.prefix).resolve()
+    base = Path(sys.base_prefix).resolve()
+    places = [Path(each).resolve() for each in sys.path if each]
+    return [
+        str(each)
+        for each in places
+        if each.exists() and not each.is_relative_to(installed) and not each.is_relative_to(base)
+    ]

@@ -1,0 +1,88 @@
+"""`import rayloom`: the public names, and what `rayloom.train` hands to the command."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import rayloom
+from service.launch.run_dir import RunDir, check_new
+
+ROWS = [{"prompt": "Which number comes after 3?", "answer": "4"}]
+
+
+def test_each_public_name_is_there_and_documented() -> None:
+    for name in rayloom.__all__:
+        assert (getattr(rayloom, name).__doc__ or "").strip(), name
+    assert set(rayloom.__all__) <= set(dir(rayloom))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        rayloom.__getattr__("nothing")
+
+
+def test_the_import_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, rayloom; rayloom.train; "
+        "print({'ray', 'torch', 'transformers', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_function_without_an_importable_module_is_stored_with_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rayloom import training
+
+    bonus = 0.5
+
+    def score(completion: str, answer: str) -> float:
+        return bonus + (completion == answer)
+
+    monkeypatch.chdir(tmp_path)
+    store = RunDir(path=tmp_path / "run").functions
+    module, name = training._name_of(score, store, what="reward").split(":")
+    assert "def score(completion: str, answer: str)" in (store / f"{module}.py").read_text()
+    monkeypatch.syspath_prepend(str(store))
+    found = getattr(importlib.import_module(module), name)
+    assert (found("4", "4"), found("5", "4")) == (1.5, 0.5)
+    # The same function has the same name, and a start may use the directory.
+    assert training._name_of(score, store, what="reward") == f"{module}:{name}"
+    check_new(RunDir(path=tmp_path / "run"))
+
+
+def test_a_function_of_a_module_is_taken_by_its_name(tmp_path: Path) -> None:
+    from rayloom import training
+
+    assert training._name_of(check_new, tmp_path / "functions", what="reward") == (
+        "service.launch.run_dir:check_new"
+    )
+    assert not (tmp_path / "functions").exists()
+
+
+def test_a_function_that_refers_to_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def score(completion: str) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(rayloom.ConfigError, match="reward: score cannot be stored by value"):
+        rayloom.train(dataset=ROWS, reward=score, run_dir=tmp_path / "run")
+
+
+def test_a_refusal_of_the_command_is_raised_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rayloom.ConfigError, match=r"run\.steps: got -2; input should be"):
+        rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
+    with pytest.raises(rayloom.ConfigError, match="expected one of them: a run continues"):
+        rayloom.train(resume=tmp_path, dataset=ROWS)
+    with pytest.raises(rayloom.ConfigError, match="dataset: row 0 cannot be written as JSON"):
+        rayloom.train(dataset=[{"prompt": object()}], reward=lambda completion: 1.0)
+    assert "rayloom: " in capfd.readouterr().out
