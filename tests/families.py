@@ -128,18 +128,25 @@ def page(verdicts: dict[str, Verdict], *, untried: list[str]) -> str:
 _KINDS = (PASSES, REFUSED, DIFFERS, FAILED)
 _PAGE = """# Families of models
 
-Written by `make proof PART=families`; do not edit. Each family that transformers {transformers} and
-vLLM {vllm} both have, as a tiny model with random weights on CPU (torch {torch}), in float32 unless
-its name says otherwise: the checks that come before a start, then three training steps, each
-published through Rayloom's own weight transfer. After each publication the engine's
-log-probabilities are compared with the trainer's, for a text of 384 tokens at temperature 1 and for
-sampled tokens at 1 and 0.7. A family passes in float32 with a mean difference of at most 1e-4 nats
-and none above 1e-2, in bfloat16 with a mean of at most 0.02. It is refused, with the sentence
-below, before anything starts.
+Written by `make proof PART=families`; do not edit. This page
+shows which families of models Rayloom can train and serve. To check your own model:
+
+```console
+$ rayloom check CONFIG --model DIR
+```
+
+Each family that both transformers {transformers} and vLLM {vllm} have was tried as a tiny model
+with random weights on CPU (torch {torch}), in float32 unless its name says otherwise. First came
+the checks before a start, then three training steps, each published through Rayloom's own weight
+transfer. After each publication the engine's log-probabilities were compared with the trainer's,
+for a text of 384 tokens at temperature 1 and for sampled tokens at 1 and 0.7. A family passes in
+float32 if the mean difference is at most 1e-4 nats and no difference is above 1e-2, and in bfloat16
+if the mean is at most 0.02. A family that is refused is refused with the error below, before
+anything starts.
 
 {total} rows: {passes} pass, {refused} are refused, none differs.
 
-| family | verdict | difference of engine and trainer in nats, or the sentence |
+| family | verdict | difference of engine and trainer in nats, or the error |
 |---|---|---|
 {rows}
 

@@ -73,9 +73,9 @@ def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | No
     """
     if config.get_text_config() is not config:
         raise NotImplementedError(
-            f"trainer: {type(config).__name__} ({config.model_type}) is of a model for text and "
-            "images or sound, expected a causal model of text alone; choose one, or export the "
-            "text part as a model of its own"
+            f"trainer: {type(config).__name__} ({config.model_type}) is for a model of text and "
+            "images or sound, expected a causal model of only text; choose one, or export the "
+            "text part as a separate model"
         )
     if getattr(config, "kv_lora_rank", None):
         raise NotImplementedError(
@@ -303,10 +303,10 @@ def check_packing(
             return
     raise NotImplementedError(
         f"trainer: {type(body).__name__} gives tokens of a packed row other hidden states than "
-        f"their sample alone (by {difference:.2g} of the largest, expected at most "
+        f"a row of only their sample (by {difference:.2g} of the largest, expected at most "
         f"{_PACKING_TOLERANCE:g}), because its layers mix tokens outside of transformers' "
         "attention interface, or its attention has a window, a chunk or sinks that the interface "
-        "is not given; choose an architecture that mixes tokens in attention alone"
+        "does not get; choose an architecture that mixes tokens only in attention"
     )
 
 

@@ -374,7 +374,7 @@ class LogprobCheck:
         if PACKED in beyond and ALONE not in beyond:
             return (
                 "the model's layers mix the samples of a packed row; choose an architecture that "
-                "mixes tokens in attention alone"
+                "mixes tokens only in attention"
             )
         if ALONE not in beyond:
             return "the two divide their logits by different temperatures"

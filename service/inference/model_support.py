@@ -98,8 +98,8 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
     )
     if getattr(config, "use_sliding_window", False) and windowed and windowed < layers:
         yield (
-            f"its sliding window is of some layers alone (max_window_layers is {windowed} of "
-            f"{layers} layers), expected one of all layers or none; set use_sliding_window to "
+            f"only some layers have its sliding window (max_window_layers is {windowed} of "
+            f"{layers} layers), expected all layers or none; set use_sliding_window to "
             "false in config.json and stay within the window, or choose another model"
         )
     for name in sorted(named & _NOT_ON_CPU.keys()) if inference.is_on_cpu else ():

@@ -98,7 +98,7 @@ def test_a_model_whose_packed_samples_would_see_each_other_is_refused(
     kind: str, tmp_path: Path
 ) -> None:
     model = write(MIXING[kind], tmp_path)
-    expected = "other hidden states than their sample alone .* choose an architecture that mixes"
+    expected = "other hidden states than a row of only their sample .* choose an architecture that mixes"
     with pytest.raises(NotImplementedError, match=expected):
         load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
     with pytest.raises(NotImplementedError, match=expected):
