@@ -487,7 +487,7 @@ class PartMetrics:
         )
         self.engines_expected = values.gauge(
             "rayloom_engines_expected",
-            "Engines that were asked for: inference.num_replicas, or what Serve was set to since.",
+            "Number of engines requested: inference.num_replicas, or the number set in Serve since.",
         )
         self.engine_version = values.gauges(
             "rayloom_engine_policy_version",

@@ -98,7 +98,9 @@ def test_a_model_whose_packed_samples_would_see_each_other_is_refused(
     kind: str, tmp_path: Path
 ) -> None:
     model = write(MIXING[kind], tmp_path)
-    expected = "other hidden states than a row of only their sample .* choose an architecture that mixes"
+    expected = (
+        "other hidden states than a row of only their sample .* choose an architecture that mixes"
+    )
     with pytest.raises(NotImplementedError, match=expected):
         load_policy(model, logprob_chunk=8, gradient_checkpointing=False)
     with pytest.raises(NotImplementedError, match=expected):
@@ -224,7 +226,7 @@ def test_a_rope_that_the_engine_scales_otherwise_is_refused(tmp_path: Path) -> N
         (Llama4TextConfig(**DECODER, head_dim=8), "Llama4ForCausalLM does not run with packed"),
         (GraniteConfig(**DECODER, logits_scaling=8.0), "changes its logits after the output"),
         (DeepseekV3Config(**DECODER), r"has multi-head latent attention \(kv_lora_rank is 512\)"),
-        (Gemma3Config(), "is of a model for text and images or sound"),
+        (Gemma3Config(), "is for a model of text and images or sound"),
         (Qwen3Config(**DECODER, use_sliding_window=True, sliding_window=0), "sliding_window is 0"),
     ],
     ids=lambda each: type(each).__name__ if isinstance(each, PretrainedConfig) else "",
