@@ -1,13 +1,14 @@
-"""What the parts at the centre of a cluster cost for each node, rollout and published byte.
+"""Measure what each node, rollout and published byte costs the central parts of a cluster.
 
     $ sudo python -m benchmarks.cluster_scale --nodes 2 4 8 12
 
-Each node is a Ray in namespaces of its own (`tests/worlds/nodes.py`; root). On each plays one real
-environment actor, whose policy is a script, and one reader takes each published version from the
-weight board, as an engine does. The queue and the board are the real ones; a feed in a process of
-its own does what the supervisor asks of the queue in a step. No model, no trainer, no store, no
-merge: what is left is the cost of the centre. Prints one JSON line for each number of nodes:
-processor seconds of a process for each rollout or publication, and bytes and packets at the head.
+Each node is a Ray in its own namespaces (`tests/worlds/nodes.py`; needs root). On each node one
+real environment actor plays with a scripted policy, and one reader takes each published version
+from the weight board, as an engine does. The queue and the board are real. A feed in a separate
+process sends the queue the requests that a supervisor sends in a step. There is no model, trainer,
+store or merge, so only the central parts are measured. Prints one JSON line for each number of
+nodes: processor seconds of each process for a rollout or a publication, and bytes and packets at
+the head.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Counts = dict[str, float]
 
 
 class Scripted:
-    """A policy that answers the same at once."""
+    """A scripted policy that always gives the same answer at once."""
 
     def __init__(self, ids: list[int]) -> None:
         self._ids = np.array(ids, dtype=np.int32)
@@ -77,7 +78,7 @@ class Scripted:
 
 
 class Reader:
-    """Takes every publication off the board, as an engine does."""
+    """A reader that takes every publication from the board, as an engine does."""
 
     async def run(self, name: str, board: Any) -> None:
         term: int | None = None
@@ -92,13 +93,13 @@ class Reader:
 
 
 class Feed:
-    """What a supervisor asks of the queue, step after step."""
+    """The requests that a supervisor sends to the queue, step after step."""
 
     def pid(self) -> int:
         return os.getpid()
 
     async def play(self, queue: Any, *, first_step: int, num_steps: int) -> int:
-        """Returns: the rollouts of these steps."""
+        """Play the steps and return their rollouts."""
         tasks, num_rollouts = GeneratedTasks("guessing", run_seed=0), 0
         for step in range(first_step, first_step + num_steps):
             slots, _ = await queue.admissible.remote(30.0)
@@ -127,7 +128,7 @@ class Feed:
 
 
 def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, Any]:
-    """Run on the head, in a cluster that is up."""
+    """Run on the head, in a running cluster."""
     ray.init("auto", log_to_driver=False, logging_level="error")
     others = [node for node in alive_nodes() if "rayloom_environments" in node.resources]
     algorithm = AlgorithmSettings(groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_lag=0)
@@ -204,7 +205,7 @@ def _pid(_: object) -> int:
 
 
 def _find(name: str) -> int:
-    """On the head's own list of processes."""
+    """Return the pid of the process with this name, in the head's own namespace."""
     return next(int(each.pid) for each in psutil.process_iter() if each.name() == name)
 
 

@@ -1,13 +1,13 @@
-"""A training from command to the last step, beside TRL 1.16.0's GRPOTrainer.
+"""Compare whole trainings, from the command to the last step, with TRL 1.16.0's GRPOTrainer.
 
     PYTHONPATH=tests python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python
 
-Both sides get the same model directory, data set, reward functions and class of tools, samples a
-step, limits, optimiser and objective (the clip, token mean, no KL, returns less their group's
-mean), float32, and both cores; both shuffle the prompts. Ours is `rayloom train` as a user starts
-it, with lag 0 and 1, told by its run directory; TRL's is `peers/trl_end_to_end.py`. Sides run one
-after the other, once a seed. Prints one line of JSON for each family; exits with 1 when a goal is
-missed.
+Both sides have the same model directory, data set, reward functions, class of tools, samples a
+step, limits, optimiser and objective (the clip, token mean, no KL, returns minus their group's
+mean), float32, and both cores; both shuffle the prompts. Our side is `rayloom train` as a user
+starts it, with lag 0 and 1, measured from its run directory. TRL's side is
+`peers/trl_end_to_end.py`. The sides run one after the other, once for each seed. Prints one line of
+JSON for each family; exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ T95 = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What one training says of its steps."""
+    """The steps of one training, as it reports them."""
 
     times: Sequence[float]
     """Unix seconds at the end of each step."""
     rewards: Sequence[float]
-    """The mean of each step."""
+    """Mean reward of each step."""
     samples: Sequence[int]
-    """Of each step."""
+    """Number of samples of each step."""
     started: float
-    """Unix seconds when its command was given."""
+    """Unix seconds when its command was started."""
 
     @property
     def samples_per_s(self) -> float:
-        """Once it is warm."""
+        """Return the samples a second once the training is warm."""
         seconds = self.times[-1] - self.times[WARM_STEPS - 1]
         return sum(self.samples[WARM_STEPS:]) / seconds
 
     @property
     def first_step_s(self) -> float:
-        """From the command to the end of the first step."""
+        """Return the seconds from the command to the end of the first step."""
         return self.times[0] - self.started
 
     @property
     def whole_samples_per_s(self) -> float:
-        """From the command on."""
+        """Return the samples a second, counted from the command."""
         return sum(self.samples) / (self.times[-1] - self.started)
 
     @property
@@ -105,7 +105,7 @@ def train_ours(
     command += ["--run-dir", str(place)]
     if family.tools is not None:
         command += ["--tools", f"{TASKS}:{family.tools}"]
-        # As TRL does, an episode ends with the first call that cannot be read.
+        # As in TRL, an episode ends with the first call that cannot be parsed.
         settings["tasks.options.max_malformed"] = 0
     for name, value in settings.items():
         command += ["--set", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
@@ -148,7 +148,9 @@ def train_trl(
 def _run(
     command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
 ) -> float:
-    """Run a side to its end; returns when it was started. Raises: SystemExit with its log's end."""
+    """Run a side to its end and return when it was started. Raises: SystemExit with the end of its
+    log.
+    """
     started = time.time()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log.open("w") as output:
@@ -168,7 +170,9 @@ def _run(
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """The mean of ours less theirs, with half of its 95 % interval (Student's, pooled)."""
+    """Return the mean difference, ours minus theirs, with half of its 95 % interval (Student's,
+    pooled).
+    """
     degrees = len(ours) + len(theirs) - 2
     variance = sum(
         (len(each) - 1) * statistics.variance(each) for each in (ours, theirs)
@@ -208,7 +212,7 @@ def summarise(trained: Mapping[str, Sequence[Trained]], *, goal: float) -> dict[
 
 
 def compare(name: str, folder: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Train every side once a seed, in changing order."""
+    """Train every side once for each seed, in changing order."""
     family = FAMILIES[name]
     dataset = folder / f"{name}.jsonl"
     family.write(dataset)

@@ -1,7 +1,7 @@
-"""What `end_to_end` trains on: a model that knows the form of the answers, data sets, settings.
+"""The inputs of `end_to_end`: a model that knows the form of the answers, data sets, settings.
 
-The model is the tiny one (`actors/trainer/tiny`), warmed up on conversations whose answers and
-guesses are drawn blindly. Every family's rewards and tools: `benchmarks/peers/end_to_end_tasks.py`.
+The model is the tiny one (`actors/trainer/tiny`), warmed up on conversations with random answers
+and guesses. `benchmarks/peers/end_to_end_tasks.py` has every family's rewards and tools.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ ROWS = 112
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A data set, a reward and, where there are tools, the class that has them."""
+    """A data set, a reward and, for a family with tools, their class."""
 
     rows: Sequence[dict[str, Any]]
-    """Prompts with the columns that the reward wants."""
+    """Prompts with the columns that the reward needs."""
     reward: str
     tools: str | None = None
     turn_tokens: int
-    """At most so many sampled ones in a turn."""
+    """Maximum number of sampled tokens in a turn."""
     max_turns: int = 1
     goal: float
-    """Samples a second, of TRL's."""
+    """Goal: how many times TRL's samples a second."""
 
     @property
     def max_tokens(self) -> int:
-        """Of all turns and answers of tools, which TRL counts together."""
+        """Return the limit for all turns and answers of tools together, as TRL counts them."""
         return self.turn_tokens if self.tools is None else (self.turn_tokens + 8) * self.max_turns
 
     def write(self, file: Path) -> None:
-        """ROWS chats as JSONL, the rows over and over."""
+        """Write ROWS chats as JSONL, repeating the rows."""
         lines = []
         for number in range(ROWS):
             row = self.rows[number % len(self.rows)]
@@ -63,14 +63,14 @@ FAMILIES = {
         turn_tokens=16,
         goal=2.5,
     ),
-    # Answers of some fifty, of different lengths.
+    # Answers of some fifty tokens, of different lengths.
     "count": Family(
         rows=[{"prompt": f"Count from 1 to {upto}.", "upto": upto} for upto in range(9, 25)],
         reward="count",
         turn_tokens=96,
         goal=2.5,
     ),
-    # Calls of 18 tokens, as many as there are guesses, and a last word.
+    # Calls of 18 tokens, one for each guess, and a last word.
     "game": Family(
         rows=[
             {"prompt": "Guess my number from 1 to 8.", "secret": secret} for secret in range(1, 9)
@@ -85,7 +85,7 @@ FAMILIES = {
 
 
 def build_model(directory: Path) -> Path:
-    """The policy that all sides and all families start from."""
+    """Build the initial policy of all sides and all families."""
     kinds = (_after, _count, _game_of(load_tools([f"{TASKS}:Game"]).schemas))
 
     def conversation(dice: random.Random) -> Conversation:

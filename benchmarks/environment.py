@@ -1,4 +1,4 @@
-"""Where a measurement was taken: one mapping for the JSON line of every benchmark."""
+"""The environment of a measurement: one mapping for the JSON line of every benchmark."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def describe_environment(*packages: str) -> dict[str, object]:
-    """Processor, cores, threads, versions, and how busy the machine was over the last minute.
+    """Return processor, cores, threads, versions, and the load of the machine over the last minute.
 
-    Args: packages: distributions whose versions matter to what was measured.
+    Args: packages: distributions whose versions matter for the measurement.
     """
     return {
         "cpu": _cpu_model(),

@@ -1,12 +1,13 @@
-"""How many of ten poisoned trajectories among a thousand `rayloom explain` names, and how fast.
+"""Measure how many of ten corrupted trajectories among a thousand `rayloom explain` names, and how
+fast.
 
     PYTHONPATH=.:tests python -m benchmarks.explain_power
 
-For each scale and seed: first replies of the guessing game by the tiny model, 63 groups of 16, ten
-of them spoilt in three ways (a return of -100; random tokens with a return of 3; a lost game with
-log-probabilities 3 nats too low), merged, journaled and trained by the real parts, then explained.
-Prints one JSON line: by order, the hits among the first ten and the ranks of the spoilt ones; CPU
-seconds a trajectory, and of the training step, of one thread.
+For each scale and seed: the tiny model gives first replies of the guessing game, 63 groups of 16.
+Ten of them are corrupted in three ways (a return of -100; random tokens with a return of 3; a lost
+game with log-probabilities 3 nats too low). The real parts merge, journal and train them, and then
+they are explained. Prints one JSON line: for each order, the hits among the first ten and the ranks
+of the corrupted ones; CPU seconds of one thread for a trajectory and for the training step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What the audit for reward hacking costs for a step: to read its journal file, to describe it, and
-to compare it with the hundred steps before.
+"""Measure what the audit for reward hacking costs for a step.
+
+The cost is that of reading the step's journal file, describing it, and comparing it with the
+hundred steps before.
 
     PYTHONPATH=.:tests python -m benchmarks.hacking_cost --trajectories 1000 --turns 1 --tokens 8000
 """
@@ -33,7 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def played(rng: np.random.Generator, group: int, turns: int, tokens: int) -> Iterator[Trajectory]:
-    """A group; of each turn so many tokens are sampled, behind NUM_OBSERVED others."""
+    """Return a group with this number of sampled tokens in each turn, after NUM_OBSERVED other
+    tokens.
+    """
     for member in range(GROUP_SIZE):
         prompt: list[int] = []
         made = []

@@ -1,10 +1,10 @@
-"""Which planted hacks the audit finds, how soon, and how often it tells of one where there is none.
+"""Measure which planted hacks the audit finds, how soon, and how often it gives a false alarm.
 
-Scripted policies play the built-in environments, each through real episodes, the queue's state
-machine, the merge and the journal (`tests/worlds/hacking_world.py`). With every seed a run of each
-hack, and as many of the same policies without it, are played. A hack is found where one of its own
-kinds is told within 20 steps of its onset; an alarm is anything that is told before one, or in a
-run without. Thresholds were fixed on seeds 1 to 5.
+Scripted policies play the built-in environments through real episodes, the queue's state machine,
+the merge and the journal (`tests/worlds/hacking_world.py`). For every seed it plays a run of each
+hack, and the same number of runs of the same policies without a hack. A hack is found if one of its
+own kinds is reported within 20 steps of its onset. A report before an onset, or in a run without a
+hack, is a false alarm. Thresholds were fixed on seeds 1 to 5.
 
     PYTHONPATH=.:tests python -m benchmarks.hacking_power --seeds 1001 1002 1003
 """
@@ -41,13 +41,13 @@ class Played:
     delay: int | None
     alarms: tuple[str, ...]
     features_ms: float
-    """Of a step, median."""
+    """Median over the steps."""
     detector_ms: float
-    """Of the last step, which has the most behind it."""
+    """Of the last step, which has the longest history."""
 
 
 def play(number: int, seed: int, has_hack: bool, size: Size) -> Played:
-    """number: of the hack."""
+    """Play a run. number: the number of the hack."""
     logging.disable()
     with tempfile.TemporaryDirectory() as directory:
         planted = planted_hacks(Path(directory))[number]

@@ -1,7 +1,7 @@
-"""A long run's directory, made by the project's own write path and without training anything.
+"""A long run's directory, made with the project's own write path and without training.
 
-Every rollout leaves as masked, so that its journal needs no tokens; checkpoints, retention and the
-journal are a run's. Used by `long_history` and, at a small scale, by a test.
+Every rollout is evicted as masked, so its journal needs no tokens; checkpoints, retention and the
+journal are those of a run. Used by `long_history` and, at a small scale, by a test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECONDS_A_STEP = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How long the run was."""
+    """The length of the run."""
 
     steps: int
     rollouts_per_step: int
@@ -45,19 +45,19 @@ class Scale:
     keep_checkpoints: int = 2
     journal_steps: int = 200
     steps_between_faults: int = 1000
-    """So often it loses a part and goes back to its newest checkpoint."""
+    """Number of steps after which it loses a part and goes back to its newest checkpoint."""
 
 
 async def make_history(
     run_dir: RunDir, scale: Scale, *, tell: Callable[[int], None] = lambda step: None
 ) -> None:
-    """tell: called after each step with its number."""
+    """Make the directory of a run. tell: called after each step with its number."""
     run_dir.path.mkdir(parents=True)
     run_dir.config_file.write_text(
         "model: {tiny: {}}\ntasks: {environment: guessing}\n"
         f"run: {{steps: {scale.steps}, journal_steps: {scale.journal_steps}}}\n"
     )
-    # Only how long the making takes depends on it.
+    # This only affects the time for making the run.
     event.listen(Pool, "checkout", _do_not_sync)
     store = RunStore(run_dir.database_url)
     run = _Run(run_dir, scale, store)
@@ -87,7 +87,7 @@ class _Run:
         self.step = self.term = 0
 
     async def begin_term(self) -> None:
-        """Once for each place: from its checkpoint the run goes by it again."""
+        """Begin a term from the newest checkpoint, only the first time that a step is reached."""
         if self.step in self._faults:
             return
         self._faults.add(self.step)
@@ -175,7 +175,7 @@ def _entry(rollout_id: str) -> TrajectoryEntry:
 
 
 def step_record(step: int, *, num_rollouts: int) -> StepRecord:
-    """One that knows every statistic, as large as they come."""
+    """Return a step record that knows every statistic, with the largest possible values."""
     return StepRecord(
         step=step,
         trainer_version=step - 1,

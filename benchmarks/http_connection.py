@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection; as little of a client as can be, for it shares the cores."""
+"""HTTP/1.1 on one connection, with a minimal client, because it shares the cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class HttpConnection:
-    """To a port of this machine; belongs to one event loop."""
+    """A connection to a port of this machine, which belongs to one event loop."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -23,11 +23,11 @@ class HttpConnection:
             await self._writer.wait_closed()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Returns: the status and the body."""
+        """Send a GET request. Returns: the status and the body."""
         return await self._ask("GET", path, b"", {})
 
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """body: JSON. Returns: the status and the body."""
+        """Send a POST request. body: JSON. Returns: the status and the body."""
         return await self._ask("POST", path, body, {**headers, "Content-Type": "application/json"})
 
     async def _ask(

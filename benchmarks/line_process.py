@@ -1,6 +1,6 @@
-"""A process that answers each line with a line: how a benchmark speaks with another environment.
+"""A process that answers each line with a line, through which a benchmark uses another environment.
 
-Its standard output carries answers alone. One that waits costs no processor time.
+Its standard output contains only answers. While it waits it uses no processor time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ END_S = 60.0
 
 
 class LineProcess:
-    """The parent's end. Its first line, said when it is ready, is read at the start."""
+    """The parent's end of such a process. Its first line, which means that it is ready, is read at
+    the start.
+    """
 
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], remedy: str = ""
     ) -> None:
-        """Start it and wait until it is ready. remedy: said when it ends instead of answering.
+        """Start it and wait until it is ready. remedy: shown if it ends instead of answering.
 
         Raises: SystemExit with what it printed to its standard error.
         """
@@ -58,7 +60,7 @@ class LineProcess:
         self._errors.close()
 
     def ask(self, command: str) -> str:
-        """Send one line and wait for the answer. Raises: SystemExit when the process ends."""
+        """Send one line and wait for the answer. Raises: SystemExit if the process ends."""
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()

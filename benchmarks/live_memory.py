@@ -1,7 +1,8 @@
-"""How many bytes of tensors are alive at once: counted, so that the answer never varies.
+"""The number of bytes of tensors that are alive at once, counted, so the answer never varies.
 
-Counts the storages that torch's operators make while the mode is on, each until it dies, backward
-passes of the same thread included. What a kernel allocates for itself is not seen.
+Counts the storages that torch's operators make while the mode is active, each until it is freed,
+including backward passes of the same thread. Memory that a kernel allocates internally is not
+counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed here
-    """Count as long as it is entered. live_bytes: now. peak_bytes: at the worst moment."""
+    """A counter that is active while it is entered. live_bytes: now. peak_bytes: at the maximum."""
 
     def __init__(self) -> None:
         super().__init__()

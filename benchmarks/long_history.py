@@ -1,10 +1,10 @@
-"""What a long history costs at a run's start, resume, end, and when one looks at it.
+"""Measure what a long history costs at a run's start, resume and end, and for `inspect`.
 
     python -m benchmarks.long_history [--steps 100000] [--rollouts 200] [--keep DIRECTORY]
 
-Makes the directory of a short run and of a long one (`history_inputs`), then measures each part in
-a process of its own, the two runs in turns: seconds without the imports, and the process's largest
-memory beyond that after the imports. The long run takes minutes to make; --keep makes it once.
+Makes the directory of a short run and of a long one (`history_inputs`). Then measures each part in
+a separate process, alternating the two runs: seconds without the imports, and the process's largest
+memory beyond that after the imports. Making the long run takes minutes; --keep makes it only once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PASSES = 3
 
 
 def start(run_dir: RunDir) -> None:
-    """A supervisor's store and recorder, and its first term."""
+    """Open a supervisor's store and recorder, and begin its first term."""
 
     async def begin() -> None:
         store = RunStore(run_dir.database_url)
@@ -56,20 +56,20 @@ def start(run_dir: RunDir) -> None:
 
 
 def resume(run_dir: RunDir) -> None:
-    """What `--resume` checks before anything starts."""
+    """Run the checks that `--resume` makes before anything starts."""
     config = load_config(run_dir.config_file)
     check_resumable(run_dir, config)
     finished_step(run_dir, steps=config.run.steps)
 
 
 def inspect(run_dir: RunDir) -> None:
-    """The last trajectory."""
+    """Inspect the last trajectory."""
     journal = open_journal(run_dir.path)
     find_entry(journal, f"g{journal.files[-1].step:06d}.0-0")
 
 
 def end(run_dir: RunDir) -> None:
-    """summary.json and the report."""
+    """Write summary.json and the report."""
     store = RunStore(run_dir.database_url)
     history = read_history(store)
     store.close()
@@ -129,7 +129,7 @@ def _compare(part: str, runs: list[Path]) -> None:
     found: dict[Path, list[tuple[float, float]]] = {run: [] for run in runs}
     for _ in range(PASSES):
         for run in runs:
-            # Of a copy: a start leaves a term behind.
+            # Measured on a copy, because a start adds a term.
             with tempfile.TemporaryDirectory() as temporary:
                 copy = Path(temporary) / "run"
                 shutil.copytree(run, copy)
@@ -147,7 +147,7 @@ def _compare(part: str, runs: list[Path]) -> None:
 
 
 def _measure(part: Callable[[RunDir], None], run_dir: RunDir) -> tuple[float, float]:
-    """Seconds, and MiB beyond what the imports took."""
+    """Return the seconds, and the MiB beyond those of the imports."""
     before = psutil.Process().memory_info().rss
     began = time.monotonic()
     part(run_dir)

@@ -1,10 +1,11 @@
-"""Peak memory of the loss at a large vocabulary: `python -m benchmarks.loss_memory`.
+"""Measure the peak memory of the loss at a large vocabulary: `python -m benchmarks.loss_memory`.
 
-Log-probabilities and entropies of 8,192 trained tokens from their hidden states, the policy loss,
-and its backward pass down to the hidden states and the output head, once without and once with an
-entropy bonus, each in a process of its own. Peak: by how much the process grew at most (VmHWM over
-VmRSS before), the gradients included; beside it what is counted of tensors alone. Both as a share
-of the full logits in float32. Prints one line of JSON; exits with 1 when a quarter is passed.
+Measures log-probabilities and entropies of 8,192 trained tokens from their hidden states, the
+policy loss, and its backward pass to the hidden states and the output head, once without and once
+with an entropy bonus, each in a separate process. The peak is the maximum growth of the process
+(VmHWM minus VmRSS before), including the gradients; the memory counted in tensors is also shown.
+Both are given as a share of the full logits in float32. Prints one line of JSON; exits with 1 if
+the share exceeds a quarter.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def backward_of_loss(
     settings: LossSettings,
     chunk_tokens: int,
 ) -> None:
-    """The trainer's own way from hidden states to gradients."""
+    """Compute from hidden states to gradients, with the trainer's own code."""
     logprobs, entropies = token_logprobs(
         hidden,
         head,
@@ -69,7 +70,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
     hidden = torch.randn(options.tokens, options.hidden, requires_grad=True)
     targets = torch.randint(options.vocabulary, (options.tokens,))
     chunk_tokens = options.chunk or LOGPROB_CHUNK
-    # Threads and kernels have memory of their own, made at first use.
+    # Threads and kernels allocate their own memory at first use.
     backward_of_loss(hidden[:8], head, targets[:8], settings=settings, chunk_tokens=8)
     head.zero_grad()
     hidden.grad = None
@@ -96,7 +97,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def status_bytes(name: str) -> int:
-    """A line of /proc/self/status, which counts in kibibytes."""
+    """Return a line of /proc/self/status in bytes; the file counts in kibibytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
@@ -104,7 +105,7 @@ def status_bytes(name: str) -> int:
 
 
 def main() -> int:
-    """Measure both losses, each in a process, and print."""
+    """Measure both losses, each in a separate process, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--tokens", type=int, default=8192, help="trained tokens")

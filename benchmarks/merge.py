@@ -1,14 +1,14 @@
-"""From recorded turns to rows, as a run goes, against SkyRL 0.3.0's merge_stepwise_output.
+"""Compare a run's path from recorded turns to rows with SkyRL 0.3.0's merge_stepwise_output.
 
     python -m benchmarks.merge --peer-python build/peers/skyrl/bin/python
 
-Both sides make rows of the same trajectories in one run, in turn (ours, theirs, ours, ...), each in
-its own form of input: Rayloom turns with int32 arrays, SkyRL lists of ints that share their
-objects, as its own generator makes them. *Run*: a turn loop's turns, each known to go on from the
-last, through the sample builder, the codec and back. *Comparison*: the same, where nobody says what
-a turn extends. *Obvious*: the rule in plain loops over Python's lists, without the codec. CPU
-seconds of one thread. Prints one JSON line; exits with 1 when the upper quartile of a ratio misses
-its goal.
+Both sides make rows of the same trajectories in one run, alternately (ours, theirs, ours, ...),
+each from its own form of input: Rayloom from turns with int32 arrays, SkyRL from lists of ints that
+share their objects, as its own generator makes them. *Run*: a turn loop's turns, each known to
+continue the last one, pass through the sample builder, the codec and back. *Comparison*: the same,
+without the information which sample a turn extends. *Obvious*: the rule in plain loops over
+Python's lists, without the codec. Times are CPU seconds of one thread. Prints one JSON line; exits
+with 1 if the upper quartile of a ratio misses its goal.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from benchmarks.merge_inputs import (
     write_for_peer,
 )
 
-# Trajectories at each number of turns: a group, but as many as fit in seconds for the longest.
+# Trajectories at each number of turns: a group, or fewer if the longest would take too long.
 BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}
-# One measurement of either side is the quietest of three windows of equal length: what runs beside
-# costs caches, and is not what is measured.
+# One measurement of either side is the quietest of three windows of equal length, because other
+# processes cost caches.
 WINDOWS = 3
 WINDOW_S = 0.03
 GOALS = {"run": 8.0}
 GOAL_TURNS = (16, 64, 200)
-# For both sides: one thread, and freed memory is kept, as in a process that goes on working, or
-# each pass would pay the kernel for the same pages.
+# For both sides: one thread, and freed memory is kept, as in a process that continues to work;
+# otherwise each pass would pay the kernel for the same pages again.
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -74,7 +74,7 @@ class Peer(LineProcess):
         )
 
     def seconds(self, passes: int) -> float:
-        """CPU seconds of one of so many passes."""
+        """Return the CPU seconds of one pass, measured over this number of passes."""
         return float(self.ask(f"time {passes}"))
 
 
@@ -102,12 +102,12 @@ def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """The rule's plain loops."""
+    """Merge with the rule's plain loops."""
     return [sample for turns in plays for sample in merge_turns(turns)]
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """CPU seconds of one pass over about WINDOW_S of them, the quietest of WINDOWS."""
+    """Return the CPU seconds of one pass over about WINDOW_S of them, the quietest of WINDOWS."""
 
     def window(passes: int) -> float:
         started = time.process_time()
@@ -119,7 +119,9 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 
 def quietest(window: Callable[[int], float]) -> float:
-    """window: takes a number of passes, gives the seconds of one."""
+    """Return the seconds of the quietest window. window: takes a number of passes, returns the
+    seconds of one.
+    """
     passes = max(1, round(WINDOW_S / window(1)))
     return min(window(passes) for _ in range(WINDOWS))
 
@@ -132,7 +134,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def measure(
     num_turns: int, shape: Shape, peer: Peer, folder: Path, *, pairs: int
 ) -> dict[str, Any]:
-    """Times and ratios at one number of turns."""
+    """Measure times and ratios at one number of turns."""
     number = BATCHES[num_turns]
     plays = [linear(num_turns, shape, seed=seed) for seed in range(number)]
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
@@ -195,8 +197,10 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
 
 
 def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
-    """Where turns branch: equal rows for rewritten histories; more rows than ours where a
-    conversation goes on after another's turn, because it keeps one sample open.
+    """Compare the rows of trajectories that branch.
+
+    Rewritten histories give equal rows. If a conversation continues after another's turn, SkyRL
+    gives more rows than ours, because it keeps one sample open.
     """
     stripped = [rewritten(8, shape, seed=seed) for seed in range(2)]
     woven = [with_sub_agent(8, shape, seed=seed) for seed in range(2)]
@@ -210,15 +214,16 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
 
 
 def share_one_core() -> None:
-    """Keep this process, and the peer that it will start, on one core where the system can: they
-    take turns, and two cores of one machine are seldom equally fast.
+    """Keep this process, and the peer that it will start, on one core if the system allows it.
+
+    They alternate, and two cores of one machine are seldom equally fast.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
-    """Exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
+    """Return the exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
     counts = [row[tokens] for row in chosen]
     medians = [row["us"][way]["median"] for row in chosen]
@@ -226,7 +231,7 @@ def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The goals that even the upper quartile of the pairs misses."""
+    """Return the goals that even the upper quartile of the pairs misses."""
     return [
         f"{name} at {row['turns']} turns: {row['ratio'][name]['q3']} < {goal}"
         for row in rows
@@ -237,7 +242,7 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Run, print one JSON line, say what missed its goal."""
+    """Run, print one JSON line, and report the missed goals."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)

@@ -1,11 +1,13 @@
-"""What branches cost: histories rewritten at every turn, and branches with KL in the reward.
+"""Measure what branches cost: histories rewritten at every turn, and branches with KL in the
+reward.
 
     python -m benchmarks.merge_branches
 
-*Stripped*: each prompt is the last one and so many new tokens, half of what the last turn sampled
-(its thought) left out, so that each turn opens a sample; merged by comparison. *Branches*: so many
-turns off one prompt, in two trajectories with routing records, merged and made into a step with and
-without a KL charge. CPU seconds of one thread, the quietest of three passes. Prints one JSON line.
+*Stripped*: each prompt is the last one plus a number of new tokens, without half of what the last
+turn sampled (its reasoning), so that each turn opens a sample; merged by comparison. *Branches*: a
+number of turns that branch off one prompt, in two trajectories with routing records, merged and
+made into a step with and without a KL charge. Times are CPU seconds of one thread, the quietest of
+three passes. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NEW_TOKENS = (1, 20)
 
 
 def quietest_s(function: Callable[[], object]) -> float:
-    """CPU seconds of the quietest pass."""
+    """Return the CPU seconds of the quietest pass."""
     times: list[float] = []
     for _ in range(PASSES):
         started = time.process_time()
@@ -45,7 +47,7 @@ def quietest_s(function: Callable[[], object]) -> float:
 
 
 def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
-    """Merge one trajectory whose history grows by so many tokens a turn."""
+    """Merge one trajectory whose history grows by this number of tokens each turn."""
     thought = max(1, new_tokens // 3)
     shape = Shape(prompt=50, sampled=2 * thought, observed=new_tokens - thought)
     turns = as_turns(rewritten(num_turns, shape, seed=0), number=0)
@@ -64,7 +66,7 @@ def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
 
 
 def merged(turns: list[Turn], *, number: int) -> Trajectory:
-    """Find what each turn extends."""
+    """Find which sample each turn extends."""
     return as_trajectory(build_samples(turns, trajectory_id=f"g-{number}.a0"), number=number)
 
 
@@ -111,7 +113,7 @@ def _recorded(play: Play, number: int) -> list[Turn]:
         replace(turn, expert_indices=np.zeros((turn.num_sampled, 1, 2), np.uint8))
         for turn in as_turns(play, number=0)
     ]
-    # Returns that differ, or the group would have no signal.
+    # The returns differ, because otherwise the group would have no signal.
     turns[-1] = replace(turns[-1], reward=float(number), token_rewards=None)
     return turns
 

@@ -1,7 +1,8 @@
-"""Trajectories for the merge benchmark, and the file in which the peer gets the same ones.
+"""Trajectories for the merge benchmark, and the file in which the peer receives the same ones.
 
-A trajectory is its merged ids and, for each turn, where its prompt ends and how many tokens it
-sampled. From that each side makes its own inputs: Rayloom arrays of int32, the peer lists of ints.
+A trajectory consists of its merged ids and, for each turn, the end of its prompt and the number of
+tokens that it sampled. Each side makes its own inputs from that: Rayloom arrays of int32, the peer
+lists of ints.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One trajectory. prompts: [K] the ids that each turn's engine call was given; sampled,
-    logprobs, rewards: [K] of [A]."""
+    """One trajectory. prompts: [K] the ids that each turn's engine call received; sampled,
+    logprobs, rewards: [K] of [A].
+    """
 
     prompts: list[NDArray[np.int32]]
     sampled: list[NDArray[np.int32]]
@@ -38,8 +40,10 @@ class Play:
 
 
 def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Every turn extends the last. Each prompt has memory of its own, as it has when it arrives
-    from elsewhere; the reward stands on the last token.
+    """Make a play in which every turn extends the last.
+
+    Each prompt has its own memory, like a prompt that arrives from elsewhere; the reward is on the
+    last token.
     """
     rng = np.random.default_rng(seed)
     history = _ids(rng, shape.prompt)
@@ -53,7 +57,9 @@ def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """The first half of each reply is a thought, which later prompts do not have."""
+    """Make a play in which the first half of each reply is reasoning that later prompts do not
+    contain.
+    """
     rng = np.random.default_rng(seed)
     history = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
@@ -66,7 +72,7 @@ def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Every turn branches off one prompt with a token of its own."""
+    """Make a play in which every turn branches off one prompt with its own token."""
     rng = np.random.default_rng(seed)
     head = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
@@ -76,7 +82,9 @@ def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Two conversations take turns: the main line goes on after each turn of the sub-agent."""
+    """Make a play of two alternating conversations: the main line continues after each turn of the
+    sub-agent.
+    """
     main = linear(num_turns // 2, shape, seed=seed)
     aside = linear(num_turns // 2, shape, seed=seed + 1)
     names = ("prompts", "sampled", "logprobs", "rewards")
@@ -92,7 +100,7 @@ def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def as_turns(play: Play, *, number: int) -> list[Turn]:
-    """A play as it is recorded: whole prompts, and the reply to each."""
+    """Return a play as it is recorded: whole prompts, and the reply to each."""
     return [
         Turn(
             prompt_token_ids=prompt,
@@ -110,7 +118,7 @@ def as_turns(play: Play, *, number: int) -> list[Turn]:
 
 
 def as_trajectory(samples: tuple[Sample, ...], *, number: int) -> Trajectory:
-    """What an episode hands over, with these samples."""
+    """Return the trajectory that an episode hands over, with these samples."""
     return Trajectory(
         rollout_id=f"g-{number}",
         group_id="g",
@@ -124,7 +132,7 @@ def as_trajectory(samples: tuple[Sample, ...], *, number: int) -> Trajectory:
 
 
 def write_for_peer(plays: list[Play], path: Path) -> None:
-    """Write plays as flat arrays: the peer needs numpy to read them, and nothing of ours."""
+    """Write plays as flat arrays, which the peer can read with only numpy."""
     turns = [
         (number, len(prompt), len(sampled))
         for number, play in enumerate(plays)

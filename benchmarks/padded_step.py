@@ -1,10 +1,10 @@
 """The plain way to train on turns: one padded row for each, full logits of every token.
 
-Each turn is a row of its whole history and what it sampled; rows are padded on the right to one
-length and go through the model as transformers has it, a few at a time. What can be had for little
-is had: no attention mask, because nothing real stands behind the padding, so that the causal kernel
-is used; the log-probability is the logit less the normaliser; no entropies; the fused optimiser.
-Letters: [B] rows, [L] padded length, [V] vocabulary.
+Each turn is a row of its whole history and its sampled tokens. Rows are padded on the right to one
+length and go through transformers' own model, a few at a time. Simple optimisations are used: no
+attention mask, because no real token comes after the padding, so that the causal kernel is used;
+the log-probability is the logit minus the normaliser; no entropies; the fused optimiser. Letters:
+[B] rows, [L] padded length, [V] vocabulary.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TurnRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
-    """token_ids, targets: [B, L] int64, each target the token behind. behaviour_logprobs,
-    advantages, weights: [B, L] float32, 0 where the target is not trained.
+    """Padded rows. token_ids, targets: [B, L] int64, each target the next token.
+    behaviour_logprobs, advantages, weights: [B, L] float32, 0 where the target is not trained.
     """
 
     token_ids: Tensor
@@ -46,7 +46,7 @@ class PaddedRows:
 
 
 def turn_rows(trajectories: Sequence[Trajectory]) -> list[TurnRow]:
-    """One row a turn, in the order of trajectories."""
+    """Make one row for each turn, in the order of trajectories."""
     return [
         TurnRow(
             token_ids=sample.token_ids[: turn.end],
@@ -60,7 +60,7 @@ def turn_rows(trajectories: Sequence[Trajectory]) -> list[TurnRow]:
 
 
 def pad_rows(rows: Sequence[TurnRow], *, length: int, weight: float) -> PaddedRows:
-    """Pad rows on the right. weight: of each trained token."""
+    """Pad rows on the right. weight: the weight of each trained token."""
     token_ids = np.zeros((len(rows), length), np.int64)
     targets = np.zeros_like(token_ids)
     behaviour, advantages, weights = (np.zeros(token_ids.shape, np.float32) for _ in range(3))
@@ -82,7 +82,7 @@ def pad_rows(rows: Sequence[TurnRow], *, length: int, weight: float) -> PaddedRo
 
 
 def padded_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[PaddedRows]:
-    """All rows at the longest one's length, as one padded batch cut into micro-batches."""
+    """Pad all rows to the length of the longest, as one padded batch divided into micro-batches."""
     length = max(len(row.token_ids) for row in rows)
     weight = 1 / sum(len(row.logprobs) for row in rows)
     for start in range(0, len(rows), rows_at_once):
@@ -90,7 +90,7 @@ def padded_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[Pa
 
 
 def sorted_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[PaddedRows]:
-    """Rows by length, each micro-batch padded to its own longest only."""
+    """Sort rows by length and pad each micro-batch only to its own longest row."""
     ordered = sorted(rows, key=lambda row: len(row.token_ids))
     weight = 1 / sum(len(row.logprobs) for row in rows)
     for start in range(0, len(ordered), rows_at_once):
@@ -99,7 +99,9 @@ def sorted_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[Pa
 
 
 def clip_loss(logits: Tensor, rows: PaddedRows) -> Tensor:
-    """PPO's clip against the sampler, summed with the tokens' weights. Args: logits: [B, L, V]."""
+    """Return PPO's clip against the sampler, summed with the tokens' weights. Args: logits: [B, L,
+    V].
+    """
     logits = logits.float()
     chosen = logits.gather(-1, rows.targets[..., None])[..., 0]
     ratio = torch.exp(chosen - torch.logsumexp(logits, -1) - rows.behaviour_logprobs)

@@ -1,7 +1,7 @@
-"""Several ways of doing the same work, timed in turn: the ratio of each round and its spread.
+"""Several ways of doing the same work, timed alternately: the ratio of each round and its spread.
 
-The sides of a round run within seconds of each other and in changing order, so that what else the
-machine does meets all of them. The caller runs each side once before, which warms up.
+The sides of a round run within seconds of each other and in changing order, so other work on the
+machine affects all of them. The caller runs each side once before, as a warm-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of the ratios of the rounds: quartiles."""
+    """The quartiles of the ratios of the rounds."""
 
     median: float
     lower: float
@@ -42,24 +42,26 @@ class Spread:
 
     @classmethod
     def of(cls, ratios: Sequence[float]) -> Spread:
-        """Needs at least two ratios."""
+        """Return the spread of at least two ratios."""
         lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
         return cls(median=round(median, 3), lower=round(lower, 3), upper=round(upper, 3))
 
 
 def rounds(text: str) -> int:
-    """A number of rounds, as an option of a command line. Raises: argparse.ArgumentTypeError."""
+    """Parse a number of rounds from the command line. Raises: argparse.ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 2 or more: quartiles are told")
+        raise argparse.ArgumentTypeError(
+            f"got {text}, expected 2 or more: the output has quartiles"
+        )
     return int(text)
 
 
 def interleave(
     sides: Mapping[str, Callable[[], _Result]], *, num_rounds: int
 ) -> dict[str, list[_Result]]:
-    """Run every side once a round, every second round in reverse order.
+    """Run every side once in each round, every second round in reverse order.
 
-    Returns: what each side gave, round by round.
+    Returns: the results of each side, round by round.
     """
     results: dict[str, list[_Result]] = {name: [] for name in sides}
     for number in range(num_rounds):
@@ -70,10 +72,11 @@ def interleave(
 
 
 def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
-    """The spread of slow over fast, round by round: by the clock, and in processor time.
+    """Return the spread of slow over fast, round by round: by the clock, and in processor time.
 
-    Goals are held to processor time, as long as waiting threads sleep: other work on the machine
-    is not in it, while by the clock the side that met more of it looks slower.
+    Processor time is compared with the goals, provided that waiting threads sleep, because it
+    excludes other work on the machine. By the clock, the side that met more of that work looks
+    slower.
     """
     pairs = list(zip(slow, fast, strict=True))
     return {
@@ -83,7 +86,7 @@ def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spr
 
 
 def time_once(work: Callable[[], object]) -> Seconds:
-    """Seconds of one call in this process, with a clean heap before it."""
+    """Return the seconds of one call in this process, with a clean heap before it."""
     gc.collect()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     work()

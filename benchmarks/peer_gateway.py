@@ -1,33 +1,34 @@
-"""Sessions beside the rollout gateway of agentcore-rl-toolkit 0.2.0: turns a second, and samples.
+"""Compare sessions with the gateway of agentcore-rl-toolkit 0.2.0: turns a second, and samples.
 
     $ python -m benchmarks.peer_gateway --peer-python build/peers/agentcore/bin/python
 
-Both gateways own the chat template and the token ids, speak OpenAI's chat completions over HTTP on
-this machine, and have the same tokenizer and the same scripted answers, at once, behind their own
-port for sampling, so that neither pays for an engine or for the way to it. All of a side's
-processes share one core, the clients have the other; the sides take their rounds in turn. Beside
-other work on the machine a side of two processes gets more of its core than a side of one: then
-only processor time can be compared.
+Both gateways own the chat template and the token ids, and speak OpenAI's chat completions over HTTP
+on this machine. They have the same tokenizer and the same scripted answers, which their own
+sampling ports return immediately, so that neither pays for an engine or for the connection to it.
+All of a side's processes share one core, and the clients have the other; the sides alternate their
+rounds. If other work runs on the machine, a side of two processes gets more of its core than a side
+of one: then only processor time can be compared.
 
-What only ours does in the time measured: a turn is committed to a database before it is answered
-(SQLite on a file, one commit for all sessions each 5 ms), so that it outlives the process (the
-intent to sample it is stored as well where sampling takes longer than here); keys and bodies are
-checked; the routes are a process of their own, as a replica of the API is, and send each request on
-to the gateway's by Ray. (Serve's proxy or HAProxy before the routes is left out: in a run it is
-there.) Theirs is one process, whose memory holds the sessions and which they end with, by design,
-for it is the trainer's own; it checks no key. Both make the text of a reply of its ids.
+Only ours does the following in the measured time. A turn is committed to a database before it is
+answered (SQLite on a file, one commit for all sessions each 5 ms), so that it outlives the process.
+(The intent to sample it is stored as well if sampling takes longer than here.) Keys and bodies are
+checked. The routes are in a separate process, as in a replica of the API, and send each request to
+the gateway's process through Ray. (Serve's proxy or HAProxy in front of the routes is left out; a
+run has one of them.) The other gateway is one process that keeps the sessions in its memory and
+ends with them, by design, because it is the trainer's own process; it checks no key. Both make the
+text of a reply from its ids.
 
-Theirs is measured both ways: `tree` (its default) renders and tokenizes the conversation anew with
-each turn; `linear` puts the ids that were sampled in the place of what it would tokenize, as long
-as a session's requests go on from one another, and `reset`s where they do not. Ours always keeps
-the ids. The agent whose samples are counted: a main line of eight turns, of which one is asked for
-twice, as clients do whose answer was lost (the retry is marked as the OpenAI client marks it, with
-an idempotency key: to theirs both are unknown, and it samples the turn again); a sub-agent of three
-turns under instructions of its own between them; a compaction, and three turns after it. Once with
-answers as the tokenizer would write them (*canonical*: nothing drifts), once with the first word of
-each in single letters (*split*: all drift, the worst case; a real model's answers lie between).
-`trained_once` counts sampled tokens by names that their log-probabilities carry through either
-gateway. Prints one line of JSON.
+The other gateway is measured in both of its modes. `tree` (its default) renders and tokenizes the
+conversation again with each turn. `linear` uses the sampled ids instead of tokenizing them, as long
+as a session's requests continue each other, and `reset`s if they do not. Ours always keeps the ids.
+The agent whose samples are counted has a main line of eight turns, of which one is requested twice,
+as clients do whose answer was lost. (The retry is marked as the OpenAI client marks it, with an
+idempotency key; the other gateway ignores both and samples the turn again.) It also has a sub-agent
+of three turns with its own instructions between them, a compaction, and three turns after it. It
+plays once with answers as the tokenizer would encode them (*canonical*: no answer changes), and
+once with the first word of each answer in single letters (*split*: all change, the worst case; a
+real model's answers are between these cases). `trained_once` counts sampled tokens by names that
+their log-probabilities carry through either gateway. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A gateway that runs."""
+    """A running gateway."""
 
     process: LineProcess
     port: int
@@ -84,7 +85,7 @@ class Side:
         messages: Messages,
         **headers: str,
     ) -> str:
-        """One turn. Returns: the answer's text."""
+        """Request one turn. Returns: the answer's text."""
         name = self.name(member)
         path = f"/sessions/{name}/v1/chat/completions" if self.is_ours else "/v1/chat/completions"
         key = key_of(member) if self.is_ours else name
@@ -108,7 +109,7 @@ class Side:
 
 @dataclass
 class Measured:
-    """Of one side, over its rounds."""
+    """The measurements of one side, over its rounds."""
 
     turns_per_s: list[float] = field(default_factory=list)
     cpu_s: Counter[str] = field(default_factory=Counter)
@@ -126,9 +127,9 @@ async def converse(side: Side, member: int, said: str, *, num_turns: int) -> Non
 
 
 def play(side: Side, measured: Measured, number: int, *, history: int, num_turns: int) -> None:
-    """A round: every client has a new conversation in its own session.
+    """Play a round: every client has a new conversation in its own session.
 
-    history: tokens that each begins with.
+    history: tokens with which each begins.
     """
 
     async def all_of_them() -> None:
@@ -151,7 +152,7 @@ def play(side: Side, measured: Measured, number: int, *, history: int, num_turns
 
 
 async def play_branching(side: Side, member: int) -> None:
-    """The agent that the module's docstring tells of."""
+    """Play the agent that the module's docstring describes."""
     main = [
         {"role": "system", "content": "You have the search tool."},
         {"role": "user", "content": "What is the weather in my city?"},
@@ -169,7 +170,7 @@ async def play_branching(side: Side, member: int) -> None:
     async with HttpConnection(side.port) as connection:
         for number in range(NUM_TURNS):
             if number == 5:
-                # The answer to it was lost on its way.
+                # Its answer was lost on its way.
                 await side.ask(connection, member, main, idempotency_key="fifth")
                 again = {"idempotency_key": "fifth", "x_stainless_retry_count": "1"}
                 await go_on(main, **again)
@@ -183,7 +184,7 @@ async def play_branching(side: Side, member: int) -> None:
 
 
 def samples(side: Side, member: int) -> dict[str, Any]:
-    """Of one rollout of the branching agent."""
+    """Return the samples of one rollout of the branching agent."""
     asyncio.run(play_branching(side, member))
     rows = side.rows(member)
     times = Counter(rows["trained"])
@@ -205,7 +206,7 @@ def write_answers(model: Path, path: Path) -> None:
     (end,) = tokenizer.encode("<|end|>")
     answers: dict[Kind, list[list[int]]] = {"canonical": [], "split": []}
     for number in range(997):
-        # The first three tell the answers apart.
+        # The first three tokens distinguish the answers.
         places = [number % 15, number // 15 % 15, number // 225 % 15]
         words = [WORDS[place] for place in places]
         words += [WORDS[(number + place) % 15] for place in range(NUM_TOKENS - 4)]
@@ -257,7 +258,7 @@ def main() -> None:
         kinds: tuple[Kind, ...] = ("split", "canonical")
         for kind in kinds:
             with ExitStack() as stack:
-                # Those that are started inherit it.
+                # The started processes inherit it.
                 os.sched_setaffinity(0, GATEWAY_CORE)
                 sides = {}
                 for side in SIDES:

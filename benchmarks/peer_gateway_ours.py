@@ -1,4 +1,4 @@
-"""Rayloom's side of `benchmarks.peer_gateway`: routes behind uvicorn, and the gateway's actor.
+"""Rayloom's side of `benchmarks.peer_gateway`: routes in uvicorn, and the gateway's actor.
 
 Answers the same commands as `peers/agentcore_gateway.py`, in the same form.
 """
@@ -31,13 +31,14 @@ from service.intake.session import session_id
 from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 
-# A log-probability names its token: the n-th answer's i-th. Exact in float32.
+# A log-probability names its token: answer n, token i. Exact in float32.
 TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 
 
 class Script:
-    """Answers at once, in turn, whatever is asked. Parses the text itself, as an engine's replica
-    does: the other gateway does that too.
+    """A script that gives its answers in turn and at once, for any request.
+
+    It parses the text itself, as an engine's replica does; the other gateway does that too.
     """
 
     def __init__(self, model: str, path: str, kind: str) -> None:
@@ -62,12 +63,12 @@ class Script:
 
 
 def key_of(member: int) -> str:
-    """The agent's key of a session."""
+    """Return the agent's key of a session."""
     return session_key("", session_id(NAME, member), AGENT)
 
 
 def rows(store: SessionStore, session: str) -> dict[str, Any]:
-    """As its rollout's trajectory would be made of the stored turns."""
+    """Return the rows that its rollout's trajectory would have, made from the stored turns."""
     loaded = store.load(session)
     assert loaded is not None
     tree = SessionTree(session)
@@ -87,7 +88,7 @@ def rows(store: SessionStore, session: str) -> dict[str, Any]:
 
 
 def cpu_s(here: World) -> dict[str, float]:
-    """Seconds by part. "ray": the processes that Ray itself runs."""
+    """Return the seconds by part. "ray": the processes that Ray itself runs."""
     found = {"routes": time.process_time(), "gateway": here.gateway_cpu_s()}
     times = [
         each.cpu_times()

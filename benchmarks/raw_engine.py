@@ -1,8 +1,8 @@
-"""vLLM alone, in the process of a benchmark: `AsyncLLM.generate` with the service's own settings.
+"""Bare vLLM in the process of a benchmark: `AsyncLLM.generate` with the service's own settings.
 
-The other side of benchmarks of the whole road to an engine. It is asked for prompts that were
-played before, turn by turn, and samples as many tokens as each turn had. `pin` gives the engine's
-process one core and all else the other, on both sides.
+This is the other side of benchmarks of the whole path to an engine. It receives prompts that were
+played before, turn by turn, and samples the same number of tokens for each turn. `pin` gives the
+engine's process one core and everything else the other, on both sides.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _Job = TypeVar("_Job")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A turn, as vLLM is asked for it."""
+    """A turn, as a request to vLLM."""
 
     prompt: list[int]
     num_tokens: int
 
 
 class RawEngine:
-    """Not started in a process that another vLLM engine runs in."""
+    """A bare engine. Do not start it in a process that runs another vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
         os.environ.update(settings.environment)
@@ -63,11 +63,11 @@ class RawEngine:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """Return the pid of the engine's process."""
         return int(self._engine.pid)
 
     def cpu_s(self) -> float:
-        """Of the engine's process."""
+        """Return the processor seconds of the engine's process."""
         return cpu_s(self._engine)
 
     def play(self, conversations: list[list[Asked]], *, at_once: int | None = None) -> float:
@@ -106,7 +106,7 @@ class RawEngine:
 async def some_at_once(
     jobs: Iterable[_Job], work: Callable[[_Job], Awaitable[None]], *, limit: int
 ) -> None:
-    """Do jobs in their order, the next as soon as fewer than `limit` are under way."""
+    """Run jobs in their order; start the next as soon as fewer than `limit` are running."""
     left = iter(jobs)
 
     async def go_on() -> None:
@@ -117,7 +117,7 @@ async def some_at_once(
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Seconds of processor time so far; 0 of one that has ended."""
+    """Return the seconds of processor time so far; 0 for a process that has ended."""
     with suppress(psutil.Error):
         times = process.cpu_times()
         return float(times.user + times.system)
@@ -125,11 +125,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """All threads of a process, at one priority; those that it starts later inherit both."""
+    """Pin all threads of a process to one core, at one priority; threads that it starts later
+    inherit both.
+    """
     for thread in Path(f"/proc/{pid}/task").glob("*"):
-        # A thread may have ended since.
+        # A thread may have ended in the meantime.
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
-            # Ray lowers that of its workers: beside other work they would fall behind.
+            # Ray lowers the priority of its workers: beside other work they would fall behind.
             with suppress(PermissionError):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)

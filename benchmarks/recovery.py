@@ -1,12 +1,12 @@
-"""Time to recover: from kill -9 of each part of a real run to the next finished step.
+"""Measure the time to recover: from kill -9 of each part of a real run to the next finished step.
 
     $ make bench-recovery
 
-One run of `rayloom train` is killed part by part, in rounds; the next step counts that
-finishes after the run has said that the part was replaced (a step may finish before, of what was
-played already). Afterwards each part is started by itself, on an idle local Ray: its bare start. A
-lost rank's allowance also has the steps that are trained again, and one step. Prints medians, what
-is beyond the allowance, the goal for it, and a JSON line.
+One run of `rayloom train` is killed part by part, in rounds. The next step counts that finishes
+after the run has reported the replacement of the part. (A step may finish earlier, from rollouts
+that were already played.) Afterwards each part is started separately on an idle local Ray: its bare
+start. The allowance of a lost rank also includes the steps that are trained again, and one step.
+Prints medians, the time beyond the allowance, the goal for it, and a JSON line.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What is killed, and how long its recovery may take beyond its bare start."""
+    """A part to kill, and the time that its recovery may take beyond its bare start."""
 
     process: str
-    """A pattern of its title; empty: the command itself."""
+    """A pattern of its process title; empty: the command itself."""
     notice: str
-    """What the run's log says once the part is replaced."""
+    """The text in the run's log that reports the replacement of the part."""
     goal_s: float
-    """Beyond the allowance; of the whole where there is none."""
+    """Goal beyond the allowance, or for the whole time if there is no allowance."""
     start: str = ""
-    """The part whose bare start is allowed; empty: none."""
+    """The part whose bare start is the allowance; empty: none."""
 
 
 PARTS = {
-    "supervisor": Part(process="ray::Supervisor", notice="goes on from step", goal_s=15),
+    "supervisor": Part(process="ray::Supervisor", notice="from step", goal_s=15),
     "environment actor": Part(
         process="ray::EnvironmentActor",
         notice="are played again by",
@@ -85,11 +85,9 @@ PARTS = {
     RANK: Part(
         process="ray::TrainerRankActor", notice="a new group is at version", goal_s=4, start=RANK
     ),
-    "queue": Part(
-        process="ray::TrajectoryQueue", notice="its successor goes on", goal_s=5, start="queue"
-    ),
+    "queue": Part(process="ray::TrajectoryQueue", notice="its successor", goal_s=5, start="queue"),
     "engine": Part(process=ENGINE, notice="is back", goal_s=5, start="engine"),
-    "command": Part(process="", notice="goes on from step", goal_s=15, start="engine"),
+    "command": Part(process="", notice="from step", goal_s=15, start="engine"),
 }
 
 
@@ -99,7 +97,8 @@ class Recovery:
 
     recovery_s: float
     allowed_s: float
-    """The bare start, of a rank also what it trains again and a step; 0: the goal is of the whole.
+    """The bare start; for a rank also the steps that it trains again and one step. 0: the goal is
+    for the whole time.
     """
     beyond_s: float
     goal_s: float
@@ -111,16 +110,17 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recoveries:
-    """Of one run, seconds."""
+    """The recoveries of one run, in seconds."""
 
     by_part: dict[str, list[float]]
     again_s: list[float]
-    """Of every lost rank: the steps that were trained again, by what a step's training takes here,
-    and one step."""
+    """For every lost rank: the time of the steps that were trained again, at the speed of training
+    here, and of one step.
+    """
 
 
 def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:
-    """Kill each part in turn, and at last the command itself, which is resumed."""
+    """Kill each part in turn, and finally the command itself, which is resumed."""
     found: dict[str, list[float]] = {name: [] for name in PARTS}
     num_again: list[int] = []
     with running(config, run_dir) as run:
@@ -150,7 +150,7 @@ def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:
 
 
 def _recovery(run: Run, part: Part) -> tuple[float, str]:
-    """Returns: its seconds, and what the run has said meanwhile."""
+    """Wait for a recovery. Returns: its seconds, and the run's output in the meantime."""
     began, length = time.monotonic(), run.place.log_file.stat().st_size
     run.kill_part(part.process)
     _wait_for_more(run, part.notice, length)
@@ -183,7 +183,7 @@ class EngineStart:
 
 
 def bare_starts(config: Config, run_dir: RunDir, *, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every start by itself, by part; each is ended before the next."""
+    """Return the seconds of every bare start, by part; each is ended before the next."""
     model = str(run_dir.tiny_model)
     starts: dict[str, Callable[[], Any]] = {
         "environment actor": lambda: _start_environment_actor(config, model),
@@ -270,7 +270,7 @@ def _start_engine(config: Config, model: str) -> Callable[[], None]:
 
 
 def compare(recovered: Recoveries, started: dict[str, list[float]]) -> dict[str, Recovery]:
-    """The medians, by part."""
+    """Return the medians, by part."""
     found = {}
     for name, part in PARTS.items():
         recovery_s = statistics.median(recovered.by_part[name])
@@ -291,7 +291,7 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Returns: 1 where a goal is missed."""
+    """Measure and print. Returns: 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="kills, and starts, of each part")
     options = parser.parse_args()

@@ -1,17 +1,17 @@
-"""Turns a second of an environment actor, beside `AsyncLLM.generate` in process.
+"""Compare the turns a second of an environment actor with `AsyncLLM.generate` in process.
 
     $ python -m benchmarks.rollouts
 
-A real environment actor plays the demo (deploy/configs/guessing-cpu.yaml, with the model that it
-starts from): rollouts of the real queue, turns of the real Serve deployment, trajectories back to
-the queue, all as a supervisor starts them. This process admits the groups and takes the steps. In
-step, as the demo does, one step is admitted at a time and taken before the next; ahead, several are
-admitted at once, as with a lag, and the actor's slots stay full. The other side is vLLM alone in
-this process: it is asked for the same prompts, turn by turn, for as many tokens as each turn had,
-with as many conversations at once as the actor has slots. On both sides the engine's process has
-one core and all else the other. The sides take their rounds in turn. Not in it: trainer, merge,
-store and new versions of the weights.
-Prints one line of JSON; the ratio is of turns a second, the actor's over vLLM's alone.
+A real environment actor plays the demo (deploy/configs/guessing-cpu.yaml, with its initial model):
+rollouts from the real queue, turns from the real Serve deployment, trajectories back to the queue,
+all started as a supervisor starts them. This process admits the groups and takes the steps. In
+step, like the demo, admits one step at a time and takes it before the next. Ahead admits several at
+once, as with a lag, so that the actor's slots stay full. The other side is bare vLLM in this
+process. It receives the same prompts, turn by turn, samples the same number of tokens for each
+turn, and has as many conversations at once as the actor has slots. On both sides the engine's
+process has one core and everything else the other. The sides alternate their rounds. Trainer,
+merge, store and new versions of the weights are not included. Prints one line of JSON; the ratio is
+of turns a second, the actor's over bare vLLM's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds: by the clock, and of processor time by process."""
+    """Seconds by the clock, and of processor time by process."""
 
     wall_s: float
     cpu_s: Mapping[int, float]
@@ -85,17 +85,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What was played of a step, and from its admission to its last group."""
+    """The turns of a step, and the time from its admission to its last group."""
 
     cost: Cost
     conversations: list[list[Asked]]
 
 
 class Rollouts:
-    """The environment actor's side, in a Ray that is up."""
+    """The environment actor's side, in a running Ray."""
 
     def __init__(self, config: Config, settings: EngineSettings, *, max_steps: int) -> None:
-        """max_steps: that are played at once."""
+        """Start the parts. max_steps: number of steps that are played at once."""
         board = start_board()
         deploy_inference(settings, name=NAME, board=board, run_id=NAME)
         algorithm = replace(config.algorithm, max_lag=max_steps - 1)
@@ -136,7 +136,7 @@ class Rollouts:
         }
 
     def play(self, num_steps: int) -> Played:
-        """Admit so many steps at once, and take each when it is complete."""
+        """Admit this number of steps at once, and take each when it is complete."""
         slots, _ = ray.get(self._queue.admissible.remote(CALL_S), timeout=2 * CALL_S)
         groups = [
             GroupRequest(
@@ -189,7 +189,9 @@ def _read(taken: StepInput) -> list[Trajectory]:
 
 
 def conversation(trajectory: Trajectory) -> list[Asked]:
-    """The turns of a trajectory as the engine was asked for them, in the order of play."""
+    """Return the turns of a trajectory as they were requested from the engine, in the order of
+    play.
+    """
     asked = {
         turn.index: Asked(
             prompt=sample.token_ids[: turn.start].tolist(), num_tokens=turn.num_sampled
@@ -201,7 +203,9 @@ def conversation(trajectory: Trajectory) -> list[Asked]:
 
 
 def cpu_ms_a_turn(costs: Sequence[Cost], parts: Parts, *, num_turns: int) -> dict[str, float]:
-    """Processor time of a turn, milliseconds: of each part by its processes, and of all others."""
+    """Return the processor time of a turn in milliseconds: for each part by its processes, and for
+    all others.
+    """
     named = {pid: name for name, pids in parts.items() for pid in pids}
     found = dict.fromkeys([*parts, REST], 0.0)
     for cost in costs:
@@ -211,7 +215,7 @@ def cpu_ms_a_turn(costs: Sequence[Cost], parts: Parts, *, num_turns: int) -> dic
 
 
 def measured(work: Callable[[], _Result]) -> tuple[_Result, Cost]:
-    """Of all processes of this benchmark."""
+    """Return the processor time of all processes of this benchmark."""
     before, started = _cpu_by_process(), time.perf_counter()
     result = work()
     wall_s = time.perf_counter() - started

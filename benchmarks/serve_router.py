@@ -1,13 +1,14 @@
-"""Ray Serve's own HTTP proxy beside its HAProxy: requests a second, latency, processor time.
+"""Compare Ray Serve's own HTTP proxy with its HAProxy: requests a second, latency, processor time.
 
     $ python -m benchmarks.serve_router
 
-Two local Rays, which differ in RAY_SERVE_ENABLE_HA_PROXY alone: without it a request goes through
-Serve's proxy, a Python process, and its router; with it HAProxy sends it to the replica's own port.
-Each has one replica that answers with the request's body, and one of our HTTP API, whose
-`/healthz` answers without a run. The client keeps its connections and asks again as soon as it is
-answered. Both sides take every window in turn. Prints one line of JSON; ratios are Serve's proxy
-over HAProxy: above 1 means in seconds that HAProxy was better, and in requests that the proxy was.
+Two local Rays differ only in RAY_SERVE_ENABLE_HA_PROXY. Without it a request goes through Serve's
+proxy, a Python process, and its router; with it HAProxy sends it to the replica's own port. Each
+Ray has one replica that answers with the request's body, and one of Rayloom's HTTP API, whose
+`/healthz` answers without a run. The client keeps its connections and sends the next request as
+soon as it is answered. The sides alternate their windows. Prints one line of JSON; ratios are
+Serve's proxy over HAProxy: a ratio of seconds above 1 means that HAProxy was better, a ratio of
+requests above 1 that the proxy was.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ WINDOW_S, WARM_S, READY_S = 3.0, 1.0, 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one side did in WINDOW_S."""
+    """The measurements of one side in WINDOW_S."""
 
     requests_per_s: float
     median_ms: float
     p99_ms: float
     cpu_ms: float
-    """Of all of the side's processes, for each request."""
+    """Of all the side's processes, for each request."""
 
 
 class Connection:
-    """HTTP/1.1 with one connection; as little of a client as can be, for it shares the cores."""
+    """HTTP/1.1 with one connection; a minimal client, because it shares the cores."""
 
     def __init__(self, port: int, route: str) -> None:
         self._port = port
@@ -70,20 +71,22 @@ class Connection:
             await self._writer.wait_closed()
 
     async def ask(self) -> int:
-        """Returns: the status."""
+        """Send a request. Returns: the status."""
         self._writer.write(self._request)
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if ": " in line)
         if (length := fields.get("content-length")) is not None:
             await self._reader.readexactly(int(length))
         else:
-            # Chunked; no body here has the end mark in itself.
+            # Chunked; no body here contains the end mark.
             await self._reader.readuntil(b"0\r\n\r\n")
         return int(head.split(" ", 2)[1])
 
 
 async def load(port: int, route: str, *, num_clients: int, window_s: float) -> list[float]:
-    """Ask with so many connections for so long. Returns: seconds of each request."""
+    """Send requests on this number of connections for this time. Returns: seconds of each
+    request.
+    """
     seconds: list[float] = []
     ends_at = time.perf_counter() + window_s
 
@@ -113,7 +116,7 @@ def window(side: LineProcess, port: int, route: str, num_clients: int) -> Window
 
 
 def wait_until_answered(port: int) -> None:
-    """Both routes; a data path opens a moment after the deployment is ready."""
+    """Wait for both routes; a data path opens a moment after the deployment is ready."""
     deadline = time.monotonic() + READY_S
     for route in ROUTES.values():
         while True:
@@ -126,13 +129,13 @@ def wait_until_answered(port: int) -> None:
 
 
 def summary(found: Sequence[Window]) -> dict[str, float]:
-    """The median of each number over the rounds."""
+    """Return the median of each number over the rounds."""
     each = [asdict(one) for one in found]
     return {name: round(statistics.median(one[name] for one in each), 2) for name in each[0]}
 
 
 def compare(found: dict[str, list[Window]]) -> dict[str, object]:
-    """Medians of both sides, and the spread of the ratios of the rounds."""
+    """Return medians of both sides, and the spread of the ratios of the rounds."""
     pairs = list(zip(found["proxy"], found["haproxy"], strict=True))
     ratios = {
         name: asdict(Spread.of([getattr(one, name) / getattr(two, name) for one, two in pairs]))
@@ -142,7 +145,7 @@ def compare(found: dict[str, list[Window]]) -> dict[str, object]:
 
 
 def serve_side(port: int) -> None:
-    """The child: a Ray with both applications; answers `cpu` until its input ends."""
+    """Run the child: a Ray with both applications, which answers `cpu` until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import ray

@@ -1,11 +1,12 @@
-"""Processor time of a session's turn against the length of its history.
+"""Measure the processor time of a session's turn against the length of its history.
 
     $ python -m benchmarks.session_history
 
-For each length one session, whose first request brings a history of so many tokens, in messages of
-250; then it goes on turn by turn, each time with the whole conversation, as agents do. Answers of
-128 tokens are scripted behind the engine's port. Counted is the processor time of the process with
-the API's routes, and of the gateway's, for each turn behind the first. Prints one line of JSON.
+There is one session for each length. Its first request contains a history of this number of tokens,
+in messages of 250. The session then continues turn by turn, each time with the whole conversation,
+as agents do. Answers of 128 tokens are scripted in place of the engine. Measures the processor time
+of the process with the API's routes and of the gateway's, for each turn except the first. Prints
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ NUM_TOKENS = 128
 
 
 class Conversation:
-    """One session's, with what was answered."""
+    """The conversation of one session, with the answers."""
 
     def __init__(self, world: World, member: int, num_tokens: int) -> None:
         self._world, self._member = world, member
         self._messages = history(num_tokens)
 
     async def turn(self) -> dict[str, float]:
-        """Milliseconds."""
+        """Play a turn and return its milliseconds."""
         body = json.dumps({"model": "any", "messages": self._messages}).encode()
         before, began = self._world.gateway_cpu_s(), time.process_time()
         started = time.perf_counter()
@@ -56,7 +57,8 @@ class Conversation:
 async def measure(world: World, *, num_turns: int) -> dict[str, dict[str, float]]:
     sessions = {length: Conversation(world, place, length) for place, length in enumerate(LENGTHS)}
     for each in sessions.values():
-        # The first is rendered whole; after two the store's and the loop's ways are warm.
+        # The first turn renders the whole history; after two turns the paths of store and loop are
+        # warm.
         for _ in range(3):
             await each.turn()
     found: dict[int, list[dict[str, float]]] = {length: [] for length in sessions}

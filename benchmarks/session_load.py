@@ -1,12 +1,12 @@
-"""Latency of /healthz while 512 sessions with histories of 60,000 tokens are played: case 35.
+"""Measure the latency of /healthz while 512 sessions with histories of 60,000 tokens are played.
 
     $ python -m benchmarks.session_load
 
-One process has the API's routes behind uvicorn, as a replica of the API has them, and the gateway's
-actor on a local Ray; an answer of 128 tokens is scripted behind the engine's port and takes as long
-as an engine may take (--answer-s). Each client keeps its connection and sends the whole
-conversation with each turn; the clients begin one after another. /healthz is asked for twenty times
-a second beside them. No request may fail. Serve's own proxy is not in it. Prints one line of JSON.
+One process has the API's routes in uvicorn, as in a replica of the API, and the gateway's actor on
+a local Ray. An answer of 128 tokens is scripted in place of the engine and takes as long as an
+engine may take (--answer-s). Each client keeps its connection and sends the whole conversation with
+each turn; the clients begin one after another. At the same time /healthz is requested twenty times
+a second. No request may fail. Serve's own proxy is not included. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ PING_EVERY_S = 0.05
 
 
 class Client:
-    """One session's; its body is kept as bytes, for 512 histories are to be sent quickly."""
+    """The client of one session; it keeps its body as bytes, because 512 histories must be sent
+    quickly.
+    """
 
     def __init__(self, port: int, member: int, num_tokens: int) -> None:
         name = session_id(NAME, member)
@@ -70,7 +72,7 @@ async def measure(
     port: int, *, num_sessions: int, num_tokens: int, seconds: float
 ) -> dict[str, float]:
     clients = [Client(port, member, num_tokens) for member in range(num_sessions)]
-    # The first turn renders the history: all at once would be no load that agents make.
+    # The first turn renders the history; agents do not send all of them at once.
     ramp_s = num_sessions * 0.1
     started = time.perf_counter()
     ends_at = started + ramp_s + seconds
@@ -100,7 +102,7 @@ async def measure(
 
 
 def serve_side(port: int, num_sessions: int, answer_s: float) -> None:
-    """The child: routes and gateway, until its input ends."""
+    """Run the child: routes and gateway, until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with (

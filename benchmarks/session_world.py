@@ -1,7 +1,8 @@
-"""The gateway's actor and the API's routes on a local Ray, over answers scripted behind the engine.
+"""The gateway's actor and the API's routes on a local Ray, with scripted answers instead of an
+engine.
 
-The routes run in the calling process, as in a replica of the API; store, queue's side, tokenizer
-and Ray's calls are the real ones. Nothing is trained.
+The routes run in the calling process, as in a replica of the API; store, queue, tokenizer and Ray's
+calls are real. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ from service.store.submissions import SubmissionStore, packed
 
 NAME = "task"
 MAX_CONTEXT_TOKENS = 70_000
-# Each is a token of the tiny model's.
+# Each is one token of the tiny model.
 WORD = " is"
 SETTINGS = SessionSettings(max_open=4096)
 
 
 class ScriptedPolicy:
-    """Answers at once, or after as long as an engine may take: so many tokens of plain text."""
+    """A policy that answers at once, or after the time of an engine, with a fixed number of tokens
+    of plain text.
+    """
 
     def __init__(self, model: Path, num_tokens: int, delay_s: float) -> None:
         (token_id,) = AutoTokenizer.from_pretrained(model).encode(WORD)
@@ -71,7 +74,7 @@ class ScriptedPolicy:
 
 
 class ScriptedQueue:
-    """Hands all sessions' rollouts out at once, and takes nothing back."""
+    """A queue that hands out all sessions' rollouts at once, and takes nothing back."""
 
     def __init__(self, assignments: Sequence[RolloutAssignment]) -> None:
         self._left = list(assignments)
@@ -99,7 +102,7 @@ class World:
 
 @dataclass
 class Found:
-    """What the routes ask for the gateway."""
+    """A port that gives the routes the gateway's actor."""
 
     actor: Any
 
@@ -111,7 +114,7 @@ class Found:
 def scripted_world(
     directory: Path, *, num_sessions: int, num_tokens: int, delay_s: float
 ) -> Iterator[World]:
-    """num_tokens: of each answer. delay_s: of each answer."""
+    """Yield a world with scripted answers. num_tokens, delay_s: of each answer."""
     make_policy = partial(ScriptedPolicy, directory / "model", num_tokens, delay_s)
     with world(directory, num_sessions=num_sessions, make_policy=make_policy) as here:
         yield here
@@ -121,7 +124,7 @@ def scripted_world(
 def world(
     directory: Path, *, num_sessions: int, make_policy: Callable[[], PolicyClient]
 ) -> Iterator[World]:
-    """The model is in `directory / "model"` before make_policy is called, in the gateway."""
+    """Yield a world. The model is in `directory / "model"` before the gateway calls make_policy."""
     model = directory / "model"
     build_tiny_model(model, seed=0, warmup_steps=0)
     store = RunStore(f"sqlite:///{directory / 'run.db'}")
@@ -207,7 +210,7 @@ def _process(title: str) -> psutil.Process:
 
 
 def history(num_tokens: int, *, tokens_a_message: int = 250) -> list[dict[str, str]]:
-    """A conversation of so many tokens that the session has not sampled."""
+    """Return a conversation of this number of tokens that the session has not sampled."""
     text = WORD * tokens_a_message
     roles = ("user", "assistant")
     count = max(1, num_tokens // tokens_a_message)
@@ -215,7 +218,9 @@ def history(num_tokens: int, *, tokens_a_message: int = 250) -> list[dict[str, s
 
 
 async def post(app: FastAPI, member: int, body: bytes) -> tuple[int, bytes]:
-    """One request at the application's own interface: no HTTP server is measured."""
+    """Send one request through the application's own interface, so that no HTTP server is
+    measured.
+    """
     name = session_id(NAME, member)
     headers = [
         (b"host", b"localhost"),

@@ -1,12 +1,12 @@
-"""Sampled tokens a second through sessions over HTTP, beside `AsyncLLM.generate` in process.
+"""Compare sampled tokens a second through sessions over HTTP with `AsyncLLM.generate` in process.
 
     $ PYTHONPATH=tests python -m benchmarks.sessions
 
-A real `rayloom serve` with the tiny model, untrained, and 64 clients that keep their connections;
-each plays eight turns of at most 128 sampled tokens. The other side is vLLM alone in this process:
-it is asked for the same prompts, turn by turn, and for as many tokens as each turn had. On both
-sides the engine's process has one core and all else the other. The sides take their rounds in turn.
-Prints one line of JSON; the ratio is of tokens a second, sessions over vLLM alone.
+A real `rayloom serve` has the tiny model, untrained, and 64 clients that keep their connections;
+each plays eight turns of at most 128 sampled tokens. The other side is bare vLLM in this process.
+It receives the same prompts, turn by turn, and samples the same number of tokens for each turn. On
+both sides the engine's process has one core and everything else the other. The sides alternate
+their rounds. Prints one line of JSON; the ratio is of tokens a second, sessions over bare vLLM.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KEY = "a key of the benchmark, long enough"
 
 
 class Client:
-    """One session's."""
+    """The client of one session."""
 
     def __init__(self, session: dict[str, Any], port: int) -> None:
         self.name = str(session["id"])
@@ -51,7 +51,7 @@ class Client:
         self._port = port
 
     async def play(self, number: int, num_turns: int) -> None:
-        """A conversation of its own."""
+        """Play a new conversation."""
         said = f"Guess my number, the {number}. of {self.name}."
         messages = [{"role": "user", "content": said}]
         async with HttpConnection(self._port) as connection:
@@ -88,7 +88,7 @@ class Sessions:
             pin(process.pid, ENGINE_CORE if process.pid in engines else OTHER_CORE)
 
     def play(self, number: int, num_turns: int) -> float:
-        """Returns: seconds."""
+        """Play a round. Returns: seconds."""
 
         async def play() -> None:
             await asyncio.gather(*(client.play(number, num_turns) for client in self.clients))
@@ -98,7 +98,7 @@ class Sessions:
         return time.perf_counter() - started
 
     def asked(self, num_turns: int) -> list[list[Asked]]:
-        """What was sampled in the newest turns of each session."""
+        """Return the sampled turns of each session, of the newest round."""
         found = []
         with self._run.place.looked_into() as store:
             for client in self.clients:
@@ -120,7 +120,7 @@ class Sessions:
 
 def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
     while True:
-        # HAProxy opens its port a moment after Serve has said that it is there.
+        # HAProxy opens its port a moment after Serve has reported it.
         with suppress(httpx.TransportError):
             answer = client.post("/api/v1/sessions", json={"id": name, "num_sessions": GROUP_SIZE})
             if answer.status_code in (200, 201):
@@ -130,7 +130,7 @@ def _create(client: httpx.Client, name: str) -> list[dict[str, Any]]:
 
 
 def cpu_by_part(run: Run) -> dict[str, float]:
-    """Seconds of processor time so far, by the title of the process."""
+    """Return the seconds of processor time so far, by the title of the process."""
     found: defaultdict[str, float] = defaultdict(float)
     for process in run.alive():
         title = " ".join(process.cmdline())[:60].split(" -")[0]

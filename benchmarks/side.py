@@ -1,4 +1,4 @@
-"""One side of a comparison in a process of its own: asked for one step at a time.
+"""One side of a comparison in a separate process, which makes one step for each command.
 
 Both ends of the pipe: the child answers each command with a line of JSON.
 """
@@ -19,7 +19,7 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTaken:
-    """What a side says of one training step. entropy: mean of the trained tokens, nats; None where
+    """A side's report on one training step. entropy: mean of the trained tokens, nats; None if
     the side does not compute it.
     """
 
@@ -30,11 +30,11 @@ class StepTaken:
 
 
 def quiet_environment(*, num_threads: int) -> dict[str, str]:
-    """Variables for every side: its threads, and that freed memory is kept.
+    """Return variables for every side: its threads, and that freed memory is kept.
 
     Otherwise each step would pay the kernel for the same pages again. The thresholds are the
-    largest that glibc takes. A thread that waits for another sleeps: where other work wants the
-    cores, it would else hold one while the thread it waits for has none.
+    largest that glibc accepts. A thread that waits for another sleeps; otherwise, beside other
+    work, it would occupy a core that the other thread needs.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -47,7 +47,7 @@ def quiet_environment(*, num_threads: int) -> dict[str, str]:
 
 
 def restart_quietly(module: str, *, num_threads: int) -> None:
-    """Start `python -m module` anew with `quiet_environment`, where it is not there yet.
+    """Restart `python -m module` with `quiet_environment`, unless it is already set.
 
     For a benchmark that measures in its own process: the C library and the threads read their
     variables when a process starts.
@@ -59,18 +59,18 @@ def restart_quietly(module: str, *, num_threads: int) -> None:
 
 
 class Side(LineProcess):
-    """The parent's end."""
+    """The parent's end of the pipe."""
 
     def step(self, command: str = "step") -> StepTaken:
-        """Have one step taken."""
+        """Let the child make one step."""
         answer = json.loads(self.ask(command))
         return StepTaken(**{**answer, "seconds": Seconds(**answer["seconds"])})
 
 
 def serve(step: Callable[[str], StepTaken]) -> None:
-    """The child's end: answer commands until the input ends."""
+    """Answer commands in the child until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    # Whatever else is printed in this process goes where the errors go.
+    # Any other output of this process goes to standard error.
     os.dup2(2, 1)
     print(json.dumps(READY), file=answers, flush=True)
     for line in sys.stdin:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.side_ours MODEL SHAPE --dtype float32
 
-The step is `TrainerRank.train_step` of one rank (FSDP2, AdamW) with all that belongs to it: checks,
-statistics, clipping. The learning rate is so small that the weights stay, so that every step does
-the same work.
+The step is `TrainerRank.train_step` of one rank (FSDP2, AdamW) with all its checks, statistics and
+clipping. The learning rate is so small that the weights do not change, so every step does the same
+work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def start_rank(
             warmup_updates=0,
             threads=num_threads,
         ),
-        # Every step takes the same tokens, which grow older by a version each time.
+        # Every step takes the same tokens, which become older by a version each time.
         algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),
         model=model,
         checkpoint_dir=directory,
@@ -82,7 +82,7 @@ def start_rank(
 
 
 def train(rank: TrainerRank, shard: RankShard) -> StepStats:
-    """Take one step, whatever version the rank has come to."""
+    """Make one step at the rank's current version."""
     return rank.train_step(replace(shard, trainer_version=rank.version))
 
 

@@ -1,7 +1,7 @@
 """Padded step-wise rows as one side: `python -m benchmarks.side_padded MODEL SHAPE`.
 
-Commands: `padded float32`, `padded bfloat16`, `sorted float32`: how rows are laid out, and what
-the model computes in (bfloat16: torch's autocast over float32 weights).
+Commands: `padded float32`, `padded bfloat16`, `sorted float32`: the layout of the rows, and the
+data type of the computation (bfloat16: torch's autocast over float32 weights).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     rows = turn_rows(make_trajectories(UpdateShape.from_json(options.shape)))
-    # Padding is made once, outside of the clock.
+    # Padding is made once, outside of the measured time.
     batches = {
         name: list(lay_out(rows, rows_at_once=options.rows)) for name, lay_out in LAYOUTS.items()
     }

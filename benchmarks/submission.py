@@ -1,15 +1,14 @@
-"""Requests a second of durable submissions, beside an echo behind the same HAProxy.
+"""Compare requests a second of durable submissions with an echo behind the same HAProxy.
 
     $ PYTHONPATH=tests python -m benchmarks.submission
 
-A real `rayloom serve` with the tiny model, behind HAProxy, and 64 clients that keep their
-connections and ask again as soon as they are answered. One side submits 16 small tasks a request,
-which are durable when answered. The other side sends the same bodies to an echo: a FastAPI
-application on one replica of its own, which Serve keeps on the same Ray and reaches through the
-same HAProxy; it reads the whole body, parses nothing, and answers with as many bytes as the API
-does. Admission is paused, so that nothing is played meanwhile: what is submitted waits in the
-backlog, which grows. Both sides take every window in turn. Prints one line of JSON; the ratio is
-of requests a second, submission over echo.
+A real `rayloom serve` with the tiny model runs behind HAProxy, with 64 clients that keep their
+connections and send the next request as soon as they are answered. One side submits 16 small tasks
+a request, which are durable when answered. The other side sends the same bodies to an echo: a
+FastAPI application on one separate replica, on the same Ray and behind the same HAProxy. It reads
+the whole body, parses nothing, and answers with as many bytes as the API does. Admission is paused,
+so that nothing is played meanwhile and the backlog grows. The sides alternate their windows. Prints
+one line of JSON; the ratio is of requests a second, submission over echo.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SUBMIT, ECHO = "/api/v1/rollouts", "/echo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one side did in WINDOW_S."""
+    """The measurements of one side in WINDOW_S."""
 
     requests_per_s: float
     median_ms: float
@@ -64,14 +63,14 @@ class Window:
 
 
 def bodies() -> Iterator[bytes]:
-    """Each with tasks that no other has."""
+    """Return bodies, each with tasks that no other body has."""
     for number in count():
         tasks = [{"id": f"task-{number}-{each}", "seed": each} for each in range(TASKS_PER_REQUEST)]
         yield json.dumps({"environment": "guessing", "tasks": tasks}).encode()
 
 
 async def load(port: int, path: str, *, status: int, each: Iterator[bytes]) -> list[float]:
-    """All clients, for WINDOW_S. Returns: seconds of each request."""
+    """Run all clients for WINDOW_S. Returns: seconds of each request."""
     seconds: list[float] = []
     ends_at = time.perf_counter() + WINDOW_S
 
@@ -104,8 +103,9 @@ def window(run: Run, port: int, path: str, status: int, each: Iterator[bytes]) -
 
 
 def summary(found: list[Window]) -> dict[str, object]:
-    """Medians over the rounds; parts that take less than a hundredth of a millisecond are left
-    out."""
+    """Return medians over the rounds, without parts that take less than a hundredth of a
+    millisecond.
+    """
     titles = {title for one in found for title in one.cpu_ms}
     parts = {
         title: round(statistics.median(one.cpu_ms.get(title, 0.0) for one in found), 2)
@@ -120,9 +120,10 @@ def summary(found: list[Window]) -> dict[str, object]:
 
 
 def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
-    """HAProxy opens a port, and takes a new application, a moment after Serve has said so.
+    """Wait until the application answers.
 
-    Returns: the first answer that is none of its own.
+    HAProxy opens a port, and accepts a new application, a moment after Serve has reported it.
+    Returns: the first answer that is not HAProxy's own.
     """
     deadline = time.monotonic() + START_S
     while True:
@@ -138,8 +139,9 @@ def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
 
 
 def deploy_echo(address: str) -> None:
-    """The child: deploy it as the API is (`service.serve.ingress`), with the answer that its input
-    is."""
+    """Run the child: deploy the echo like the API (`service.serve.ingress`), with its input as the
+    answer.
+    """
     from ray import serve
 
     answer = sys.stdin.buffer.read()
@@ -166,7 +168,7 @@ def deploy_echo(address: str) -> None:
 
 
 def ray_address(run: Run) -> str:
-    """Of the run's own Ray."""
+    """Return the address of the run's own Ray."""
     given = "--gcs-address="
     for process in run.alive():
         for argument in process.cmdline():
@@ -184,7 +186,8 @@ def main() -> None:
         deploy_echo(asked.echo_on)
         return
     os.environ.update({"RAYLOOM_API_KEY": KEY, VARIABLE: "1"})
-    # The run's Ray lets in who has its token: here one of the benchmark's own, for the process that
+    # The run's Ray admits processes with its token. The benchmark sets the token for the process
+    # that deploys the echo, because Ray reads it when it is first imported.
     # deploys the echo, since Ray reads both when it is first imported.
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
     for name in ("METRICS", "STATS"):

@@ -1,7 +1,7 @@
 """The update that the training-step benchmarks train, and the model that trains on it.
 
-Groups of trajectories that share a prompt and then play turns of their own; every sampled token is
-trained. All sides of a benchmark make the same update from the same shape and seed.
+Groups of trajectories share a prompt and then play their own turns; every sampled token is trained.
+All sides of a benchmark make the same update from the same shape and seed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """prompt: tokens that a group shares. sampled, observed: of each turn; the last one has no
-    observation. groups, group_size: how many trajectories.
+    """The shape of an update. prompt: tokens that a group shares. sampled, observed: tokens of each
+    turn; the last one has no observation. groups, group_size: numbers of trajectories.
     """
 
     prompt: int = 256
@@ -56,10 +56,10 @@ class UpdateShape:
 def make_trajectories(
     shape: UpdateShape, *, vocabulary: int = VOCABULARY, seed: int = 0
 ) -> list[Trajectory]:
-    """Play the shape with random ids: whole prompts, groups one behind the other.
+    """Play the shape with random ids: whole prompts, one group after another.
 
-    The reward, on the last turn, is a normal random number; behaviour log-probabilities lie around
-    a uniform policy's, so that some ratios are clipped.
+    The reward, on the last turn, is a normal random number; behaviour log-probabilities are spread
+    around a uniform policy's, so that some ratios are clipped.
     """
     rng = np.random.default_rng(seed)
     trajectories = []
@@ -108,7 +108,7 @@ def _ids(rng: np.random.Generator, count: int, vocabulary: int) -> NDArray[np.in
 
 
 def advantages_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return of each trajectory less its group's mean."""
+    """Return each trajectory's return minus its group's mean."""
     returns: dict[str, list[float]] = {}
     for each in trajectories:
         returns.setdefault(each.group_id, []).append(return_of(each))
@@ -120,7 +120,7 @@ def return_of(trajectory: Trajectory) -> float:
 
 
 def weigh(trajectories: Sequence[Trajectory]) -> list[WeightedSample]:
-    """Every trained token weighs 1 / D, D their number in the update."""
+    """Give every trained token the weight 1 / D, where D is their number in the update."""
     weight = 1 / sum(each.num_trained for each in trajectories)
     return [
         WeightedSample(sample=sample, advantage=advantage, loss_weight=weight)

@@ -1,10 +1,11 @@
-"""A training step with shared prefixes against the same step without: `python -m
-benchmarks.train_step`.
+"""Compare a training step with shared prefixes with the same step without.
+
+    python -m benchmarks.train_step
 
 Both sides are the trainer's own step (one rank, FSDP2, AdamW) on merged, packed rows of the same
 samples: groups of eight whose prompt is four times as long as an answer. Prints one line of JSON:
-the ratio of seconds with its quartiles over pairs run in turn, and the environment; exits with 1
-when even the upper quartile misses the goal.
+the ratio of seconds with its quartiles over alternating pairs, and the environment; exits with 1 if
+even the upper quartile misses the goal.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""The training step against padded step-wise rows with full logits, and bfloat16 against float32.
+"""Compare the training step with padded step-wise rows with full logits, and bfloat16 with float32.
 
     python -m benchmarks.train_step_padded
 
 32 trajectories in groups of eight: a prompt of 256 tokens, six turns of 64 sampled and 128 observed
-tokens, two threads. Ours: `TrainerRank.train_step` on merged, packed rows with shared prefixes.
-Theirs: `benchmarks/padded_step.py`, one padded row a turn, a few rows at once, because the logits
-of all of them would take eight gigabytes. Every side is a process of its own, asked for one step at
-a time, in turn; both halves of a ratio compute in the same type. Prints one line of JSON; exits
-with 1 when the sides do not compute the same, or when even the upper quartile misses a goal.
+tokens, two threads. Our side is `TrainerRank.train_step` on merged, packed rows with shared
+prefixes. The other side is `benchmarks/padded_step.py`, with one padded row for each turn, a few
+rows at once, because the logits of all of them would take eight gigabytes. Every side is a separate
+process, which makes one step for each command; the sides alternate. Both halves of a ratio compute
+in the same type. Prints one line of JSON; exits with 1 if the sides do not compute the same, or if
+even the upper quartile misses a goal.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from benchmarks.pairs import Seconds, interleave, ratios_of, rounds
 from benchmarks.side import Side, StepTaken, quiet_environment
 from benchmarks.train_inputs import UpdateShape, build_model
 
-# Slow over fast: what is asked of the median of the ratios.
+# Slow over fast: the goals for the median of the ratios.
 GOALS = {"padded_float32 / ours_float32": 8.0, "ours_float32 / ours_bfloat16": 1.7}
-# Told beside them: rows sorted by length before they are padded, and bfloat16 on both sides.
+# Also reported: rows sorted by length before they are padded, and bfloat16 on both sides.
 ALSO = ("sorted_float32 / ours_float32", "padded_bfloat16 / ours_bfloat16")
 SLOW_SIDES = ("sorted_float32", "padded_bfloat16")
 # Float32 sides add the same numbers in another order.
@@ -38,7 +39,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 
 
 def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) -> dict[str, Side]:
-    """Start one process for each type of ours, and one for all of theirs."""
+    """Start one process for each of our types, and one for all of the other side's."""
     common = [model, shape.to_json(), "--threads", str(options.threads)]
     commands = {
         "ours_float32": ["side_ours", *common, "--budget", str(options.budget)],
@@ -59,7 +60,7 @@ def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) 
 
 
 def check_equal(taken: Mapping[str, StepTaken]) -> str | None:
-    """Say what the float32 sides do not agree on; None where they agree."""
+    """Return what the float32 sides do not agree on; None if they agree."""
     ours = taken["ours_float32"]
     for name, theirs in taken.items():
         if not name.endswith("float32"):
@@ -72,7 +73,7 @@ def check_equal(taken: Mapping[str, StepTaken]) -> str | None:
 
 
 def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
-    """Ratios with their spread, seconds and numbers of every side."""
+    """Return ratios with their spread, and seconds and numbers of every side."""
     seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
     ratios = {}
     for name in (*GOALS, *ALSO):

@@ -1,14 +1,15 @@
-"""The training step against TRL 1.16.0's GRPOTrainer on the same completions.
+"""Compare the training step with TRL 1.16.0's GRPOTrainer on the same completions.
 
     python -m benchmarks.train_step_trl --peer-python build/peers/trl/bin/python
 
-The same model directory, groups, rewards and token ids on both sides: TRL gets them through its
-`rollout_func`, with what was observed masked. Its step is timed from `on_step_begin` to
-`on_step_end` less the making and scoring of completions, padding included (`peers/trl_step.py`).
+Both sides have the same model directory, groups, rewards and token ids. TRL receives them through
+its `rollout_func`, with the observed tokens masked. Its step is timed from `on_step_begin` to
+`on_step_end` minus the making and scoring of completions, including padding (`peers/trl_step.py`).
 Both objectives are the clip at a ratio of one with the token mean of the whole update, so losses,
 gradient norms and entropies must agree. All samples have one length here, so TRL's rows have no
-padding. In float32 and in bfloat16 (TRL: its `bf16=True`, torch's autocast). Prints one line of
-JSON; exits with 1 when the sides do not compute the same, or when even the upper quartile misses.
+padding. Measured in float32 and in bfloat16 (TRL: its `bf16=True`, torch's autocast). Prints one
+line of JSON; exits with 1 if the sides do not compute the same, or if even the upper quartile
+misses the goal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NORM_TOLERANCE, ENTROPY_TOLERANCE, LOSS_TOLERANCE = 1e-3, 1e-4, 1e-5
 
 
 def write_completions(shape: UpdateShape, path: Path) -> None:
-    """Write the merged samples for the peer: numpy reads them, and nothing of ours is needed.
+    """Write the merged samples for the peer, which can read them with only numpy.
 
     prompts: [N, P]. completions, masks: [N, C], 1 where sampled. rewards: [N].
     """
@@ -76,7 +77,7 @@ def start_sides(
 
 
 def check_equal(ours: StepTaken, theirs: StepTaken) -> str | None:
-    """Say what the float32 sides do not agree on; None where they agree."""
+    """Return what the float32 sides do not agree on; None if they agree."""
     assert ours.entropy is not None and theirs.entropy is not None
     if abs(theirs.grad_norm / ours.grad_norm - 1) > NORM_TOLERANCE:
         return f"gradient norm {theirs.grad_norm}, ours {ours.grad_norm}"
@@ -88,7 +89,7 @@ def check_equal(ours: StepTaken, theirs: StepTaken) -> str | None:
 
 
 def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
-    """Ratios of each type with their spread, seconds and numbers of every side."""
+    """Return ratios of each type with their spread, and seconds and numbers of every side."""
     seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
     ratios = {
         dtype: ratios_of(seconds[f"trl_{dtype}"], seconds[f"ours_{dtype}"]) for dtype in DTYPES

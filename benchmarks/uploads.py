@@ -1,13 +1,14 @@
-"""Uploaded trajectories as packed columns in MessagePack, against lists in JSON.
+"""Compare uploaded trajectories as packed columns in MessagePack with lists in JSON.
 
     python -m benchmarks.uploads
 
-Both sides have the same trajectories of 8,192 tokens, and take a request from its bytes to what is
-durable, as the API's replica and the gateway do: decoded, checked, encoded for the queue, stored in
-SQLite with synchronous writes. JSON is decoded by msgspec, into typed lists; its numbers are short,
-six digits a log-probability. *base64*: packed columns in JSON, told beside. What is stored of them
-is compared byte by byte before anything is timed. Sides take a request each, in changing order.
-Prints one JSON line; exits with 1 when the upper quartile of the ratio misses its goal.
+Both sides have the same trajectories of 8,192 tokens, and process a request from its bytes to
+durable storage, as the API's replica and the gateway do: decoded, checked, encoded for the queue,
+stored in SQLite with synchronous writes. JSON is decoded by msgspec into typed lists; its numbers
+are short, with six digits for a log-probability. *base64*, packed columns in JSON, is also
+reported. The stored bytes are compared before anything is timed. The sides process one request
+each, in changing order. Prints one JSON line; exits with 1 if the upper quartile of the ratio
+misses its goal.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Columns:
 
 
 class Side:
-    """One way of sending; each request is of trajectories that the store does not know."""
+    """One way of sending; each request has trajectories that the store does not know."""
 
     def __init__(self, name: str, store: UploadStore, term: int, columns: list[Columns]) -> None:
         self._name, self._store, self._term = name, store, term
@@ -103,7 +104,7 @@ class Side:
         return self.body(f"{self._name}-{self._number}")
 
     def body(self, group: str) -> bytes:
-        """A request of a group."""
+        """Return a request with a group."""
         items = [
             {
                 "id": f"{group}-{number}",
@@ -129,7 +130,7 @@ class Side:
         assert len(reply.accepted) == len(uploads), reply
 
     def time(self) -> tuple[Seconds, Seconds]:
-        """Of a request to its end, and of another without the store."""
+        """Return the time of a request to its end, and of another without the store."""
         raw, other = self.next_body(), self.next_body()
         return time_once(partial(self.take, raw)), time_once(partial(self.read, other))
 
@@ -169,7 +170,7 @@ def _spreads(slow: list[Seconds], fast: list[Seconds]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run, print one JSON line, say whether the goal was missed."""
+    """Run, print one JSON line, and report whether the goal was missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=rounds, default=15, help="requests of each side")
     parser.add_argument("--trajectories", type=int, default=64, help="of a request")

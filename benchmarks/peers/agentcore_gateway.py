@@ -1,11 +1,11 @@
-"""The gateway of agentcore-rl-toolkit 0.2.0 over scripted answers; runs in its own environment.
+"""The gateway of agentcore-rl-toolkit 0.2.0 with scripted answers; runs in its own environment.
 
     python agentcore_gateway.py MODEL ANSWERS KIND MODE
 
-It is assembled as its documentation has it for a trainer that waits in its own thread: its own
-renderer, OpenAI adapter and server, and MODE as `history_mode` (tree or linear). Of ours is what
-stands behind its port for sampling. Commands, one a line: `port`, `cpu` (seconds of this process),
-`rows SESSION` (ends the session: what it gives to train on). Needs nothing of Rayloom.
+It is assembled as its documentation describes for a trainer that waits in its own thread: its own
+renderer, OpenAI adapter and server, and MODE as `history_mode` (tree or linear). Only the code that
+answers its sampling port is ours. Commands, one a line: `port`, `cpu` (seconds of this process),
+`rows SESSION` (ends the session and returns its training rows). Needs nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from agentcore_rl_toolkit.rollout_gateway import (
 from transformers import AutoTokenizer
 
 END = "<|end|>"
-# A log-probability names its token: the n-th answer's i-th. Exact in float32.
+# A log-probability names its token: answer n, token i. Exact in float32.
 TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 
 
 class Script:
-    """Answers at once, in turn, whatever is asked."""
+    """A script that gives its answers in turn and at once, for any request."""
 
     def __init__(self, path: str, kind: str) -> None:
         self._answers: list[list[int]] = json.loads(Path(path).read_text())[kind]
@@ -55,7 +55,7 @@ class Script:
 
 
 def rows(gateway: Any, script: Script, session: str) -> dict[str, Any]:
-    """Rows of one session, and the name of each token that each of them trains."""
+    """Return the rows of one session, and the name of each token that each of them trains."""
     records = asyncio.run(gateway.finish_session(session, reward=1.0))
     return {
         "sampled": script.sampled.pop(session),
@@ -75,7 +75,7 @@ def main() -> None:
     script = Script(path, kind)
     gateway = RolloutGateway(
         backend=script,
-        # The tiny template is in no registry: that a reply ends with its stop token is to be said.
+        # No registry has the tiny template, so state that a reply ends with its stop token.
         renderer=HfTemplateRenderer(
             tokenizer, reasoning_parser=lambda text: ("", text.removesuffix(END))
         ),

@@ -1,4 +1,6 @@
-"""What both sides of `end_to_end` play: rewards and a class of tools, as TRL's trainers take."""
+"""The tasks of both sides of `end_to_end`: rewards and a class of tools, as TRL's trainers take
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ def _said(completion: list[dict[str, Any]]) -> str:
 
 
 def after(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """1 for the right number, and a tenth for any number."""
+    """Return 1 for the right number, and a tenth for any number."""
     said = [_said(completion) for completion in completions]
     return [
         (text == right) + 0.1 * text.isdigit() for text, right in zip(said, answer, strict=True)
@@ -18,7 +20,7 @@ def after(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
 
 
 def count(completions: list[Any], upto: list[int], **columns: Any) -> list[float]:
-    """The share of the numbers from 1 that stand at their place."""
+    """Return the share of the numbers from 1 that are at their position."""
     shares = []
     for completion, last in zip(completions, upto, strict=True):
         words = _said(completion).split()
@@ -28,13 +30,15 @@ def count(completions: list[Any], upto: list[int], **columns: Any) -> list[float
 
 
 class Game:
-    """Find a number; one for each episode, whose public methods but `reset` are tools."""
+    """A game of finding a number, one for each episode; its public methods except `reset` are
+    tools.
+    """
 
     def reset(self, secret: int, **columns: Any) -> None:
         """Begin an episode."""
         self.secret, self.found = secret, False
 
-    # Without a type of what it returns: transformers would show it to the policy, Rayloom not.
+    # Without a return type: transformers would show it to the policy, Rayloom would not.
     def guess(self, number: int):  # type: ignore[no-untyped-def]
         """Guess the number.
 
@@ -48,5 +52,5 @@ class Game:
 
 
 def found(environments: list[Game], **columns: Any) -> list[float]:
-    """1 where the number was found."""
+    """Return 1 if the number was found."""
     return [float(game.found) for game in environments]

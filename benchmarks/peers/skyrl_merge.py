@@ -1,9 +1,9 @@
-"""SkyRL 0.3.0's merge_stepwise_output, asked for one timing at a time; runs in its own environment.
+"""SkyRL 0.3.0's merge_stepwise_output, timed on command; runs in its own environment.
 
-Reads commands, one a line: `load PATH SHARED` makes its inputs of a file of plays, `time COUNT`
-merges all of them COUNT times and answers with the CPU seconds of one pass, `save PATH` writes what
-it gives. SHARED 1: a prompt's ints are those of the turn before, as in a generator that grows one
-list; 0: every prompt has ints of its own, as after parsing. Needs nothing of Rayloom.
+Reads commands, one a line: `load PATH SHARED` makes its inputs from a file of plays, `time COUNT`
+merges all of them COUNT times and answers with the CPU seconds of one pass, `save PATH` writes the
+result. SHARED 1: a prompt's ints are those of the turn before, as in a generator that grows one
+list; 0: every prompt has its own ints, as after parsing. Needs nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from loguru import logger
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.generators.utils import merge_stepwise_output
 
-# A line of log a call is not what is measured.
+# Do not measure a line of log for each call.
 logger.remove()
 
 
 def load(path: str, *, is_shared: bool) -> dict[str, Any]:
-    """The plays of a file as a GeneratorOutput, with rewards by token."""
+    """Return the plays of a file as a GeneratorOutput, with token rewards."""
     plays = np.load(path)
     found: dict[str, Any] = {
         name: []

@@ -1,9 +1,9 @@
-"""TRL 1.16.0's GRPOTrainer from command to the last step; runs in its own environment.
+"""TRL 1.16.0's GRPOTrainer from the command to the last step; runs in its own environment.
 
-Writes a line of JSON after each step: Unix seconds, the mean reward of its completions, how many
-there were. Of what TRL documents, chosen for speed on a CPU: no KL term and no reference, as many
-rows at once as a step has, one update for each generation, no gradient checkpointing, no second
-forward for old log-probabilities, the fused optimiser. Needs nothing of Rayloom.
+Writes a line of JSON after each step: Unix seconds, the mean reward of its completions, and their
+number. Of the documented options, those that are fast on a CPU are used: no KL term and no
+reference, all rows of a step at once, one update for each generation, no gradient checkpointing, no
+second forward pass for old log-probabilities, the fused optimiser. Needs nothing of Rayloom.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-# vLLM's engine in this process, as TRL wants it.
+# vLLM's engine in this process, as TRL requires.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
@@ -26,7 +26,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# The tiny model's calls are written as Qwen's; its template is none that TRL knows.
+# The tiny model writes calls in Qwen's form; TRL does not know its template.
 RESPONSES = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -44,7 +44,7 @@ RESPONSES = {
 
 
 class EachStep(TrainerCallback):  # type: ignore[misc]  # not installed here
-    """Writes a line after each step."""
+    """A callback that writes a line after each step."""
 
     def __init__(self, file: Path) -> None:
         self.file = file.open("w")
@@ -68,7 +68,7 @@ class EachStep(TrainerCallback):  # type: ignore[misc]  # not installed here
 
 
 def load(file: str) -> Any:
-    """The module of the tasks."""
+    """Load the module of the tasks."""
     spec = importlib.util.spec_from_file_location("tasks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,7 +78,7 @@ def load(file: str) -> Any:
 
 
 def engine_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of one of TRL's three ways to generate."""
+    """Return the settings of one of TRL's three ways to generate."""
     if name == "vllm":
         return {
             "use_vllm": True,

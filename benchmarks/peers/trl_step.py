@@ -1,10 +1,11 @@
-"""TRL 1.16.0's GRPOTrainer, asked for one training step at a time; runs in its own environment.
+"""TRL 1.16.0's GRPOTrainer, one training step for each command; runs in its own environment.
 
-Reads commands, one a line; `step` lets the trainer go on to its next optimiser step and answers
-with a line of JSON. Completions come out of a file through `rollout_func`, so nothing is generated;
-what the trainer spends on taking, scoring and padding them is measured and taken off its step.
-Chosen for speed, of what it documents for a CPU: no gradient checkpointing, no KL term, no logging,
-the fused optimiser, as many rows at once as the caller says. Needs nothing of Rayloom.
+Reads commands, one a line; `step` lets the trainer make its next optimiser step and answers with a
+line of JSON. Completions are read from a file through `rollout_func`, so nothing is generated. The
+time that the trainer needs to accept, score and pad them is measured and subtracted from its step.
+Of the documented options, those that are fast on a CPU are used: no gradient checkpointing, no KL
+term, no logging, the fused optimiser, the caller's number of rows at once. Needs nothing of
+Rayloom.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 # ruff: noqa: E402
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 answers = os.fdopen(os.dup(1), "w")
-# Whatever the libraries print goes where the errors go.
+# The output of the libraries goes to standard error.
 os.dup2(2, 1)
 
 import numpy as np
@@ -31,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
-    """Says of each step what the callback reports."""
+    """A trainer that reports the callback's times for each step."""
 
     aside: tuple[float, ...] = (0.0, 0.0)
     losses: tuple[float, ...] = ()
@@ -56,7 +57,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
 
 
 class OneStepAtATime(TrainerCallback):  # type: ignore[misc]
-    """Waits for a command before each step, and answers after it."""
+    """A callback that waits for a command before each step, and answers after it."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer
@@ -94,7 +95,7 @@ def clocks() -> tuple[float, float]:
 
 
 def rollouts_of(path: str) -> Any:
-    """A rollout_func that gives group k's completions for the prompt "k"."""
+    """Return a rollout_func that gives group k's completions for the prompt "k"."""
     found = np.load(path)
     size = int(found["group_size"])
     prompts, completions = found["prompts"].tolist(), found["completions"].tolist()
