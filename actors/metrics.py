@@ -487,7 +487,7 @@ class PartMetrics:
         )
         self.engines_expected = values.gauge(
             "rayloom_engines_expected",
-            "Number of engines requested: inference.num_replicas, or the number set in Serve since.",
+            "Requested engines: inference.num_replicas, or the number set in Serve since.",
         )
         self.engine_version = values.gauges(
             "rayloom_engine_policy_version",

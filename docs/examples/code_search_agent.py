@@ -1,15 +1,15 @@
-"""An agent of your own that is trained by a URL: code search over OpenAI's client.
+"""An external agent that is trained through a URL: code search with OpenAI's client.
 
 It plays the tasks that `rayloom tasks code-search` writes, as the built-in environment
-`code_search` does, but outside: it declares the tools, runs their calls in the same confined
-processes, computes the reward by the same function, and finishes each session with the reward's
-key. Try it in a second terminal, on a repository of yours:
+`code_search` does, but externally: it declares the tools, runs their calls in the same confined
+processes, computes the reward with the same function, and finishes each session with the reward
+key. Try it in a second terminal, on your own repository:
 
     $ rayloom tasks code-search PATH/TO/REPOSITORY tasks.jsonl
     $ rayloom serve deploy/configs/code-search-cpu.yaml
     $ python docs/examples/code_search_agent.py tasks.jsonl --groups 32
 
-Everything but the address and the keys is the agent's: its prompt, its tools, how long it goes on.
+Everything except the address and the keys is the agent's: its prompt, its tools, its length.
 Needs the package openai.
 """
 
@@ -55,19 +55,19 @@ MALFORMED_PENALTY = 0.1
 
 @dataclass
 class Played:
-    """How a session went."""
+    """The result of a session."""
 
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
     outcome: str | None = None
-    """None: as the service saw it."""
+    """None: the service decides."""
 
 
 async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
-    """Play one task. env: what the service gave to start an agent with."""
+    """Play one task. env: the variables from the service that start an agent."""
     question, repository, truth = read_task(task)
     directory = await tools.open(repository)
-    # The service holds a request while it has no place for it yet, and while weights change.
+    # The service delays a request until it has room for it, and while weights change.
     client = openai.AsyncOpenAI(
         base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], max_retries=5, timeout=600
     )
@@ -84,7 +84,7 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
             except openai.APIStatusError as error:
                 if error.status_code not in (400, 410):
                     raise
-                # The context is full, or the session is over: the service knows which.
+                # The context is full or the session is over; the service knows which of them.
                 return Played(components={"num_calls": float(num_calls)})
             reply = said.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
@@ -131,7 +131,7 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, **how: Any) -> dict[str, Any]:
-    """One request to the service; again where it says that this helps, or is away."""
+    """Send one request; repeat it if the service says so or does not answer."""
     for delay_s in (1, 2, 4, 8, 16, 32, None):
         try:
             answer = await client.request(method, path, **how)
@@ -160,7 +160,7 @@ async def play_group(
     async def one(session: dict[str, Any]) -> float:
         played = await play(session["env"], task, tools)
         body = {"reward": played.reward, "components": played.components, "outcome": played.outcome}
-        # The agent's key can give no reward.
+        # The agent's key cannot give a reward.
         headers = {"authorization": f"Bearer {session['reward_key']}"}
         await ask(
             client, "POST", f"/api/v1/sessions/{session['id']}/finish", json=body, headers=headers

@@ -1,11 +1,11 @@
-"""Train an agent that knows nothing of Rayloom: it speaks OpenAI's protocol, and is given a URL.
+"""Train an agent that imports nothing from Rayloom: it speaks OpenAI's protocol and gets a URL.
 
     $ rayloom serve deploy/configs/guessing-cpu.yaml --set tasks.environment=session \
         --set 'tasks.options={}' --set tasks.evaluation_tasks=0
     $ python docs/examples/guessing_agent.py --groups 320          # in a second terminal
 
-`play` is the agent. `main` creates a group of sessions for each game, starts the agents with what
-the service answers, and rewards them.
+`play` is the agent. `main` creates a group of sessions for each game, starts the agents with the
+service's answers, and rewards them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOW, HIGH, GUESSES = 1, 8, 4
 
 
 def play(env: dict[str, str], number: int) -> float:
-    """One game of an agent. Returns: 1 where it found the number, else 0."""
+    """Play one game of the agent. Returns: 1 if it found the number, else 0."""
     client = OpenAI(
         base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], timeout=600, max_retries=10
     )

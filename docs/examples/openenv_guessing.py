@@ -1,4 +1,4 @@
-"""A guessing game behind a server of OpenEnv; Rayloom plays it by its address alone.
+"""A guessing game in a server of OpenEnv; Rayloom needs only its address.
 
     $ pip install openenv
     $ python docs/examples/openenv_guessing.py --port 8100

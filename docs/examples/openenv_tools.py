@@ -1,4 +1,4 @@
-"""A guessing game as MCP tools behind a server of OpenEnv; Rayloom plays it by its address alone.
+"""A guessing game as MCP tools in a server of OpenEnv; Rayloom needs only its address.
 
     $ pip install openenv fastmcp
     $ python docs/examples/openenv_tools.py --port 8100

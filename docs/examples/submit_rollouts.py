@@ -5,7 +5,7 @@ Try it in a second terminal:
     $ rayloom serve deploy/configs/guessing-cpu.yaml
     $ python docs/examples/submit_rollouts.py --tasks 320
 
-Every request may be repeated: a task that the service knows already is not played again.
+You can repeat every request: the service does not play a known task again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.client import ApiError, Client, NoAnswer
 
 
 def wait_until_ready(client: Client) -> None:
-    """Print what is waited for."""
+    """Wait until the service is ready, and print the reasons why it is not."""
     told = ""
     while True:
         try:

@@ -2,11 +2,11 @@
 
     $ rayloom serve deploy/configs/guessing-cpu.yaml --set tasks.environment=session \
         --set 'tasks.options={}' --set tasks.evaluation_tasks=0
-    $ pip install 'verifiers<0.4'                                  # in an environment of its own
+    $ pip install 'verifiers<0.4'                                  # in a separate environment
     $ python docs/examples/verifiers_calculator.py --groups 320    # in a second terminal
 
-The tiny model of that configuration writes no calls for verifiers' schemas, and so earns nothing;
-`--set model.tiny=null --set model.path=…` names another one.
+The tiny model of that configuration writes no calls for verifiers' schemas, so it earns nothing;
+name another model with `--set model.tiny=null --set model.path=…`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def correct(completion, answer) -> float:
     return 0.5 * (calculated and said.isdigit()) + 0.5 * (said == answer)
 
 
-def load_environment() -> vf.Environment:  # Or that of any package for verifiers.
+def load_environment() -> vf.Environment:  # Or the one of any package for verifiers.
     pairs = [(first, second) for first in range(1, 4) for second in range(1, 4)]
     rows = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a, b in pairs]
     data, rubric = Dataset.from_list(rows), vf.Rubric(funcs=[correct])
@@ -43,7 +43,7 @@ async def play(api: httpx.AsyncClient, environment: vf.Environment, row, session
     async with AsyncOpenAI(base_url=url, api_key=key, timeout=600, max_retries=10) as openai:
         client = OpenAIChatCompletionsClient(openai)
         played = await environment.run_rollout(row, client, "policy", {})
-    # What could not be played to its end has no reward, which is not 0.
+    # A rollout that was not played to its end has no reward, which is not the same as 0.
     reward = None if played["error"] else played["reward"]
     body = {"reward": reward, "components": played["metrics"]}
     headers = {"authorization": f"Bearer {session['reward_key']}"}

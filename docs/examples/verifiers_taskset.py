@@ -2,10 +2,10 @@
 
     $ rayloom serve deploy/configs/guessing-cpu.yaml --set tasks.environment=session \
         --set 'tasks.options={}' --set tasks.evaluation_tasks=0
-    $ pip install 'verifiers>=0.4' uv                           # in an environment of its own
+    $ pip install 'verifiers>=0.4' uv                           # in a separate environment
     $ python docs/examples/verifiers_taskset.py --groups 320    # in a second terminal
 
-uv makes the environment that verifiers starts its chat loop in, a process for each rollout.
+uv makes the environment in which verifiers starts its chat loop, a process for each rollout.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
 
 def load_environment() -> vf.Env:
     config = vf.SingleAgentEnvConfig(
-        taskset={"id": "verifiers_taskset"},  # Or that of any package for verifiers.
+        taskset={"id": "verifiers_taskset"},  # Or the one of any package for verifiers.
         agent={"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     )
     return vf.load_environment(config)
@@ -50,7 +50,7 @@ async def play(api: httpx.AsyncClient, environment: vf.Env, task: vf.Task, sessi
     context = vf.ModelContext(client=client, model="policy", sampling={})
     (slot,) = environment.slots(task)
     episode = await environment.run_slot(slot, context)
-    # What could not be played to its end has no reward, which is not 0.
+    # A rollout that was not played to its end has no reward, which is not the same as 0.
     reward = episode.traces[0].reward if episode.ok else None
     del os.environ[variable]
     headers = {"authorization": f"Bearer {session['reward_key']}"}

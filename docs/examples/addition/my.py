@@ -1,4 +1,4 @@
-"""What `make demo` learns: the last number of an answer, and nothing else, is right or wrong."""
+"""The reward of `make demo`: only the last number of an answer is right or wrong."""
 
 from __future__ import annotations
 

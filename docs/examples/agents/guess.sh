@@ -1,5 +1,5 @@
 #!/bin/sh
-# A move of mini_swe_agent_guessing.yaml: commands/1 to commands/8 are links to it.
+# A move of mini_swe_agent_guessing.yaml; commands/1 to commands/8 are links to this file.
 said=${0##*/}
 number=$(cat number)
 if [ "$said" -eq "$number" ]; then

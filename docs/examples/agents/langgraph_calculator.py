@@ -1,9 +1,9 @@
-"""A LangGraph agent with a tool. It finds its model by OPENAI_BASE_URL and OPENAI_API_KEY alone.
+"""A LangGraph agent with a tool. It finds its model only through OPENAI_BASE_URL and OPENAI_API_KEY.
 
     $ pip install langgraph langchain-openai
     $ python langgraph_calculator.py "What is 3+4?"
 
-It prints what it calculates, and then its answer.
+It prints its calculations, and then its answer.
 """
 
 import operator

@@ -1,10 +1,10 @@
-"""An agent of the OpenAI Agents SDK, over Responses, with a tool of its own.
+"""An agent of the OpenAI Agents SDK, over Responses, with its own tool.
 
     $ pip install openai-agents
     $ python openai_agents_calculator.py "What is 3+4?"
 
-OPENAI_BASE_URL and OPENAI_API_KEY say where its model is. It prints what it calculates, and then
-its answer. Its tracing is off: traces would go to OpenAI, with the session's key.
+OPENAI_BASE_URL and OPENAI_API_KEY name its model. It prints its calculations, and then its answer.
+Its tracing is off, because traces would go to OpenAI with the session's key.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""docs/coming-from.md: what a rubric's function becomes."""
+"""docs/coming-from.md: a function of a rubric as a reward function."""
 
 
 async def correct_answer(completion: str, answer: str) -> float:
-    """1 where the answer is in it."""
+    """Return 1 if the completion contains the answer."""
     return float(answer in completion)

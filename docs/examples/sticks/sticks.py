@@ -8,7 +8,7 @@ from actors.environment.protocol import Action, Message, Observation, Role, Step
 from actors.types import Task
 
 RULES = "Sticks lie in a pile. Take 1, 2 or 3; who takes the last one wins."
-# A short game that a pretrained model is shown first, so that it answers with a number alone.
+# A short game that is shown to a pretrained model first, so that it answers with only a number.
 GAME = (
     Message(role=Role.USER, content="8 left."),
     Message(role=Role.ASSISTANT, content="2"),
@@ -18,7 +18,7 @@ GAME = (
 
 
 class Sticks:
-    """Take one to three sticks in turn with an opponent who plays blindly; the last one wins."""
+    """Take one to three sticks in turn with a random opponent; the last stick wins."""
 
     def __init__(self, *, fewest: int = 5, most: int = 9, shows_game: bool = False) -> None:
         if not 1 <= fewest <= most:

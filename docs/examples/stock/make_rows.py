@@ -1,4 +1,4 @@
-"""Write stock.jsonl: questions about a shop's stock, which nobody can know without looking."""
+"""Write stock.jsonl: questions about a shop's stock, which need a lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tool that knows what the policy cannot know, and what the answer is scored by."""
+"""A tool that returns numbers which the policy cannot know, and a function that scores answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tools.md: a tool, a class of tools, and what the answers are scored by."""
+"""docs/tools.md: a tool, a class of tools, and the functions that score the answers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ def calculator(expression: str) -> int:
 
 
 def score(completion: str, answer: str, messages: list[dict[str, Any]]) -> dict[str, float]:
-    """1 for the right number, and a little for a call that worked."""
+    """Return 1 for the right number, plus 0.2 for a call that worked."""
     answers = [each["content"] for each in messages if each["role"] == "tool"]
     worked = [each for each in answers if not each.startswith("error")]
     return {"right": float(completion.strip() == answer), "called": 0.2 * bool(worked)}
 
 
 class Notebook:
-    """One for each episode; its public methods are tools."""
+    """The tools of one episode: its public methods."""
 
     def reset(self, answer: str, **columns: Any) -> str:
-        """Begin an episode, with the row's columns; what it gives is added to the prompt."""
+        """Begin an episode with the row's columns. The returned text is added to the prompt."""
         self.answer, self.sums = answer, 0
         return " Use the calculator."
 
@@ -32,7 +32,7 @@ class Notebook:
 
 
 def from_notebook(environments: list[Notebook], completions: list[Any]) -> list[float]:
-    """As TRL calls it: lists, one entry long."""
+    """Score as TRL's functions do; here the lists have one entry."""
     return [
         float(str(text).strip() == notebook.answer) + 0.2 * min(1, notebook.sums)
         for notebook, text in zip(environments, completions, strict=True)

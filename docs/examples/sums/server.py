@@ -14,7 +14,7 @@ def calculator(expression: str) -> int:
     try:
         return sum(int(number) for number in expression.split("+"))
     except ValueError:
-        # What a server did not expect it logs with a traceback, which takes it a second.
+        # The server logs an unexpected exception with a traceback, which takes a second.
         raise ToolError("Give whole numbers with + between them.") from None
 
 
