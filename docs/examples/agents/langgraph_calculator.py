@@ -1,4 +1,4 @@
-"""A LangGraph agent with a tool. It finds its model only through OPENAI_BASE_URL and OPENAI_API_KEY.
+"""A LangGraph agent with a tool. It needs only OPENAI_BASE_URL and OPENAI_API_KEY.
 
     $ pip install langgraph langchain-openai
     $ python langgraph_calculator.py "What is 3+4?"
