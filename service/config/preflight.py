@@ -25,7 +25,7 @@ from actors.environment.protocol import Observation
 from actors.environment.tokenizer import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
-from service.config.model_files import check_architecture, check_model_files, read_object
+from service.config.model_files import check_architecture_once, check_model_files, read_object
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
@@ -230,7 +230,7 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
         _check_companion(key, path, policy=file.parent)
         directory = Path(path).expanduser()
         if not was_loaded and (directory / "config.json").is_file():
-            check_architecture(
+            check_architecture_once(
                 directory,
                 key=key,
                 max_context_tokens=config.model.max_context_tokens,
@@ -242,7 +242,7 @@ def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
 def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
     check_model_files(file.parent)
     if not was_loaded:
-        check_architecture(
+        check_architecture_once(
             file.parent,
             key="model.path",
             max_context_tokens=config.model.max_context_tokens,

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 from service.config.file import ConfigError
 from service.config.tree import Config
+from service.user_cache import user_cache
 
 SUFFIX = ".gguf"
 MARKER = "gguf_model.json"
@@ -85,8 +85,7 @@ def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
 
 def models_directory() -> Path:
     """Return the directory of the conversions: rayloom/models in the user's cache directory."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "rayloom" / "models"
+    return user_cache("models")
 
 
 def write_smollm2(directory: Path) -> str:
