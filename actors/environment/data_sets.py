@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from actors.environment.task_data import DataCheck
-from actors.environment.tasks import BadTaskFile, derived_seed, json_rows, open_text
+from actors.environment.tasks import (
+    BadTaskFile,
+    PackedTasks,
+    derived_seed,
+    json_rows,
+    open_text,
+)
 from actors.types import Task
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ def read_data_set(
     split: str,
     subset: str | None = None,
     check: DataCheck | None = None,
-) -> list[Task]:
+) -> PackedTasks:
     """Make tasks of a data set's rows.
 
     Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
@@ -68,7 +74,7 @@ def read_data_set(
     names, rows = _open(source, split=split, subset=subset)
     taken = None if check is None else check.names
     entries = _entries(columns, names, check, what)
-    tasks: dict[str, Task] = {}
+    tasks, found_ids = PackedTasks(), set[str]()
     num_same: dict[str, int] = {}
     left_out: set[str] = set()
     for number, row in enumerate(_checked(rows, what), start=1):
@@ -88,7 +94,7 @@ def read_data_set(
                 f"{where}: {problem}; the data set has the columns {', '.join(names)}: map "
                 "them by tasks.columns"
             )
-        if task.task_id in tasks:
+        if task.task_id in found_ids:
             if "task_id" in entries:
                 raise BadTaskFile(
                     f"{where}: task_id {task.task_id!r} stands there a second time; expected "
@@ -96,10 +102,11 @@ def read_data_set(
                 )
             num_same[task.task_id] = again = num_same.get(task.task_id, 1) + 1
             task = _named(task, f"{task.task_id}-{again}")
-        tasks[task.task_id] = task
+        found_ids.add(task.task_id)
+        tasks.append(task)
     if not tasks:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
-    return list(tasks.values())
+    return tasks
 
 
 def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
@@ -151,8 +158,15 @@ def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
 
 def _read_text(path: Path) -> _Rows:
     """Of a JSONL, JSON or CSV file, as they are written. Raises: BadTaskFile."""
+    names: dict[str, None] = {}
+    num_rows = 0
     try:
-        placed = list(_written(path))
+        # Not kept: as objects, 100,000 rows are a million. They are read again, one by one.
+        for where, row in _written(path):
+            if not isinstance(row, dict):
+                raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
+            names |= dict.fromkeys(row)
+            num_rows += 1
     except BadTaskFile:
         raise
     except UnicodeDecodeError as error:
@@ -161,13 +175,9 @@ def _read_text(path: Path) -> _Rows:
         ) from error
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
-    if not placed:
+    if not num_rows:
         raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
-    for where, row in placed:
-        if not isinstance(row, dict):
-            raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
-    rows = [row for _, row in placed]
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
+    return list(names), (row for _, row in _written(path))
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:

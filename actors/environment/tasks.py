@@ -15,12 +15,15 @@ import os
 import random
 import tempfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from itertools import chain
+from operator import eq
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn, Protocol, overload
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,6 +110,81 @@ class GeneratedTasks:
         )
 
 
+class PackedTasks(Sequence[Task]):
+    """A list of tasks as JSON in one buffer; a task is made whenever it is read.
+
+    As objects, the tasks of 100,000 rows are a million, which each garbage collection visits.
+    Invariant: the buffer only grows, so that selections share it.
+    """
+
+    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+        self._buffer = bytearray()
+        # Of each task's id and data in the buffer: start, end of the id, end of the data.
+        self._places = array("Q")
+        self._seeds = array("Q")
+        self._environments: dict[str, int] = {}
+        self._environment_of = array("L")
+        self._order: array[int] | range = range(0)
+        for task in tasks:
+            self.append(task)
+
+    def append(self, task: Task) -> None:
+        """Add a task to the end of a list that is no selection."""
+        assert isinstance(self._order, range)
+        start = len(self._buffer)
+        self._buffer += task.task_id.encode("utf-8", "surrogatepass")
+        id_end = len(self._buffer)
+        self._buffer += _json(dict(task.data)).encode("utf-8", "surrogatepass")
+        self._places.extend((start, id_end, len(self._buffer)))
+        self._seeds.append(task.seed)
+        number = self._environments.setdefault(task.environment, len(self._environments))
+        self._environment_of.append(number)
+        self._order = range(len(self._seeds))
+
+    @property
+    def environments(self) -> frozenset[str]:
+        """The names of the environments that the tasks, before a selection, are for."""
+        return frozenset(self._environments)
+
+    def task_id(self, position: int) -> str:
+        """Return a task's id, without making the task."""
+        number = self._order[position]
+        start, id_end = self._places[3 * number : 3 * number + 2]
+        return self._buffer[start:id_end].decode("utf-8", "surrogatepass")
+
+    def selected(self, positions: Iterable[int]) -> PackedTasks:
+        """Return the tasks at some positions, in the order of the positions."""
+        chosen = copy(self)
+        chosen._order = array("L", [self._order[position] for position in positions])
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedTasks: ...
+    def __getitem__(self, index: int | slice) -> Task | PackedTasks:
+        if isinstance(index, slice):
+            return self.selected(range(len(self))[index])
+        number = self._order[index]
+        _, id_end, end = self._places[3 * number : 3 * number + 3]
+        return Task(
+            task_id=self.task_id(index),
+            environment=list(self._environments)[self._environment_of[number]],
+            seed=self._seeds[number],
+            data=json.loads(self._buffer[id_end:end].decode("utf-8", "surrogatepass")),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class FileTasks:
     """A fixed list of tasks, repeated epoch after epoch, each in a seeded order of its own.
 
@@ -148,7 +226,7 @@ class FileTasks:
     def digest(self) -> str:
         """Equal for equal tasks, in whatever order they came; hexadecimal."""
         hashed = blake2b(digest_size=16)
-        for task in (*self._held_out, *self._train):
+        for task in chain(self._held_out, self._train):
             hashed.update(_json(_row(task)).encode() + b"\n")
         return hashed.hexdigest()
 
@@ -161,11 +239,12 @@ class FileTasks:
         return True
 
     def find(self, task_id: str) -> Task | None:
-        return self._by_id.get(task_id)
+        position = self._position_by_id.get(task_id)
+        return None if position is None else self._train[position]
 
     @cached_property
-    def _by_id(self) -> dict[str, Task]:
-        return {task.task_id: task for task in self._train}
+    def _position_by_id(self) -> dict[str, int]:
+        return {self._train.task_id(position): position for position in range(len(self._train))}
 
     def _shuffled(self, epoch: int) -> array[int]:
         order = list(range(len(self._train)))
@@ -178,7 +257,7 @@ class FileTasks:
                 f"task file: got a request for {count} held-out tasks, expected at most "
                 f"{len(self._held_out)}; hold out more of the file, or evaluate on fewer"
             )
-        return self._held_out[:count]
+        return list(self._held_out[:count])
 
 
 class MixedTasks:
@@ -275,9 +354,15 @@ def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return order
 
 
-def by_hash(tasks: Sequence[Task]) -> list[Task]:
-    """The same order, whichever they come in."""
-    return sorted(tasks, key=lambda task: (derived_seed(task.task_id), task.task_id))
+def by_hash(tasks: Sequence[Task]) -> PackedTasks:
+    """Return the tasks in an order that depends on their ids only."""
+    packed = tasks if isinstance(tasks, PackedTasks) else PackedTasks(tasks)
+
+    def key(position: int) -> tuple[int, str]:
+        task_id = packed.task_id(position)
+        return derived_seed(task_id), task_id
+
+    return packed.selected(sorted(range(len(packed)), key=key))
 
 
 def _check_index(index: int) -> None:

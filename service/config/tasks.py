@@ -38,6 +38,7 @@ from actors.environment.tasks import (
     FileTasks,
     GeneratedTasks,
     MixedTasks,
+    PackedTasks,
     TaskSource,
     by_hash,
     read_tasks,
@@ -133,19 +134,22 @@ def open_sets(
     own = tasks.held_out(config.tasks.evaluation_tasks)
     found = [EvaluationSet(name="", tasks=own, sampling=config.evaluation.sampling)] if own else []
     for name, settings in config.evaluation.sets.items():
-        key, chosen = f"evaluation.sets.{name}", own
+        key = f"evaluation.sets.{name}"
+        chosen: Sequence[Task] = own
         if (source := _source_of(config, settings)) is not None:
-            chosen = _tasks_of(config, source, key=key)
+            read = _tasks_of(config, source, key=key)
             if model_path is not None:
-                chosen = _fitting(config, chosen, model_path, partial(_tell_of, key, tell))
-            chosen = by_hash(chosen)
+                read = _fitting(config, read, model_path, partial(_tell_of, key, tell))
+            chosen = by_hash(read)
         count = len(chosen) if settings.tasks is None else settings.tasks
         if count > len(chosen):
             raise ConfigError(
                 f"{key}.tasks is {count}, expected at most {len(chosen)}, as many as there are; "
                 "lower it"
             )
-        found.append(EvaluationSet(name=name, tasks=chosen[:count], sampling=settings.sampling))
+        found.append(
+            EvaluationSet(name=name, tasks=list(chosen[:count]), sampling=settings.sampling)
+        )
     return found
 
 
@@ -186,7 +190,7 @@ def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings
     )
 
 
-def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> list[Task]:
+def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> PackedTasks:
     checks = _data_checks(config)
     try:
         tasks, _ = _read(settings, checks)
@@ -196,8 +200,8 @@ def _tasks_of(config: Config, settings: TasksSettings, *, key: str) -> list[Task
     return tasks
 
 
-def _check_environment(tasks: Sequence[Task], config: Config, *, key: str) -> None:
-    foreign = {task.environment for task in tasks} - {config.tasks.environment}
+def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
+    foreign = tasks.environments - {config.tasks.environment}
     if foreign:
         raise ConfigError(
             f"{key}: it holds tasks of {sorted(foreign)}, expected only "
@@ -208,11 +212,11 @@ def _check_environment(tasks: Sequence[Task], config: Config, *, key: str) -> No
 
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
-) -> tuple[list[Task], list[Task] | None]:
+) -> tuple[PackedTasks, PackedTasks | None]:
     """The tasks, and those of a split for evaluations, if there is one. Raises: BadTaskFile."""
     if settings.dataset is None:
         assert settings.file is not None
-        return read_tasks(settings.file, checks=checks), None
+        return PackedTasks(read_tasks(settings.file, checks=checks)), None
     read = partial(
         read_data_set,
         settings.dataset,
@@ -226,8 +230,8 @@ def _read(
 
 
 def _fitting(
-    config: Config, tasks: list[Task], model_path: str, tell: Callable[[str], None]
-) -> list[Task]:
+    config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
+) -> PackedTasks:
     """Those whose prompt leaves room for an answer. Raises: ConfigError."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
@@ -235,8 +239,8 @@ def _fitting(
     renderer = _renderer(config, model_path)
     _check_tools(config, renderer, (), tools)
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
-    fitting = []
-    for task in tasks:
+    fitting: list[int] = []
+    for position, task in enumerate(tasks):
         try:
             prompt = renderer.first_prompt(first_messages(task.data), tools)
         except RenderError as error:
@@ -244,7 +248,7 @@ def _fitting(
                 f"model: its chat template cannot render the prompt of {task.task_id}: {error}"
             ) from error
         if prompt.shape[0] <= room:
-            fitting.append(task)
+            fitting.append(position)
     told = (
         f"{len(tasks) - len(fitting)} of {len(tasks)} prompts have more than {room} tokens "
         "(model.max_context_tokens less rollouts.max_tokens_per_turn)"
@@ -253,7 +257,7 @@ def _fitting(
         raise ConfigError(f"tasks.dataset: {told}; expected shorter ones, or a longer context")
     if len(fitting) < len(tasks):
         tell(f"{told} and are left out")
-    return fitting
+    return tasks.selected(fitting)
 
 
 def _first_messages(

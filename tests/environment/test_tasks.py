@@ -1,6 +1,8 @@
 """Task sources and task files: deterministic, disjoint, checked row by row."""
 
+import gc
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from actors.environment.tasks import (
     BadTaskFile,
     FileTasks,
     GeneratedTasks,
+    PackedTasks,
     read_tasks,
     write_tasks,
 )
@@ -202,3 +205,32 @@ def test_wrong_families_and_options_are_refused() -> None:
         generate_tasks("chain_sum", 1, seed=0, options={"min_terms": 0})
     with pytest.raises(ValueError, match="expected 1 or more"):
         generate_tasks("chain_sum", 0, seed=0)
+
+
+def test_packed_tasks_are_the_tasks_and_no_objects_of_their_own() -> None:
+    deep = Task(
+        task_id="ü\ud800", environment="b", seed=2**63 - 1, data={"a": [1, None, {"x": 0.1}]}
+    )
+    tasks = [*_tasks(3), deep, Task(task_id="empty", environment="c", seed=0)]
+    packed = PackedTasks(tasks)
+
+    assert packed == tasks
+    assert packed != tasks[:-1]
+    assert list(packed[1:4]) == tasks[1:4]
+    assert packed[-1] == tasks[-1]
+    chosen = packed.selected([3, 0])[1:].selected([0])
+    assert list(chosen) == [tasks[0]]
+    assert [packed.selected([4, 3]).task_id(n) for n in (0, 1)] == ["empty", "ü\ud800"]
+    # Made again at each read: nobody changes a task that another rollout plays.
+    assert packed[0].data is not packed[0].data
+
+
+def test_a_large_list_of_packed_tasks_is_few_objects() -> None:
+    gc.collect()
+    before = sys.getallocatedblocks()
+    packed = PackedTasks(
+        Task(task_id=f"t-{number}", environment="a", seed=number, data={"prompt": [{"n": number}]})
+        for number in range(5000)
+    )
+    gc.collect()
+    assert sys.getallocatedblocks() - before < len(packed) / 10
