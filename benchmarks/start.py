@@ -7,7 +7,8 @@ a directory of SmolLM2 is given (`rayloom model smollm2 DIR`), short sums. After
 started in a plain process with the same model and the same options. Each round starts with caches
 that are empty (cold: the tiny model is built, and vLLM compiles) and repeats both with the caches
 that this has filled (warm). The stages are those that the run prints and those of the first step
-that the run stores; several run at the same time. Prints medians, the goals, and a JSON line.
+that the run stores; several run at the same time. Processor seconds, of all processes of a side
+until then, hardly depend on what else the machine does. Prints medians, the goals, and a JSON line.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.environment import describe_environment
 from service.config.file import load_config
@@ -37,6 +41,7 @@ RUN_LIMIT_S = 900.0
 ROOT = Path(__file__).parents[1]
 TINY_CONFIG = ROOT / "deploy" / "configs" / "guessing-cpu.yaml"
 FIRST_LINE, FIRST_STEP, VLLM = "first line", "first step", "vLLM alone, to its first token"
+PROCESSOR = "processor seconds"
 BEYOND = f"{FIRST_STEP} beyond vLLM alone"
 FIRST_LINE_GOAL_S, TINY_GOAL_S, SMOLLM2_GOAL_S = 2.0, 8.0, 15.0
 COLD, WARM = "cold", "warm"
@@ -113,6 +118,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
                 found[FIRST_LINE] = elapsed
             elif line.startswith("step 1/"):
                 found[FIRST_STEP] = elapsed
+                found[f"{FIRST_STEP}: {PROCESSOR}"] = processor_s(process.pid)
             elif line.startswith("training"):
                 training_at = elapsed
             elif line.startswith("evaluation  v0"):
@@ -136,7 +142,17 @@ def _first_step(run_dir: RunDir) -> dict[str, float]:
     return {f"{FIRST_STEP}: {name}": s for name, s in record.stages.by_name().items() if s >= 0.05}
 
 
-def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> float:
+def processor_s(root: int) -> float:
+    """Return the processor seconds of a process and its descendants, ended ones included."""
+    total = 0.0
+    this = psutil.Process(root)
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
+def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> dict[str, float]:
     """Start vLLM as the run's engine was started. Returns: seconds to its first token."""
     config = load_config(run_dir.config_file)
     settings = engine_settings(config, model=_model(config, run_dir))
@@ -151,13 +167,16 @@ def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> float:
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(engine_options(settings)))
-        process.stdin.close()
+        process.stdin.write(json.dumps(engine_options(settings)) + "\n")
+        process.stdin.flush()
         first = next((line for line in process.stdout if line.startswith("the first token")), None)
-        seconds = time.monotonic() - began
+        found = {VLLM: time.monotonic() - began}
+        if first is not None:
+            found[f"{VLLM}: {PROCESSOR}"] = processor_s(process.pid)
+            process.stdin.close()
     if first is None:
         raise RuntimeError(f"vLLM alone ended with {process.returncode} before its first token")
-    return seconds
+    return found
 
 
 def _model(config: Config, run_dir: RunDir) -> str:
@@ -174,7 +193,7 @@ def measure_round(start: Start, scratch: Path) -> dict[str, dict[str, float]]:
         alone = _with_caches(scratch / "alone")
         # Otherwise it is in the system's temporary directory, which earlier processes have filled.
         alone["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "alone" / "inductor")
-        row[VLLM] = start_vllm(RunDir(path=run_dir), environment=alone)
+        row |= start_vllm(RunDir(path=run_dir), environment=alone)
         row[BEYOND] = row[FIRST_STEP] - row[VLLM]
         print(
             f"{start.name}, {temperature}: {FIRST_STEP} {row[FIRST_STEP]:.1f} s, vLLM alone "
