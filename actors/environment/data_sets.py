@@ -4,8 +4,9 @@ A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, the first ones a
 gzip (`.jsonl.gz`), a directory (what `datasets.save_to_disk` writes,
 or a data set's own files), or a name on the Hugging Face hub. The `datasets` library reads them,
 but for a single file of JSON or CSV: it gives a column one type, and would make the text "007" a
-number. Values of a CSV file are texts. A column becomes an entry of the task's data; `task_id` and
-`seed` also make the task's own. A row without an id gets one by its content, so that the
+number. Values of a CSV file are texts, and spaces around the names in its first line are removed.
+A column becomes an entry of the task's data, except one whose name is empty; `task_id` and `seed`
+also make the task's own. A row without an id gets one by its content, so that the
 same rows in any order are the same tasks. Called by the configuration.
 """
 
@@ -15,6 +16,7 @@ import csv
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, time, timedelta
 from decimal import Decimal
 from hashlib import blake2b
@@ -22,12 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actors.environment.task_data import DataCheck
 from actors.environment.tasks import (
     BadTaskFile,
     PackedTasks,
     derived_seed,
+    json_list,
     json_rows,
     open_text,
 )
@@ -74,6 +78,8 @@ def read_data_set(
     names, rows = _open(source, split=split, subset=subset)
     taken = None if check is None else check.names
     entries = _entries(columns, names, check, what)
+    if _is_unnamed(names) and "" not in columns.values():
+        _logger.warning("%s: a column without a name is left out; give it a name to use it", what)
     tasks, found_ids = PackedTasks(), set[str]()
     num_same: dict[str, int] = {}
     left_out: set[str] = set()
@@ -91,8 +97,8 @@ def read_data_set(
         task = _task(entry, taken, environment=environment, where=where)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
-                f"{where}: {problem}; the data set has the columns {', '.join(names)}: map "
-                "them by tasks.columns"
+                f"{where}: {problem}; the data set has the columns {_listed(names)}: map "
+                "them by tasks.columns, or remove the row"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:
@@ -107,6 +113,16 @@ def read_data_set(
     if not tasks:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
     return tasks
+
+
+def _is_unnamed(names: Sequence[str]) -> bool:
+    """Whether a column has no name, as the index has that pandas writes into a CSV file."""
+    return any(not name.strip() for name in names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the names of columns for a message; quoted if a space would not be seen."""
+    return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
 
 
 def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
@@ -187,18 +203,16 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         yield from json_rows(path)
         return
     if suffix == ".json":
-        with open_text(path) as file:
-            listed = json.loads(file.read())
-        for number, row in enumerate(listed if isinstance(listed, list) else [listed], start=1):
-            yield f"{path}, row {number}", row
+        yield from json_list(path)
         return
     with open_text(path, newline="") as file:
         reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
-        names = reader.fieldnames or ()
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        _check_names(names, what=f"data set {path}")
+        if quoted := next((name for name in names if name.startswith('"')), None):
             raise BadTaskFile(
-                f"data set {path}: the column {', '.join(twice)} is there twice, expected names of "
-                "their own; rename one"
+                f"data set {path}: got a space before the quoted column {quoted}, expected the "
+                "quote first; remove the spaces after the separators"
             )
         if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
             raise BadTaskFile(
@@ -216,9 +230,30 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, row
 
 
+def _check_names(names: Sequence[str], *, what: str) -> None:
+    """Raises: BadTaskFile if two columns have the same name, except columns without a name."""
+    if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
+        raise BadTaskFile(
+            f"{what}: the column {_listed(twice)} is there twice, expected names of their own; "
+            "rename one"
+        )
+
+
 def _suffix(path: Path) -> str:
-    """Return the suffix that names the format: .jsonl for rows.jsonl.gz."""
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    """Return the suffix that names the format, in small letters: .jsonl for rows.JSONL.gz."""
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if last == ".gz" else last
+
+
+def _check_parquet(path: Path, *, what: str) -> None:
+    """Check what `datasets` reports without a reason.
+
+    Raises: BadTaskFile if the file has no rows or a name twice; OSError, pa.ArrowException.
+    """
+    footer = pq.read_metadata(path)
+    _check_names(footer.schema.to_arrow_schema().names, what=what)
+    if footer.num_rows == 0:
+        raise BadTaskFile(f"{what}: got no rows, expected one or more")
 
 
 def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Dataset:
@@ -230,11 +265,12 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
     what = f"data set {source}"
     try:
         if path.is_file():
-            if path.suffix not in _SUFFIXES:
+            if _suffix(path) != ".parquet" or path.suffix.lower() == ".gz":
                 raise BadTaskFile(
                     f"{what}: got suffix {path.suffix!r}, expected one of {', '.join(_SUFFIXES)}, "
                     "or a directory"
                 )
+            _check_parquet(path, what=what)
             return load_dataset("parquet", data_files=str(path), split="train")
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
             saved = load_from_disk(str(path))
@@ -255,6 +291,11 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
     except (*_UNREADABLE, DatasetsError) as error:
         if isinstance(error, BadTaskFile):
             raise
+        if isinstance(error, DatasetsError) and path.is_dir():
+            # One file without rows or with a name twice makes a directory unreadable.
+            for file in sorted(path.rglob("*.parquet")):
+                with suppress(OSError, pa.ArrowException):
+                    _check_parquet(file, what=f"{what}, file {file.relative_to(path)}")
         told = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
         raise BadTaskFile(f"{what}: cannot be read: {told:.300}") from error
 
@@ -285,7 +326,7 @@ def _entries(
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
-            f"{what}: column {', '.join(missing)} is missing, got {', '.join(sorted(names))}; "
+            f"{what}: column {_listed(missing)} is missing, got {_listed(sorted(names))}; "
             "correct tasks.columns"
         )
     taken = None if check is None else check.names
@@ -293,7 +334,7 @@ def _entries(
     own = {
         name: name
         for name in names
-        if name not in used and (taken is None or name in taken or name in _OWN)
+        if name.strip() and name not in used and (taken is None or name in taken or name in _OWN)
     }
     return {**own, **asked}
 
@@ -316,9 +357,11 @@ def _task(
         content = json.dumps(own, ensure_ascii=False, allow_nan=False, sort_keys=True)
         content.encode()
     except (TypeError, ValueError, RecursionError) as error:
+        column = next((name for name, value in row.items() if not _is_json(value)), "")
         raise BadTaskFile(
-            f"{where}: got a value that is no JSON ({error}), expected texts, finite numbers, "
-            "true, false, null, lists and objects; leave its column out, by null in tasks.columns"
+            f"{where}{f', column {column}' if column else ''}: got a value that is no JSON "
+            f"({error}), expected texts, finite numbers, true, false, null, lists and objects; "
+            "leave its column out, by null in tasks.columns"
         ) from None
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
@@ -335,6 +378,14 @@ def _task(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise BadTaskFile(f"{where}: seed: expected a whole number from 0 to 2^63 - 1")
     return Task(task_id=task_id, environment=environment, seed=seed, data=data)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _digest(content: str) -> str:

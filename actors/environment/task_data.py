@@ -259,6 +259,21 @@ def _told(error: ValidationError) -> str:
     if rule == "type":
         expected = value if isinstance(value, str) else " or ".join(value)
         return f"got {_kind(given)}, expected {expected}; correct it"
+    if rule == "anyOf" and all(
+        each.validator == "type" and not each.relative_path for each in error.context
+    ):
+        types = [
+            kind
+            for each in error.context
+            for kind in (
+                [each.validator_value]
+                if isinstance(each.validator_value, str)
+                else each.validator_value
+            )
+        ]
+        return f"got {_kind(given)}, expected {' or '.join(dict.fromkeys(types))}; correct it"
+    if rule in ("minLength", "minItems") and not given:
+        return f"got {_kind(given)} that is empty, expected one that is not; correct it"
     if rule == "required":
         missing = [name for name in value if name not in given]
         return f"{', '.join(missing)} missing; give it"

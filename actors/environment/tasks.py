@@ -384,7 +384,7 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
     path = Path(path)
     _check_suffix(path)
     try:
-        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else json_rows(path))
+        rows = list(_parquet_rows(path) if path.suffix.lower() == ".parquet" else json_rows(path))
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise BadTaskFile(f"task file {path}: cannot be read: {error}") from error
     first_found: dict[str, str] = {}
@@ -422,7 +422,7 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            if path.suffix == ".parquet":
+            if path.suffix.lower() == ".parquet":
                 rows = [_row(task) for task in tasks]
                 cells = [row | {"data": _json(row["data"])} for row in rows]
                 pq.write_table(pa.Table.from_pylist(cells, schema=_SCHEMA), file)
@@ -438,7 +438,7 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
 
 
 def _check_suffix(path: Path) -> None:
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix.lower() not in (".jsonl", ".parquet"):
         raise BadTaskFile(
             f"task file {path}: got suffix {path.suffix!r}, expected .jsonl or .parquet; rename it"
         )
@@ -446,7 +446,7 @@ def _check_suffix(path: Path) -> None:
 
 def open_text(path: Path, *, newline: str | None = None) -> IO[str]:
     """Open a text file, compressed by gzip if its name ends in .gz."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
     return path.open(encoding="utf-8-sig", newline=newline)
 
@@ -461,6 +461,19 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, _parse_json(line, where=where)
 
 
+def json_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSON file's list, each after its place; one object is a list of one.
+
+    Raises: BadTaskFile, OSError, ValueError.
+    """
+    with open_text(path) as file:
+        listed = json.loads(file.read(), object_pairs_hook=_as_dict)
+    for number, row in enumerate(listed if isinstance(listed, list) else [listed], start=1):
+        where = f"{path}, row {number}"
+        _check_keys(row, where=where)
+        yield where, row
+
+
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     for number, row in enumerate(pq.read_table(path).to_pylist(), start=1):
         where = f"{path}, row {number}"
@@ -471,9 +484,41 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(text: str, *, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_as_dict)
     except (ValueError, RecursionError) as error:
         raise BadTaskFile(f"{where}: not JSON: {error}; expected one JSON object") from None
+    _check_keys(found, where=where)
+    return found
+
+
+class _Repeated(dict[str, Any]):
+    """An object of JSON in which a key is written twice."""
+
+    key = ""
+
+
+def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    # The reader knows the row, which the message needs.
+    repeated = _Repeated(found)
+    names = [name for name, _ in pairs]
+    repeated.key = next(name for name in names if names.count(name) > 1)
+    return repeated
+
+
+def _check_keys(row: Any, *, where: str) -> None:
+    """Raises: BadTaskFile if an object in the row has a key twice."""
+    if isinstance(row, _Repeated):
+        raise BadTaskFile(
+            f"{where}: got the key {row.key!r} twice in one object, expected each key once; remove "
+            "or rename one"
+        )
+    if isinstance(row, dict | list):
+        for value in row.values() if isinstance(row, dict) else row:
+            if isinstance(value, dict | list):
+                _check_keys(value, where=where)
 
 
 def _refuse_constant(constant: str) -> NoReturn:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.environment.data_sets import read_data_set
-from actors.environment.task_data import DataCheck
+from actors.environment.task_data import PROMPT_DATA, DataCheck
 from actors.environment.tasks import BadTaskFile
 from actors.types import Task
 from service.config.file import ConfigError, parse_config
@@ -108,6 +108,14 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
         ("semicolons.csv", b"prompt;answer\na;1\n", "one name with ';' in it.*separated by ','"),
         ("commas.tsv", b"prompt,answer\na,1\n", "one name with ',' in it"),
         ("latin.csv", "prompt\né\n".encode("latin-1"), "not UTF-8 text.*save it as UTF-8"),
+        ("quoted.csv", b'prompt, "answer"\na,1\n', 'space before the quoted column "answer"'),
+        ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer is there twice"),
+        (
+            "keys.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n',
+            "line 2: got the key 'prompt' twice in one object, expected each key once; remove or",
+        ),
+        ("inner.json", b'[{"a": 1}, {"a": [{"k": 1, "k": 1}]}]', "row 2: got the key 'k' twice"),
         ("wide.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "not UTF-8 text"),
     ],
 )
@@ -117,6 +125,61 @@ def test_a_text_file_that_would_be_read_wrongly_is_refused(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadTaskFile, match=words):
         read(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.JSONL", b'{"prompt": "a", "answer": "1"}'),
+        ("rows.Json", b'[{"prompt": "a", "answer": "1"}]'),
+        ("rows.CSV", b"prompt,answer\na,1\n"),
+        ("rows.TSV", b"prompt\tanswer\na\t1\n"),
+        ("rows.JSONL.GZ", gzip.compress(b'{"prompt": "a", "answer": "1"}')),
+        ("spaces.csv", b"prompt , answer\na,1\n"),
+        ("mark.csv", b"\xef\xbb\xbfprompt,answer\na,1\n"),
+        ("mark.tsv", b'\xef\xbb\xbf"prompt"\t answer \na\t1\n'),
+        ("mark.jsonl", b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n'),
+        ("index.csv", b",prompt,,answer\n0,a,,1\n"),
+        ("index.jsonl", b'{"": 0, " ": 1, "prompt": "a", "answer": "1"}\n'),
+    ],
+)
+def test_capitals_a_mark_spaces_and_an_index_change_no_column(
+    tmp_path: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    [task] = read(tmp_path / name, columns={})
+    assert task.data == {"prompt": "a", "answer": "1"}
+    assert ("a column without a name is left out" in caplog.text) == name.startswith("index")
+
+
+def test_a_parquet_file_that_pandas_wrote_oddly_is_read_or_refused_with_the_place(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "rows.PARQUET"
+    # The names that pandas gives to columns named NaN and None.
+    table = pa.table({"prompt": ["a"], "nan": ["1"], "None": ["2"]})
+    pq.write_table(table, file)
+    assert read(file, columns={})[0].data == {"prompt": "a", "nan": "1", "None": "2"}
+    prompts = DataCheck(PROMPT_DATA)
+    refused: list[tuple[pa.Table, str]] = [
+        (pa.table({"prompt": ["a", None], "answer": ["1", "2"]}),
+         r"row 2: data\.prompt: got null, expected string or array; .* or remove the row"),
+        (pa.table({"prompt": ["a", ""]}), r"row 2: data\.prompt: got a text that is empty"),
+        (pa.table({" prompt": ["a"]}), r"prompt missing.*has the columns ' prompt': map"),
+        (pa.table({"prompt": ["a"], "n": [float("nan")]}), "row 1, column n: got a value that is"),
+        (table.slice(0, 0), "got no rows, expected one or more"),
+        (pa.table({}), "got no rows, expected one or more"),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["x", "x"]), "column x is there twice"),
+    ]  # fmt: skip
+    for given, words in refused:
+        pq.write_table(given, file)
+        with pytest.raises(BadTaskFile, match=words):
+            read(file, columns={}, check=prompts)
+    directory = tmp_path / "directory"
+    parquet(directory / "train-0.parquet")
+    pq.write_table(table.slice(0, 0), directory / "train-1.parquet")
+    with pytest.raises(BadTaskFile, match=r"file train-1\.parquet: got no rows"):
+        read(directory)
 
 
 def test_columns_that_are_not_mapped_keep_their_names_where_they_are_taken(tmp_path: Path) -> None:
