@@ -8,10 +8,41 @@ import pytest
 from worlds.run_checks import check_audit, check_finished
 from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
 
+from actors.types import Outcome
 from service.config.file import load_config
 from service.inspect.reader import open_journal
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+# Every worker that reaches its second move ends, until three of them have.
+DEADLY = """
+import os, signal
+from pathlib import Path
+
+from actors.environment.protocol import Message, Observation, Role, StepResult
+
+class Deadly:
+    def __init__(self):
+        self.moves = 0
+
+    async def reset(self, task):
+        return Observation(messages=(Message(role=Role.USER, content="Say it."),))
+
+    async def step(self, action):
+        self.moves += 1
+        if self.moves == 1:
+            return StepResult(messages=(Message(role=Role.USER, content="Again."),))
+        for number in range(3):
+            try:
+                os.close(os.open(f"deaths/{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            Path(f"deaths/{number}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return StepResult(reward=float(len(action.text) % 3), terminated=True)
+
+    async def close(self): ...
+"""
 
 
 def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str) -> None:
@@ -109,3 +140,37 @@ def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(
         assert "the supervisor is gone" in run.output.read_text()
         assert "go on with --resume" in run.output.read_text()
         assert run.wait_until_gone(limit_s=STEP_S) == []
+
+
+@pytest.mark.proof
+@pytest.mark.training
+def test_the_episodes_of_a_killed_worker_end_as_environment_errors_and_are_played_again(
+    tmp_path: Path, small_model: str
+) -> None:
+    """kill -9 of three workers of a user's environment, in the middle of their episodes.
+
+    The start of a whole run takes most of a minute, so that this is a proof.
+    """
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    config = small_config(
+        tmp_path,
+        small_model,
+        run={"steps": 2, "checkpoint_every": 2, "evaluate_every": 50},
+        tasks={"environment": "deadly:Deadly", "evaluation_tasks": 0},
+        trainer={"num_ranks": 1},
+    )
+    with running(config, tmp_path / "run", cwd=tmp_path) as run:
+        assert run.wait(limit_s=START_S + 2 * STEP_S) == 0, run.log()
+        check_finished(run, steps=2)
+        check_audit(run)
+    assert "first environment_error" in run.log() and "step: WorkerLost" in run.log()
+    assert "deadly:Deadly: 3 calls were lost" in run.log()
+    assert len({each.read_text() for each in deaths.iterdir()}) == 3
+    journal = open_journal(run.place.path)
+    played = [entry.trajectory for step in journal.steps() for entry in step.entries]
+    assert {each.outcome for each in played} == {Outcome.COMPLETED}
+    # A worker has several episodes, which all ended with it; those of other workers did not.
+    again = [each for each in played if each.attempt > 0]
+    assert 3 < len(again) < len(played)
