@@ -506,6 +506,7 @@ def try_out(
     config: PlainConfigPath = None,
     dataset: Dataset = None,
     reward: Rewards = None,
+    group_reward: GroupRewards = None,
     tools: Tools = None,
     answer: Annotated[
         str | None,
@@ -519,6 +520,10 @@ def try_out(
         typer.Option(metavar="URL", help="of an API like OpenAI's; its key is OPENAI_API_KEY"),
     ] = None,
     tasks: Annotated[int, typer.Option(min=1, help="the first so many")] = 3,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="answers to each task; default: 1, or 4 with --group-reward"),
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(help="of vLLM's API")] = None,
@@ -537,6 +542,7 @@ def try_out(
         config,
         dataset=dataset,
         rewards=reward or [],
+        group_rewards=group_reward or [],
         tools=tools or [],
         model=None,
         overrides=overrides or [],
@@ -553,6 +559,7 @@ def try_out(
     request = TryRequest(
         config=settings,
         num_tasks=tasks,
+        num_samples=samples,
         answer=answer,
         model=model,
         base_url=base_url,
@@ -564,10 +571,8 @@ def try_out(
 @app.command()
 def rescore(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
-    reward: Annotated[
-        list[str],
-        typer.Option(metavar="FILE.py:FUNCTION", help="score by it; several are added"),
-    ],
+    reward: Rewards = None,
+    group_reward: GroupRewards = None,
     limit: Annotated[
         int, typer.Option(min=0, help="trajectories shown, those that differ most; 0: all")
     ] = 10,
@@ -578,7 +583,9 @@ def rescore(
     """
     from service.cli.rescore import run_rescore
 
-    raise typer.Exit(run_rescore(run, rewards=reward, limit=limit))
+    raise typer.Exit(
+        run_rescore(run, rewards=reward or [], group_rewards=group_reward or [], limit=limit)
+    )
 
 
 @app.command()

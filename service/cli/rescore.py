@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.journal.record import JournalStep
 from actors.types import Trajectory
 from service.cli.outlet import say, warn
 from service.config.file import ConfigError
@@ -36,12 +37,19 @@ class Rescored:
         return 0.0 if isinstance(self.new, str) else self.new - self.old
 
 
-def run_rescore(run: Path, *, rewards: Sequence[str], limit: int) -> int:
+def run_rescore(
+    run: Path, *, rewards: Sequence[str], group_rewards: Sequence[str] = (), limit: int
+) -> int:
     """Score the trajectories of a run again and show the changes.
 
-    rewards: names of the functions, whose scores are added. limit: largest number of trajectories
-    that are listed; 0: all. Returns: the exit code. Raises: ConfigError.
+    rewards, group_rewards: names of the functions, whose scores are added. limit: largest number of
+    trajectories that are listed; 0: all. Returns: the exit code. Raises: ConfigError.
     """
+    if not (rewards or group_rewards):
+        raise ConfigError(
+            "rescore: got no function, expected one or more that score; name it by --reward or "
+            "--group-reward FILE.py:FUNCTION"
+        )
     journal = open_journal(run)
     run_dir = journal.run_dir
     if run_dir is None:
@@ -51,44 +59,77 @@ def run_rescore(run: Path, *, rewards: Sequence[str], limit: int) -> int:
         )
     config = config_beside(run_dir)
     # An import that hangs or ends its process is refused with a sentence.
-    imports = Trial(begins=False, functions=False, others=dict.fromkeys(rewards, "--reward"))
-    tried(config, imports, tell=warn)
-    verifiers = [
-        ShadowVerifier(
-            config,
-            model=config.model.path or str(run_dir.tiny_model),
-            name=name,
-            num_samples=0,
-            key="--reward",
-        )
-        for name in rewards
-    ]
+    keys = dict.fromkeys(rewards, "--reward") | dict.fromkeys(group_rewards, "--group-reward")
+    tried(config, Trial(begins=False, functions=False, others=keys), tell=warn)
+    verifiers, of_groups = (
+        [
+            ShadowVerifier(
+                config,
+                model=config.model.path or str(run_dir.tiny_model),
+                name=name,
+                num_samples=0,
+                key="--group-reward" if scores_groups else "--reward",
+                scores_groups=scores_groups,
+            )
+            for name in names
+        ]
+        for names, scores_groups in ((rewards, False), (group_rewards, True))
+    )
     found: list[Rescored] = []
     for step in journal.steps():
-        trajectories = [each.trajectory for each in step.entries if each.trajectory.is_graded]
-        found += asyncio.run(
-            _rescored(step.step, [each for each in trajectories if each.samples], verifiers)
-        )
+        found += asyncio.run(_rescored(step, verifiers, of_groups))
     say(describe(found, limit=limit))
     return EXIT_OK if any(not isinstance(each.new, str) for each in found) else EXIT_UNSCORED
 
 
+_Scores = Mapping[str, float | str | None]
+
+
 async def _rescored(
-    step: int, trajectories: Sequence[Trajectory], verifiers: Sequence[ShadowVerifier]
+    step: JournalStep, verifiers: Sequence[ShadowVerifier], of_groups: Sequence[ShadowVerifier]
 ) -> list[Rescored]:
     places = asyncio.Semaphore(AT_ONCE)
+    graded = [each.trajectory for each in step.entries if each.trajectory.is_graded]
+    trajectories = [each for each in graded if each.samples]
+    by_group = [await _group_scores(step, each) for each in of_groups]
 
     async def one(trajectory: Trajectory) -> Rescored:
         async with places:
             scores = [await each.score(trajectory) for each in verifiers]
+        scores += [
+            each.get(trajectory.trajectory_id, "it was not in its group's baseline")
+            for each in by_group
+        ]
         problem = next((each for each in scores if isinstance(each, str)), None)
         numbers = [each for each in scores if isinstance(each, float)]
         new: float | str = sum(numbers)
         if problem is not None or not numbers:
             new = problem or "none of the functions scores it"
-        return Rescored(step=step, trajectory=trajectory, new=new)
+        return Rescored(step=step.step, trajectory=trajectory, new=new)
 
     return list(await asyncio.gather(*(one(each) for each in trajectories)))
+
+
+async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
+    """Return the scores of one function by trajectory, with a call for each group as in a run.
+
+    A group has the trajectories that were in its baseline, in the order of the group.
+    """
+    groups: dict[str, list[Trajectory]] = {}
+    for entry in step.entries:
+        if entry.baseline_return is not None and entry.trajectory.samples:
+            groups.setdefault(entry.trajectory.group_id, []).append(entry.trajectory)
+    found: dict[str, float | str | None] = {}
+    for group in groups.values():
+        group.sort(key=lambda each: int(each.rollout_id.rpartition("-")[2]))
+        scores = await verifier.score_group(group)
+        names = [each.trajectory_id for each in group]
+        found |= (
+            dict.fromkeys(names, scores)
+            if isinstance(scores, str)
+            else dict(zip(names, scores, strict=True))
+        )
+    return found
 
 
 def describe(found: Sequence[Rescored], *, limit: int) -> str:

@@ -27,6 +27,7 @@ from actors.environment.protocol import (
     Environment,
     Message,
     Observation,
+    RewardError,
     Role,
     StepResult,
     ToolCall,
@@ -34,6 +35,7 @@ from actors.environment.protocol import (
     reward_problem,
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
+from actors.environment.settings import GROUP_REWARD
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
@@ -54,6 +56,7 @@ from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, reference_of, tried
 
 EXIT_OK, EXIT_UNSCORED = 0, 1
+GROUP_SIZE = 4
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
@@ -63,6 +66,8 @@ class TryRequest:
 
     config: Config
     num_tasks: int
+    num_samples: int | None = None
+    """How often each task is played; None: as `samples_of_task` says."""
     answer: str | None = None
     """Column whose reference answers are the replies; None: the replies come from elsewhere."""
     model: str | None = None
@@ -70,6 +75,18 @@ class TryRequest:
     base_url: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the model, by their names in the API."""
+
+    @property
+    def scores_groups(self) -> bool:
+        """Whether functions score the answers to a task together."""
+        return any(
+            member.tasks.options.get(GROUP_REWARD) for member in self.config.members.values()
+        )
+
+    @property
+    def samples_of_task(self) -> int:
+        """How often each task is played: once, or as a small group if functions score groups."""
+        return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:
         """Check that the options fit together. Raises: ConfigError if they do not."""
@@ -108,22 +125,78 @@ def run_try(request: TryRequest) -> int:
         tried(config, Trial(begins=False, functions=False), tell=warn)
     source = open_tasks(config)
     make, renderer = maker(config), _renderer(config)
+    count = request.samples_of_task
     rewards: list[float] = []
-    is_whole = True
+    num_played = 0
+    is_whole, is_over = True, False
     for number in range(request.num_tasks):
+        if is_over:
+            break
         task = source.task(number)
-        say(f"── task {task.task_id}, {number + 1} of {request.num_tasks}")
+        played: list[tuple[float, str]] = []
+        for sample in range(count):
+            which = f", answer {sample + 1} of {count}" if count > 1 else ""
+            say(f"── task {task.task_id}, {number + 1} of {request.num_tasks}{which}")
+            try:
+                played.append(asyncio.run(_play(request, make, task, renderer)))
+            except _Unplayed as error:
+                is_whole = False
+                say(f"no reward: {error}{note_of_close(root_cause(error))}\n")
+            except EOFError:
+                say("")
+                is_over = True
+                break
         try:
-            rewards.append(asyncio.run(_play(request, make, task, renderer)))
+            rewards += _together(request, make, task, played)
+            num_played += bool(played)
         except _Unplayed as error:
             is_whole = False
-            say(f"no reward: {error}{note_of_close(root_cause(error))}\n")
-        except EOFError:
-            say("")
-            break
+            say(f"no reward of the group: {error}\n")
     mean = f", mean reward {sum(rewards) / len(rewards):.4g}" if rewards else ""
-    say(f"{units.plural(len(rewards), 'task')} played{mean}")
+    answers = f", {units.plural(len(rewards), 'answer')}" if count > 1 else ""
+    say(f"{units.plural(num_played, 'task')} played{answers}{mean}")
     return EXIT_OK if rewards and is_whole else EXIT_UNSCORED
+
+
+def _together(
+    request: TryRequest,
+    make: Callable[[], Environment],
+    task: Task,
+    played: Sequence[tuple[float, str]],
+) -> list[float]:
+    """Return the rewards of a task's answers, with what the group functions add and show.
+
+    played: reward and text of each answer. Raises: _Unplayed if the group cannot be scored.
+    """
+    own = [reward for reward, _ in played]
+    if not (request.scores_groups and played):
+        return own
+    environment = make()
+    if not hasattr(environment, "score_group"):
+        # Another environment of a mixture.
+        return own
+
+    async def score() -> Sequence[StepResult]:
+        async with closing(environment.close):
+            call = partial(environment.score_group, task, [text for _, text in played])
+            limit_s = request.config.rollouts.turn_deadline_s
+            found: Sequence[StepResult] = await _ended("score_group", call, limit_s=limit_s)
+            return found
+
+    results = asyncio.run(score())
+    if problem := next(filter(None, map(reward_problem, results)), None):
+        raise _Unplayed(problem)
+    say(f"group of {units.plural(len(played), 'answer')}")
+    sums = [reward + result.reward for reward, result in zip(own, results, strict=True)]
+    for number, (result, total) in enumerate(zip(results, sums, strict=True), start=1):
+        say(f"  answer {number}: group reward {result.reward:g}{_parts(result)}, in all {total:g}")
+    say("")
+    return sums
+
+
+def _parts(result: StepResult) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in result.reward_components.items())
+    return f" ({parts})" if parts else ""
 
 
 def _renderer(config: Config) -> ChatRenderer:
@@ -146,8 +219,8 @@ def _renderer(config: Config) -> ChatRenderer:
 
 async def _play(
     request: TryRequest, make: Callable[[], Environment], task: Task, renderer: ChatRenderer
-) -> float:
-    """Play one task and return its reward.
+) -> tuple[float, str]:
+    """Play one task and return its reward and the text of its last reply.
 
     Raises: _Unplayed if it cannot be played to its end; EOFError at the end of typed input.
     """
@@ -163,7 +236,7 @@ async def _play(
 
 async def _play_turns(
     request: TryRequest, environment: Environment, task: Task, start: Observation
-) -> float:
+) -> tuple[float, str]:
     rollouts, reward = request.config.rollouts, 0.0
     chat = list(start.messages)
     reply = _replies(request, task)
@@ -179,9 +252,8 @@ async def _play_turns(
         if (problem := reward_problem(result)) is not None:
             raise _Unplayed(problem)
         reward += result.reward
-        parts = ", ".join(f"{name} {value:g}" for name, value in result.reward_components.items())
         spent_s = time.monotonic() - replied
-        say(f"\nreward {result.reward:g}{f' ({parts})' if parts else ''}, {spent_s:.3f} s")
+        say(f"\nreward {result.reward:g}{_parts(result)}, {spent_s:.3f} s")
         calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
         content = "" if calls else action.text
         chat += [
@@ -192,7 +264,7 @@ async def _play_turns(
             say(f"\n{message.role}\n{_indented(message.content)}")
         if result.terminated or result.truncated:
             say("")
-            return reward
+            return reward, action.text
         if request.answer is not None:
             raise _Unplayed("the task goes on after the reference answer, which is one reply")
     raise _Unplayed(f"no end after {rollouts.max_turns} turns (rollouts.max_turns)")
@@ -211,7 +283,10 @@ async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: fl
             f"{method} gave {error} (rollouts.turn_deadline_s); look for what hangs"
         ) from error
     except CallFailed as error:
-        raise _Unplayed(f"{method}: {describe(root_cause(error.error))}") from error
+        # A RewardError names the function that failed.
+        is_named = isinstance(error.error, RewardError)
+        told = str(error.error) if is_named else describe(root_cause(error.error))
+        raise _Unplayed(f"{method}: {told}") from error
 
 
 def _show_prompt(renderer: ChatRenderer, start: Observation) -> None:

@@ -44,6 +44,7 @@ from actors.environment.reward_functions import (
     NoScore,
     RewardFunction,
     load_functions,
+    load_group_functions,
 )
 from actors.environment.tasks import TaskSource
 from actors.environment.user_names import HIDES, hides_arguments
@@ -588,15 +589,19 @@ def _fate_of(
             return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0
 
 
-def load_shadow(name: str, *, key: str = "audit.shadow") -> RewardFunction:
+def load_shadow(
+    name: str, *, key: str = "audit.shadow", scores_groups: bool = False
+) -> RewardFunction:
     """Return the reward function of a name. Raises: ConfigError if it cannot be loaded.
 
-    key: the setting or option that names the function, for messages.
+    key: the setting or option that names the function, for messages. scores_groups: whether the
+    function has to score the answers of a group together.
     """
     try:
-        return load_functions(name)[0]
+        return (load_group_functions if scores_groups else load_functions)(name)[0]
     except BadRewardFunction as error:
-        raise ConfigError(f"{key}: {str(error).removeprefix('reward: ')}") from error
+        told = str(error).removeprefix("group_").removeprefix("reward: ")
+        raise ConfigError(f"{key}: {told}") from error
     except Exception as error:
         # The user's own module is imported: any type can come.
         raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error

@@ -8,7 +8,7 @@ be had is none, never a refusal. In a run it has a process of its own, as it is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,13 +49,14 @@ class ShadowVerifier:
         name: str,
         num_samples: int,
         key: str = "audit.shadow",
+        scores_groups: bool = False,
     ) -> None:
-        """Load a verifier. model: path or name of the tokenizer. name, key: see `load_shadow`.
-        num_samples: number of trajectories of a step that `verdicts` checks.
+        """Load a verifier. model: path or name of the tokenizer. name, key, scores_groups: see
+        `load_shadow`. num_samples: number of trajectories of a step that `verdicts` checks.
 
         Raises: ConfigError.
         """
-        self._function = load_shadow(name, key=key)
+        self._function = load_shadow(name, key=key, scores_groups=scores_groups)
         self._num_samples = num_samples
         self._limit_s = config.rollouts.turn_deadline_s
         self._stop = config.rollouts.stop
@@ -107,6 +108,22 @@ class ShadowVerifier:
         except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
             return f"{self._function.name}: {error}"
         return None if score.value is None else float(score.value)
+
+    async def score_group(self, group: Sequence[Trajectory]) -> Sequence[float | None] | str:
+        """Score the last replies of a group's trajectories together with the function.
+
+        Returns: the score of each trajectory, None if the function returned None for it; a text
+        that says why there are none.
+        """
+        columns = self._columns(group[0])
+        replies = [self._last_reply(each) for each in group]
+        try:
+            self._function.check(columns, extras=frozenset(f"{name}s" for name in columns))
+            ask: Callable[[], Any] = partial(self._function.score_group, replies, columns)
+            scores = await bounded(ask, limit_s=self._limit_s)
+        except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
+            return f"{self._function.name}: {error}"
+        return [None if each.value is None else float(each.value) for each in scores]
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return the task's data; if the run's tasks have none, the prompt as it was rendered."""

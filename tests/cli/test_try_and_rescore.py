@@ -15,7 +15,7 @@ import pytest
 from worlds.episode_builders import tokenizer
 from worlds.trajectory_builders import make_trajectory, make_turn
 
-from service.cli.rescore import Rescored, describe
+from service.cli.rescore import Rescored, describe, run_rescore
 from service.cli.try_out import TryRequest, run_try
 from service.config.file import ConfigError, parse_config
 from service.config.tree import Config
@@ -24,6 +24,12 @@ CODE = '''
 def score(completion, answer):
     right = completion.strip() == answer
     return {"right": float(right), "short": 0.5}
+
+def rarest(completions, **columns):
+    return [1.0 / completions.count(text) for text in completions]
+
+def breaks(completions, **columns):
+    raise KeyError("no")
 
 def add(first: int, second: int) -> int:
     """Add two numbers."""
@@ -71,6 +77,35 @@ def test_calls_and_answers_are_typed_in(
     assert "tool\n  3" in shown and "reward 0.5" in shown
     # The input ended before the second task.
     assert "1 task played, mean reward 0.5" in shown
+
+
+def test_a_group_function_scores_the_answers_to_a_task_together(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = {
+        "environment": "single_turn", "dataset": "rows.jsonl", "evaluation_tasks": 0,
+        "options": {"reward": "of_try.py:score", "group_reward": "of_try.py:rarest"},
+    }  # fmt: skip
+    config = parse_config({"model": {"tiny": {}}, "tasks": tasks}, source="for a test")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3\n\n3\n\n4\n\n"))
+    # The input ends before the fourth answer, so that the group has three.
+    assert run_try(TryRequest(config=config, num_tasks=2)) == 0
+    shown = capsys.readouterr().out
+    assert "task one, 1 of 2, answer 4 of 4" in shown and "group of 3 answers" in shown
+    assert "answer 2: group reward 0.5 (rarest 0.5), in all 2" in shown
+    assert "answer 3: group reward 1 (rarest 1), in all 1.5" in shown
+    assert "1 task played, 3 answers, mean reward 1.833" in shown
+    broken = {**tasks, "options": {"group_reward": "of_try.py:breaks"}}
+    config = parse_config({"model": {"tiny": {}}, "tasks": broken}, source="for a test")
+    assert run_try(TryRequest(config=config, num_tasks=1, num_samples=2, answer="answer")) == 1
+    shown = capsys.readouterr().out
+    assert "answer 2 of 2" in shown and "no reward of the group: score_group: " in shown
+    assert "breaks raised KeyError" in shown
+
+
+def test_a_run_is_not_scored_again_without_a_function(place: Path) -> None:
+    with pytest.raises(ConfigError, match="got no function, expected one or more"):
+        run_rescore(place, rewards=[], limit=1)
 
 
 @pytest.fixture

@@ -142,6 +142,7 @@ def test_a_text_file_that_would_be_read_wrongly_is_refused(
         ("index.csv", b",prompt,,answer\n0,a,,1\n"),
         ("index.jsonl", b'{"": 0, " ": 1, "prompt": "a", "answer": "1"}\n'),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_capitals_a_mark_spaces_and_an_index_change_no_column(
     tmp_path: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture
