@@ -1,6 +1,7 @@
-"""What no single setting of the configuration can see: settings that do not agree. Pure.
+"""Find settings that do not agree with each other. Pure.
 
-Each check is made here and nowhere else; components trust what they are given. Called by `file.py`.
+Each such check is made here and nowhere else; components trust the settings that they receive.
+Called by `file.py`.
 """
 
 from __future__ import annotations
@@ -33,39 +34,41 @@ _OUT = frozenset({Disposition.MASK, Disposition.DROP})
 _CLIPPED = frozenset({Objective.PPO_CLIP, Objective.DUAL_CLIP, Objective.CISPO})
 _DPPO = frozenset({Objective.DPPO_TV, Objective.DPPO_KL})
 _CAPPED = _DPPO | {Objective.REINFORCE}
-# By token alone: over a trajectory they would be another algorithm than the one they are named for.
+# Objectives with a ratio by token: with one by trajectory they would be other algorithms.
 _BY_TOKEN = _DPPO | {Objective.SAPO}
 
 
 def disagreements(config: Config) -> Iterator[str]:
-    """Yield a sentence for each, with got, expected and remedy; none for a sound tree."""
+    """Yield a sentence for each disagreement, with got, expected and remedy; none for a sound
+    tree.
+    """
     checks = (
-        _of_model,
-        _of_tasks,
-        _of_mixture,
-        _of_curriculum,
-        _of_evaluation,
-        _of_audit,
-        _of_sessions,
-        _of_template,
-        _of_groups,
-        _of_rules,
-        _of_reward,
-        _of_ends,
-        _of_refills,
-        _of_scale,
-        _of_critic,
-        _of_schedules,
-        _of_loss,
-        _of_bands,
-        _of_unread_loss,
-        _of_reference,
-        _of_budgets,
-        _of_weights,
-        _of_blocks,
-        _of_gpus,
+        _check_model,
+        _check_tasks,
+        _check_mixture,
+        _check_curriculum,
+        _check_evaluation,
+        _check_audit,
+        _check_sessions,
+        _check_template,
+        _check_groups,
+        _check_rules,
+        _check_reward,
+        _check_ends,
+        _check_refills,
+        _check_scale,
+        _check_critic,
+        _check_schedules,
+        _check_loss,
+        _check_bands,
+        _check_unread_loss,
+        _check_reference,
+        _check_budgets,
+        _check_weights,
+        _check_blocks,
+        _check_gpus,
     )
-    # What is said of a part and of the whole is said of the whole.
+    # A problem of a part that the whole configuration also has is reported once, for the whole.
     said = set()
     for check in checks:
         for problem in check(config):
@@ -80,7 +83,7 @@ def disagreements(config: Config) -> Iterator[str]:
                     yield f"mixture.{name}: {problem}"
 
 
-def _of_model(config: Config) -> Iterator[str]:
+def _check_model(config: Config) -> Iterator[str]:
     model = config.model
     if (model.path is None) == (model.tiny is None):
         yield (
@@ -90,7 +93,7 @@ def _of_model(config: Config) -> Iterator[str]:
         )
 
 
-def _of_tasks(config: Config) -> Iterator[str]:
+def _check_tasks(config: Config) -> Iterator[str]:
     tasks = config.tasks
     if tasks.file is not None and tasks.dataset is not None:
         yield (
@@ -105,12 +108,12 @@ def _of_tasks(config: Config) -> Iterator[str]:
         ):
             if is_set:
                 yield (
-                    f"tasks.{key} is set without tasks.dataset, whose it is; expected both; set "
-                    "tasks.dataset"
+                    f"tasks.{key} is set without tasks.dataset, to which it belongs; expected "
+                    "both; set tasks.dataset"
                 )
 
 
-def _of_mixture(config: Config) -> Iterator[str]:
+def _check_mixture(config: Config) -> Iterator[str]:
     if not config.mixture:
         if not config.tasks.environment:
             yield (
@@ -140,13 +143,13 @@ def _of_mixture(config: Config) -> Iterator[str]:
         if each.tasks.environment == SESSION:
             yield (
                 f"mixture.{name}.tasks.environment is session, expected an environment: agents "
-                "outside bring their tasks by themselves, to any run of `rayloom serve`"
+                "outside bring their own tasks, to any run of `rayloom serve`"
             )
         if name in (SESSION, UPLOADED):
             yield f"mixture.{name}: this name is taken by rollouts of clients; choose another"
 
 
-def _of_curriculum(config: Config) -> Iterator[str]:
+def _check_curriculum(config: Config) -> Iterator[str]:
     settings = config.curriculum
     if not settings.is_on:
         return
@@ -158,12 +161,12 @@ def _of_curriculum(config: Config) -> Iterator[str]:
     tasks = config.tasks
     if not config.mixture and tasks.file is None and tasks.dataset is None and tasks.environment:
         yield (
-            "curriculum is set where the seed makes every task, and none comes again; expected "
+            "curriculum is set, but the seed makes every task and none is repeated; expected "
             "tasks.file, tasks.dataset or a mixture; leave it out"
         )
 
 
-def _of_evaluation(config: Config) -> Iterator[str]:
+def _check_evaluation(config: Config) -> Iterator[str]:
     named = {"evaluation": config.evaluation} | {
         f"evaluation.sets.{name}": each for name, each in config.evaluation.sets.items()
     }
@@ -185,20 +188,20 @@ def _of_evaluation(config: Config) -> Iterator[str]:
             "one answer, or no evaluation; set one of them, or tasks.evaluation_tasks to 0"
         )
     for name, each in config.evaluation.sets.items():
-        yield from _of_set(config, f"evaluation.sets.{name}", each)
+        yield from _check_set(config, f"evaluation.sets.{name}", each)
 
 
-def _of_audit(config: Config) -> Iterator[str]:
+def _check_audit(config: Config) -> Iterator[str]:
     audit = config.audit
     if audit.shadow is not None and not (audit.hacking and config.run.journal_steps):
         yield (
             f"audit.shadow is {audit.shadow}, and audit.hacking is {str(audit.hacking).lower()} "
-            f"with run.journal_steps {config.run.journal_steps}; expected a journal that is looked "
-            "at; set audit.hacking to true and run.journal_steps above 0, or remove audit.shadow"
+            f"with run.journal_steps {config.run.journal_steps}; expected a journal that is "
+            "read; set audit.hacking to true and run.journal_steps above 0, or remove audit.shadow"
         )
 
 
-def _of_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterator[str]:
+def _check_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterator[str]:
     if settings.file is not None and settings.dataset is not None:
         yield f"{key}.file and {key}.dataset are both set; expected one of them; remove one"
     of_data_set = ("subset", "split", "columns")
@@ -206,8 +209,8 @@ def _of_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterat
     has_data_set = settings.dataset is not None or config.tasks.dataset is not None
     if is_of_data_set and (settings.file is not None or not has_data_set):
         yield (
-            f"{key} names a subset, a split or columns without a dataset, whose they are; expected "
-            "one there or in tasks, and no file; set it, or leave them out"
+            f"{key} names a subset, a split or columns without a dataset to which they belong; "
+            "expected one there or in tasks, and no file; set it, or leave them out"
         )
     has_own = is_of_data_set or settings.file is not None or settings.dataset is not None
     if not has_own and not config.tasks.evaluation_tasks:
@@ -221,7 +224,7 @@ def _of_set(config: Config, key: str, settings: EvaluationSetSettings) -> Iterat
         )
 
 
-def _of_sessions(config: Config) -> Iterator[str]:
+def _check_sessions(config: Config) -> Iterator[str]:
     tasks = config.tasks
     if config.has_environment:
         return
@@ -239,7 +242,7 @@ def _of_sessions(config: Config) -> Iterator[str]:
         )
 
 
-def _of_template(config: Config) -> Iterator[str]:
+def _check_template(config: Config) -> Iterator[str]:
     for name, value in config.rollouts.template_options.items():
         if not isinstance(value, bool | int | float | str | None):
             yield (
@@ -248,7 +251,7 @@ def _of_template(config: Config) -> Iterator[str]:
             )
 
 
-def _of_groups(config: Config) -> Iterator[str]:
+def _check_groups(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.has_group_baseline and algorithm.group_size < 2:
         yield (
@@ -284,7 +287,7 @@ def _of_groups(config: Config) -> Iterator[str]:
         )
 
 
-def _of_rules(config: Config) -> Iterator[str]:
+def _check_rules(config: Config) -> Iterator[str]:
     for outcome, rule in config.rollouts.outcomes.items():
         disposition = rule.disposition
         if (disposition is Disposition.TRAIN_PENALISED) != (rule.penalty > 0):
@@ -306,11 +309,11 @@ def _of_rules(config: Config) -> Iterator[str]:
         if outcome is Outcome.COMPLETED and disposition in _OUT:
             yield (
                 f"rollouts.outcomes.completed has disposition {disposition.value}: nothing that "
-                "goes well would ever be trained; expected one of those that train; choose one"
+                "goes well would ever be trained; expected a disposition that trains; choose one"
             )
 
 
-def _of_reward(config: Config) -> Iterator[str]:
+def _check_reward(config: Config) -> Iterator[str]:
     reward, rollouts = config.algorithm.reward, config.rollouts
     if reward.clip is not None and not reward.clip[0] < reward.clip[1]:
         yield (
@@ -335,7 +338,7 @@ def _of_reward(config: Config) -> Iterator[str]:
         )
 
 
-def _of_ends(config: Config) -> list[str]:
+def _check_ends(config: Config) -> list[str]:
     penalty = config.algorithm.reward.missing_end_penalty
     cut_off = {config.outcome_policy.disposition(outcome) for outcome in TRUNCATIONS}
     if not penalty or not cut_off <= _OUT:
@@ -347,7 +350,7 @@ def _of_ends(config: Config) -> list[str]:
     ]
 
 
-def _of_refills(config: Config) -> list[str]:
+def _check_refills(config: Config) -> list[str]:
     algorithm = config.algorithm
     if not algorithm.max_variance_refills:
         return []
@@ -366,8 +369,10 @@ def _of_refills(config: Config) -> list[str]:
     return found
 
 
-def _of_scale(config: Config) -> Iterator[str]:
-    """What divides advantages: statistics of a group."""
+def _check_scale(config: Config) -> Iterator[str]:
+    """Yield a disagreement if advantages are divided by statistics of a group without a group
+    baseline.
+    """
     algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
         yield (
@@ -377,7 +382,7 @@ def _of_scale(config: Config) -> Iterator[str]:
         )
 
 
-def _of_critic(config: Config) -> Iterator[str]:
+def _check_critic(config: Config) -> Iterator[str]:
     algorithm, critic = config.algorithm, config.algorithm.critic
     if not algorithm.has_critic and critic != CriticSettings():
         yield (
@@ -398,16 +403,16 @@ def _of_critic(config: Config) -> Iterator[str]:
         )
 
 
-def _of_schedules(config: Config) -> Iterator[str]:
+def _check_schedules(config: Config) -> Iterator[str]:
     trainer, critic = config.trainer, config.algorithm.critic
-    yield from _of_schedule("trainer", trainer.schedule)
-    yield from _of_decay("trainer", trainer.warmup_updates, config.policy_schedule)
+    yield from _check_schedule("trainer", trainer.schedule)
+    yield from _check_decay("trainer", trainer.warmup_updates, config.policy_schedule)
     if config.algorithm.has_critic:
-        yield from _of_schedule("algorithm.critic", critic.schedule)
-        yield from _of_decay("algorithm.critic", critic.warmup_updates, config.critic_schedule)
+        yield from _check_schedule("algorithm.critic", critic.schedule)
+        yield from _check_decay("algorithm.critic", critic.warmup_updates, config.critic_schedule)
 
 
-def _of_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
+def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
     """Yield disagreements among the settings of a schedule, as the configuration has them."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
     is_wsd = kind is ScheduleKind.WSD
@@ -432,7 +437,7 @@ def _of_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
         )
 
 
-def _of_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
+def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
     """Yield a disagreement if warm-up and decay do not fit into the updates of a schedule.
 
     planned: the schedule, with its number of updates.
@@ -452,7 +457,7 @@ def _of_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> I
         )
 
 
-def _of_loss(config: Config) -> Iterator[str]:
+def _check_loss(config: Config) -> Iterator[str]:
     loss = config.algorithm.loss
     is_over_old = loss.denominator is Denominator.OLD
     if loss.objective is Objective.DPPO_TV and loss.divergence_bound >= 1:
@@ -483,7 +488,7 @@ def _of_loss(config: Config) -> Iterator[str]:
         )
 
 
-def _of_bands(config: Config) -> Iterator[str]:
+def _check_bands(config: Config) -> Iterator[str]:
     loss = config.algorithm.loss
     for name, band in (("token_band", loss.token_band), ("sequence_band", loss.sequence_band)):
         if band is not None and not (band[0] <= 1 <= band[1] and band[0] < band[1]):
@@ -493,8 +498,8 @@ def _of_bands(config: Config) -> Iterator[str]:
             )
 
 
-def _of_unread_loss(config: Config) -> Iterator[str]:
-    """Settings that were changed and that nothing would read."""
+def _check_unread_loss(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that was changed and that nothing would read."""
     loss, default = config.algorithm.loss, LossSettings()
     is_clipped = loss.objective in _CLIPPED
     uses = {
@@ -518,7 +523,7 @@ def _of_unread_loss(config: Config) -> Iterator[str]:
             )
 
 
-def _of_reference(config: Config) -> Iterator[str]:
+def _check_reference(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.reference is not None and not algorithm.needs_reference:
         yield (
@@ -527,7 +532,7 @@ def _of_reference(config: Config) -> Iterator[str]:
         )
 
 
-def _of_budgets(config: Config) -> Iterator[str]:
+def _check_budgets(config: Config) -> Iterator[str]:
     rollouts, context = config.rollouts, config.model.max_context_tokens
     if rollouts.max_tokens_per_turn >= context:
         yield (
@@ -543,7 +548,7 @@ def _of_budgets(config: Config) -> Iterator[str]:
         )
 
 
-def _of_weights(config: Config) -> Iterator[str]:
+def _check_weights(config: Config) -> Iterator[str]:
     inference = config.inference
     if inference.weight_backend is not WeightBackend.COLLECTIVE:
         return
@@ -561,8 +566,11 @@ def _of_weights(config: Config) -> Iterator[str]:
         )
 
 
-def _of_blocks(config: Config) -> Iterator[str]:
-    """What vLLM's attention on CPU takes; on a GPU it depends on the backend that it chooses."""
+def _check_blocks(config: Config) -> Iterator[str]:
+    """Yield a disagreement if vLLM's attention on CPU refuses the block size.
+
+    On a GPU the allowed sizes depend on the backend that vLLM chooses.
+    """
     inference = config.inference
     tokens = inference.block_tokens
     if inference.is_on_cpu and tokens is not None and tokens % CPU_BLOCK_TOKENS:
@@ -573,8 +581,8 @@ def _of_blocks(config: Config) -> Iterator[str]:
         )
 
 
-def _of_gpus(config: Config) -> Iterator[str]:
-    """Who is to compute on GPUs and is given none, or the other way round."""
+def _check_gpus(config: Config) -> Iterator[str]:
+    """Yield a sentence for each process that computes on GPUs and has none, or has some in vain."""
     inference, trainer = config.inference, config.trainer
     if (trainer.device is Device.CUDA) != (trainer.gpus_per_rank > 0):
         yield (

@@ -22,18 +22,20 @@ from service.config.tree import Config
 
 
 class ConfigError(Exception):
-    """The configuration cannot be run; the text says what, got, expected and the remedy."""
+    """A configuration that cannot be run; the message says what is wrong, got, expected and the
+    remedy.
+    """
 
 
 _logger = logging.getLogger(__name__)
-# Of a file, or an override. The longest configuration here has a hundred.
+# Most values in a file or an override. The longest configuration in this repository has a hundred.
 MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
 # Distinguishes the text of a template from a path.
 _SIGN = "{{"
 # Settings of `evaluation` that `rollouts` does not have.
 _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
-# A member of an enumeration, as pydantic shows it where only some of them are allowed.
+# A member of an enumeration, as pydantic shows it if only some members are allowed.
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 
@@ -46,11 +48,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate a plain tree: each leaf's bounds, then what they must agree on.
+    """Validate a plain tree: the bounds of each leaf, then the agreement of settings with each
+    other.
 
     Raises: ConfigError.
     """
-    # All keys of a section commented out leave it empty: its defaults are meant.
+    # A section whose keys are all commented out is empty and has its default values.
     sections = {name: {} if section is None else section for name, section in tree.items()}
     tree = _apply_overrides(_without_removed(deepcopy(sections), source=source), overrides)
     try:
@@ -66,10 +69,10 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
 
 
 def _with_template(config: Config) -> Config:
-    """Return the configuration with the text of its chat template in place of a path.
+    """Return the configuration with a chat template's path replaced by the template's text.
 
-    All processes of the run, and the run when it is resumed, then have the text that it started
-    with. Raises: ConfigError if the file cannot be read or is no template.
+    All processes of the run use this text, and so does a resumed run. Raises: ConfigError if the
+    file cannot be read or is not a template.
     """
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
@@ -107,25 +110,31 @@ def _without_removed(tree: dict[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """The effective configuration as YAML, defaults included."""
+    """Return the effective configuration as YAML, defaults included."""
     return yaml.safe_dump(_TREE.dump_python(config, mode="json"), sort_keys=False)
 
 
 def describe_config(config: Config) -> str:
-    """The same, with what each setting means in a comment above it."""
+    """Return the effective configuration as YAML, with a comment above each setting that describes
+    it.
+    """
     schema = config_schema()
     return "\n".join(_described(_TREE.dump_python(config, mode="json"), schema, schema["$defs"]))
 
 
 def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
-    """The JSON schema of the tree."""
+    """Return the JSON schema of the configuration tree."""
     return _TREE.json_schema(ref_template=ref_template)
 
 
 def _described(
     values: Mapping[str, Any], section: Mapping[str, Any], sections: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Lines of YAML. section, sections: the JSON schema of the values, and those it refers to."""
+    """Yield lines of YAML with comments.
+
+    Args: values: a section of the configuration. section: the JSON schema of `values`. sections:
+    the schemas that `section` refers to, by name.
+    """
     for key, value in values.items():
         setting = section["properties"][key]
         references = [
@@ -143,8 +152,10 @@ def _described(
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, no key twice (YAML's own loader takes the last one in silence), and no aliases
-    that make a few lines into more values than memory holds."""
+    """A YAML loader for plain values that refuses two equal keys in one mapping, of which YAML's
+    own loader takes the last one silently, and aliases that expand a few lines into more values
+    than fit into memory.
+    """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -163,7 +174,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             if (key.tag, key.value) in seen:
                 raise yaml.YAMLError(
-                    f"the key {key.value!r} stands a second time, in line "
+                    f"the key {key.value!r} appears a second time, in line "
                     f"{key.start_mark.line + 1}; expected each key once; remove one of them"
                 )
             seen.add((key.tag, key.value))
@@ -171,7 +182,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Of a tree with its aliases written out; without end where one names what it stands in."""
+    """Return the number of values of a tree whose aliases are written out; infinity if an alias
+    names a node that contains it.
+    """
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
@@ -189,7 +202,7 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-# A date such as 2026-11-31, or a tag that its value does not fit, ends in an error of Python's own.
+# A date such as 2026-11-31, or a tag that does not fit its value, raises an error of Python's.
 _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
@@ -253,7 +266,7 @@ def _sentence(detail: ErrorDetails) -> str:
 def _closest(location: tuple[int | str, ...]) -> str:
     section: Any = Config
     for part in location[:-1]:
-        # What is not a field is a key of a mapping, whose values are of one section.
+        # A part that is not a field is a key of a mapping, whose values all have one section type.
         if part in _settings(section):
             section = _section_of(get_type_hints(section)[str(part)])
     known = _settings(section)
@@ -268,12 +281,12 @@ def _settings(section: Any) -> list[str]:
 
 
 def _section_of(annotation: Any) -> Any:
-    """The dataclass that an annotation is, or that is an argument of it."""
+    """Return the dataclass that an annotation is, or that is one of its arguments."""
     return next(each for each in (annotation, *get_args(annotation)) if is_dataclass(each))
 
 
 def _truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:
-    """True and false that were taken for 1 and 0."""
+    """Yield a sentence for each true or false that was read as 1 or 0."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             found = read[key] if isinstance(read, Mapping) else getattr(read, key)

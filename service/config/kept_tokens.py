@@ -43,8 +43,8 @@ def _structured_problems(key: str, structured: StructuredOutputs) -> Iterator[st
     try:
         regex.compile(structured.regex or "")
     except regex.error as error:
-        yield f"{key}.regex {structured.regex!r} is no regular expression ({error}); correct it"
+        yield f"{key}.regex {structured.regex!r} is not a regular expression ({error}); correct it"
     try:
         Draft202012Validator.check_schema(structured.json or {})
     except SchemaError as error:
-        yield f"{key}.json is no JSON schema ({error.message}); correct it"
+        yield f"{key}.json is not a JSON schema ({error.message}); correct it"

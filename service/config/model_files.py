@@ -1,7 +1,7 @@
-"""Whether a model directory's own files are sound: its settings, and the headers of its weights.
+"""Check that a model directory's own files are sound: its settings, and the headers of its weights.
 
-What is broken here would else show in every rank and engine at once, minutes later. Reads headers
-only, never the weights. Called by `service.config.preflight`.
+Without these checks, every rank and every engine would fail at once, minutes later. The checks read
+headers only, never the weights. Called by `service.config.preflight`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from service.user_cache import user_cache
 
 _ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
-# Read by transformers, tokenizers and vLLM, each with an error of its own where they are broken.
+# Read by transformers, tokenizers and vLLM, each of which has an error of its own for broken files.
 _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-_REMEDY = "copy or download the model again, or export it anew with `rayloom export`"
+_REMEDY = "copy or download the model again, or export it again with `rayloom export`"
 
 
 def check_model_files(directory: Path) -> None:
-    """Every settings file is a JSON object, and every weight file is whole.
+    """Check that every settings file is a JSON object and that every weight file is whole.
 
     Raises: ConfigError naming the file.
     """
@@ -40,7 +40,7 @@ def check_model_files(directory: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """A model's settings file. Raises: ConfigError where it holds no JSON object."""
+    """Read a model's settings file. Raises: ConfigError if it does not hold a JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -62,15 +62,16 @@ def check_architecture(
     dtype: Dtype,
     inference: InferenceSettings | None,
 ) -> None:
-    """transformers knows the architecture, the trainer can train it, and the engines serve it.
+    """Check that transformers knows the architecture, the trainer can train it, and engines serve
+    it.
 
-    Reads no weights: the trainer's own check runs a copy of a few narrow layers.
+    Reads no weights: the trainer's own check runs a copy with a few narrow layers.
 
-    Args: key: the setting that names the model. dtype: of the engines' weights. inference: None for
-        a model that only the trainer holds.
+    Args: key: the setting that names the model. dtype: dtype of the engines' weights.
+        inference: None for a model that only the trainer holds.
     Raises: ConfigError naming what cannot be done.
     """
-    # Four seconds of imports, torch among them.
+    # Imported here, because it takes four seconds: it imports torch.
     from transformers import AutoConfig
 
     from actors.trainer import model_check
@@ -78,10 +79,10 @@ def check_architecture(
     try:
         config = AutoConfig.from_pretrained(directory)
     except Exception as error:
-        # Each architecture's settings check themselves, in types of their own.
+        # Each architecture's settings check themselves and raise types of their own.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{key}: {directory / 'config.json'} is no model that can be loaded "
+            f"{key}: {directory / 'config.json'} is not a model that can be loaded "
             f"({first_line}); expected the settings of an architecture that transformers knows; "
             "correct model_type there, or choose another model"
         ) from error
@@ -146,7 +147,9 @@ def _versions() -> dict[str, str]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors that are loaded. Raises: ConfigError where one of the index's is missing."""
+    """Return the safetensors files that are loaded. Raises: ConfigError if an indexed file is
+    missing.
+    """
     index = directory / INDEX
     files = sorted(directory.glob("*.safetensors"))
     if not index.is_file():
@@ -162,7 +165,7 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which {INDEX} names; "
             f"expected every file of the model; {_REMEDY}"
         )
-    # Beside the indexed files, the one that transformers would take before them.
+    # Besides the indexed files, the one that transformers would load instead of them.
     return sorted(expected | ({directory / "model.safetensors"} & set(files)))
 
 

@@ -1,4 +1,4 @@
-"""What the trainer's ranks and the merge actor are told, made of the configuration."""
+"""Derive the settings of the trainer's ranks and of the merge actor from the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from service.config.tree import Config
 
 
 def step_settings(config: Config, *, shape: ModelShape | None = None) -> StepSettings:
-    """shape: of the trained model; None: what was played is not checked against it."""
+    """Return the settings of the merge actor.
+
+    shape: shape of the trained model; None: samples are not checked against it.
+    """
     return StepSettings(
         algorithm=config.algorithm,
         trainer=config.trainer,

@@ -64,17 +64,17 @@ def check_without_model(
 
 
 def check_machine(config: Config, *, is_local: bool) -> None:
-    """Run the checks of the machine alone, which the command line makes before its imports.
+    """Run the checks that need only the machine, which the command line makes before its imports.
 
-    The nodes of a cluster are asked once it is joined (`service.launch.other_nodes`).
-    Raises: ConfigError.
+    The nodes of a cluster are checked after it is joined (`service.launch.other_nodes`). Raises:
+    ConfigError.
     """
     check_tracker_packages(config)
     if is_local:
         check_processes(config)
         check_gpus(config)
         check_memory(config)
-        # On a cluster the supervisor opens it, on whichever node it runs.
+        # On a cluster the supervisor opens the address, on any node.
         check_metrics_address(config)
 
 
@@ -85,9 +85,11 @@ def check_with_model(
     model_path: str,
     was_loaded: bool = False,
 ) -> None:
-    """Run the others. model_path: where the model's files are (the tiny model is built).
+    """Run the checks that need the model's files.
 
-    was_loaded: by the run that goes on. Raises: ConfigError.
+    Args: model_path: directory of the model's files (the tiny model is built before). was_loaded:
+        whether the run that resumes has loaded this model before.
+    Raises: ConfigError.
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
@@ -95,7 +97,7 @@ def check_with_model(
 
 
 def check_model_sources(config: Config) -> None:
-    """Whether each model that the run names is a directory or a hub name that can be had.
+    """Check that each model that the run names is a directory or an available hub name.
 
     Raises: ConfigError.
     """
@@ -106,7 +108,7 @@ def check_model_sources(config: Config) -> None:
 
 
 def companions(config: Config) -> dict[str, str]:
-    """The models beside the policy that the configuration names, by key."""
+    """Return the models besides the policy that the configuration names, by key."""
     named = {
         "algorithm.reference": config.algorithm.reference,
         "algorithm.critic.model": config.algorithm.critic.model,
@@ -115,7 +117,7 @@ def companions(config: Config) -> dict[str, str]:
 
 
 def check_model_source(path: str, *, key: str) -> None:
-    """Whether `path` is a model directory or a hub name that can be had. Raises: ConfigError."""
+    """Check that `path` is a model directory or an available hub name. Raises: ConfigError."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
     if not looks_local:
         _check_hub_name(path, key=key)
@@ -123,8 +125,8 @@ def check_model_source(path: str, *, key: str) -> None:
     directory = Path(path).expanduser()
     if directory.is_file():
         raise ConfigError(
-            f"{key}: {path} is a file; expected a directory in Hugging Face format here; of a GGUF "
-            "file `rayloom check` names the directory that it is converted to"
+            f"{key}: {path} is a file; expected a directory in Hugging Face format here; for a "
+            "GGUF file `rayloom check` names the directory that it is converted to"
         )
     if not directory.is_dir():
         raise ConfigError(
@@ -151,7 +153,7 @@ def _check_hub_name(name: str, *, key: str) -> None:
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{key}: {name!r} is no directory here and cannot be had from the hub "
+            f"{key}: {name!r} is not a directory here and cannot be loaded from the hub "
             f"({first_line}); expected an existing directory or a reachable hub name"
         ) from None
 
@@ -165,9 +167,10 @@ class RegisteredParsers:
 
 
 def registered_parsers() -> RegisteredParsers | None:
-    """Read the names out of the installed vLLM's source: importing it takes eleven seconds.
+    """Read the names from the installed vLLM's source, because importing vLLM takes eleven seconds.
 
-    Returns: None where it is not installed, or written otherwise; then the engines' start tells.
+    Returns: None if vLLM is not installed or its source has another form; then wrong names fail
+    when the engines start.
     """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -183,7 +186,7 @@ def registered_parsers() -> RegisteredParsers | None:
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """The keys of a dictionary that a module assigns to a name; none where it does not."""
+    """Return the keys of a dictionary that a module assigns to a name; empty if it assigns none."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
         key.value
@@ -196,7 +199,7 @@ def _keys(file: Path, name: str) -> frozenset[str]:
 
 
 def check_parsers(config: Config) -> None:
-    """The parsers that the run names are vLLM's. Raises: ConfigError."""
+    """Check that the parsers that the run names are parsers of vLLM. Raises: ConfigError."""
     if not config.inference.names_parser or (registered := registered_parsers()) is None:
         return
     for key, name, names in (
@@ -214,7 +217,7 @@ def check_parsers(config: Config) -> None:
 
 
 def check_stop_tokens(model_path: str) -> None:
-    """An answer of the model can end. Raises: ConfigError."""
+    """Check that the model has a token that ends an answer. Raises: ConfigError."""
     try:
         stop_token_ids(model_path)
     except (OSError, ValueError) as error:
@@ -222,7 +225,10 @@ def check_stop_tokens(model_path: str) -> None:
 
 
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:
-    """A local model's files are sound, and it can hold the context that the run asks for."""
+    """Check that a local model's files are sound and that it can hold the configured context.
+
+    Raises: ConfigError.
+    """
     file = Path(model_path) / "config.json"
     if file.is_file():
         _check_policy(config, file, was_loaded=was_loaded)
@@ -258,7 +264,10 @@ def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
 
 
 def _check_companion(key: str, path: str, *, policy: Path) -> None:
-    """A reference or a critic that lies here reads all ids of the policy's tokenizer."""
+    """Check that a local reference or critic reads all ids of the policy's tokenizer.
+
+    Raises: ConfigError.
+    """
     from tokenizers import Tokenizer
 
     settings, tokens = Path(path).expanduser() / "config.json", policy / "tokenizer.json"
@@ -274,7 +283,7 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
 
 
 def check_tracker_packages(config: Config) -> None:
-    """What the configured trackers write with is installed. Raises: ConfigError."""
+    """Check that the packages of the configured trackers are installed. Raises: ConfigError."""
     trackers = config.trackers
     for setting, package, is_used in (
         ("tensorboard", "tensorboardX", trackers.tensorboard is not None),
@@ -289,12 +298,15 @@ def check_tracker_packages(config: Config) -> None:
         except PackageNotFoundError:
             raise ConfigError(
                 f"trackers.{setting} is set, but the package {package} is not installed here; "
-                f"expected it beside Rayloom: pip install {package}"
+                f"expected it in Rayloom's environment: pip install {package}"
             ) from None
 
 
 def check_memory(config: Config) -> None:
-    """Engines' caches and the queue fit into this machine (CPU runs only)."""
+    """Check that engines' caches and the queue fit into this machine's memory (CPU runs only).
+
+    Raises: ConfigError.
+    """
     if config.inference.gpus_per_replica > 0:
         return
     total_gib = psutil.virtual_memory().total / GIB
@@ -311,7 +323,11 @@ def check_memory(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """A local run starts no more ranks and environment actors than the machine could ever hold."""
+    """Check that a local run starts no more ranks, engines and environment actors than fit on a
+    machine.
+
+    Raises: ConfigError.
+    """
     most = MAX_PROCESSES_PER_CPU * (os.cpu_count() or 1)
     for key, count in (
         ("trainer.num_ranks", config.trainer.num_ranks),
@@ -326,7 +342,11 @@ def check_processes(config: Config) -> None:
 
 
 def check_gpus(config: Config) -> None:
-    """A local run has the GPUs that it asks for (a cluster is asked once it is joined)."""
+    """Check that a local run has the configured GPUs; a cluster's GPUs are checked after it is
+    joined.
+
+    Raises: ConfigError.
+    """
     wanted = gpus_wanted(config)
     if wanted == 0:
         return
@@ -350,7 +370,10 @@ def gpus_wanted(config: Config) -> float:
 
 
 def check_metrics_address(config: Config) -> None:
-    """The metrics can be served: the host is this machine's, and a fixed port is free."""
+    """Check that the metrics can be served: the host is this machine's, and a fixed port is free.
+
+    Raises: ConfigError.
+    """
     host, port = config.metrics.host, config.metrics.port
     try:
         family, kind, _, _, address = socket.getaddrinfo(
@@ -359,8 +382,8 @@ def check_metrics_address(config: Config) -> None:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"metrics.host: {host!r} is no address that can be found ({reason}); expected one of "
-            "this machine's, such as 127.0.0.1, or 0.0.0.0 for all of them"
+            f"metrics.host: {host!r} is not an address that can be found ({reason}); expected "
+            "one of this machine's, such as 127.0.0.1, or 0.0.0.0 for all of them"
         ) from error
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""The configuration that `rayloom train --dataset … --reward …` begins with, without a file; pure.
+"""Build the configuration of `rayloom train --dataset … --reward …`, which has no file. Pure.
 
-It is a tree as a file has it, to be laid over by `--set`. Where there is no model, the tiny one is
-built, and trained on the CPU. Engine and trainer of another model share a GPU, if there is one.
+The result is a tree as a file has it; `--set` is laid over it. Without a model, the tiny model is
+built and trained on the CPU. Engine and trainer of another model share a GPU, if there is one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.settings import GROUP_REWARD
 
-# Calls and answers of one episode with tools.
+# Turns of one episode with tools: calls and answers.
 MAX_TOOL_TURNS = 8
-# Of a model that somebody has trained.
+# For a pretrained model.
 _LEARNING_RATE = 1e-6
 # Not masked: docs/reward-functions.md, "Answers that were cut off", has what was measured.
 _CUT_OFF: dict[str, Any] = {"truncated_tokens": {"disposition": "train_clamped"}}
-# What the tiny model learns by: deploy/configs/guessing-cpu.yaml says why.
+# Settings with which the tiny model learns: deploy/configs/guessing-cpu.yaml says why.
 _TINY: dict[str, Any] = {
     "model": {"tiny": {}},
     "rollouts": {"max_turns": 1, "max_tokens_per_turn": 16, "outcomes": _CUT_OFF},
@@ -63,9 +63,10 @@ def tasks_of(
 def quick_tree(
     dataset: str, *, model: str | None, has_gpu: bool, has_tools: bool
 ) -> dict[str, Any]:
-    """All but the section `tasks`.
+    """Return a tree of all sections except `tasks`.
 
-    Args: dataset: whose name the run gets. model: a directory or a hub's name; None: the tiny one.
+    Args: dataset: data set that the run is named after. model: a directory or a hub's name; None:
+    the tiny model.
     """
     tree = _tree(dataset, model=model, has_gpu=has_gpu)
     if has_tools:

@@ -1,7 +1,7 @@
-"""What may not change between a run and its resumption: pure, over two configurations.
+"""Check which settings changed between a run and its resumption. Pure functions of two trees.
 
-A resumed run plays the stored groups again, under the numbers that they had. Everything else may
-change: `run.steps`, the learning rate, the numbers of ranks, engines and actors.
+A resumed run plays the stored groups again, under their old numbers. All other settings may change:
+`run.steps`, the learning rate, the numbers of ranks, engines and actors.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 from service.config.tree import Config
 
-# Here the checkpoint and the order of the tasks depend on every key.
+# Sections in which the checkpoint and the order of the tasks depend on every key.
 FIXED_SECTIONS = ("model", "tasks", "mixture")
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:
-    """Each a sentence with got, expected and the reason; none where the run can go on."""
+    """Return a sentence for each refused change, with got, expected and the reason; empty if the
+    run can resume.
+    """
     found = [
         f"section {section} differs from the run's own; expected the same, because the checkpoint "
         "and the task order depend on it"
@@ -31,10 +33,12 @@ def refused_changes(before: Config, now: Config) -> list[str]:
 
 
 def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:
-    """Stored turns and uploads are trained at the temperature that they were sampled at.
+    """Return a sentence if the temperature changed while samples of the old one are stored.
+
+    Stored turns and uploads are trained at the temperature that they were sampled at.
 
     Args: num_kept_samples: stored turns and uploads in the run's database.
-    Returns: as `refused_changes`.
+    Returns: like `refused_changes`.
     """
     own, new = before.rollouts.temperature, now.rollouts.temperature
     if new == own or not num_kept_samples:

@@ -1,7 +1,7 @@
-"""Which tasks a run has, which data they may hold, and whether the first prompt can be had.
+"""Open a run's tasks, check their data, and check that the first prompt can be rendered.
 
-The environment begins a task, the chat template renders it, and an answer fits behind it; no turn
-is played. Called by `service.config.preflight`, by the run, and by the API's settings.
+The environment begins a task, the chat template renders it, and an answer fits after it; no turn is
+played. Called by `service.config.preflight`, by the run, and by the API's settings.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ NAMING = {
 }
 """The options of a built-in environment that name a user's own code."""
 RESET_LIMIT_S = 60.0
-"""Of the first task's reset, and of its close."""
+"""Time limit of the first task's reset, and of its close, in seconds."""
 BLOCKED_S = 5.0
-"""Beyond both limits: the event loop that keeps them does not run."""
+"""Seconds beyond both limits after which the event loop that keeps them must be blocked."""
 
 
 def open_tasks(
@@ -72,15 +72,16 @@ def open_tasks(
 ) -> TaskSource:
     """Open the task set.
 
-    Args: model_path: of the tokenizer by which prompts that are too long are left out, where the
-    environment tells a prompt by its data; None: none is left out. tell: is told how many were.
-    Raises: ConfigError when a file cannot be used, or has no prompt that fits.
+    Args: model_path: model whose tokenizer measures the prompts; too long ones are left out if the
+        environment builds a prompt from its data. None: no prompt is left out. tell: called with a
+        sentence on the number of prompts that were left out.
+    Raises: ConfigError if a file cannot be used, or has no prompt that fits.
     """
     if config.mixture:
         sources: dict[str, TaskSource] = {}
         for name, member in config.members.items():
-            with _told_of(name):
-                told = partial(_tell_of, f"mixture.{name}", tell)
+            with _named_refusals(name):
+                told = partial(_tell_with_key, f"mixture.{name}", tell)
                 sources[name] = open_tasks(member, model_path=model_path, tell=told)
         weights = {name: member.weight for name, member in config.mixture.items()}
         return MixedTasks(sources, weights)
@@ -115,10 +116,12 @@ def open_sets(
     model_path: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[EvaluationSet]:
-    """What is evaluated: the run's own held-out tasks, if any, then each named set.
+    """Return what is evaluated: the run's own held-out tasks, if any, then each named set.
 
-    Of a mixture, the held-out tasks of each part. tasks: the run's. model_path, tell: as
-    `open_tasks`. Raises: ConfigError when a set's tasks cannot be had.
+    For a mixture, return the held-out tasks of each part.
+
+    Args: tasks: the run's tasks. model_path, tell: as for `open_tasks`.
+    Raises: ConfigError if a set's tasks cannot be read.
     """
     if isinstance(tasks, MixedTasks):
         parts = [
@@ -139,12 +142,12 @@ def open_sets(
         if (source := _source_of(config, settings)) is not None:
             read = _tasks_of(config, source, key=key)
             if model_path is not None:
-                read = _fitting(config, read, model_path, partial(_tell_of, key, tell))
+                read = _fitting(config, read, model_path, partial(_tell_with_key, key, tell))
             chosen = by_hash(read)
         count = len(chosen) if settings.tasks is None else settings.tasks
         if count > len(chosen):
             raise ConfigError(
-                f"{key}.tasks is {count}, expected at most {len(chosen)}, as many as there are; "
+                f"{key}.tasks is {count}, expected at most {len(chosen)}, the number of its tasks; "
                 "lower it"
             )
         found.append(
@@ -154,27 +157,27 @@ def open_sets(
 
 
 def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
-    """All that an operator may have evaluated."""
+    """Return all tasks that an operator may evaluate."""
     if isinstance(tasks, MixedTasks):
         return [task for each in open_sets(config, tasks) for task in each.tasks]
     return tasks.held_out(config.tasks.evaluation_tasks)
 
 
 @contextmanager
-def _told_of(name: str) -> Iterator[None]:
-    """Refusals within name a part of the mixture."""
+def _named_refusals(name: str) -> Iterator[None]:
+    """Prefix refusals that are raised within the block with the name of a part of the mixture."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"mixture.{name}: {error}") from error
 
 
-def _tell_of(key: str, tell: Callable[[str], None], text: str) -> None:
+def _tell_with_key(key: str, tell: Callable[[str], None], text: str) -> None:
     tell(f"{key}: {text}")
 
 
 def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings | None:
-    """Where a set's tasks come from; None: it plays the run's own held-out ones."""
+    """Return where a set's tasks come from; None: it plays the run's own held-out tasks."""
     columns = settings.columns
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
     if all(each is None for each in named):
@@ -213,7 +216,7 @@ def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
 ) -> tuple[PackedTasks, PackedTasks | None]:
-    """The tasks, and those of a split for evaluations, if there is one. Raises: BadTaskFile."""
+    """Return the tasks, and those of the evaluation split or None. Raises: BadTaskFile."""
     if settings.dataset is None:
         assert settings.file is not None
         return PackedTasks(read_tasks(settings.file, checks=checks)), None
@@ -232,7 +235,7 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Those whose prompt leaves room for an answer. Raises: ConfigError."""
+    """Return the tasks whose prompt leaves room for an answer. Raises: ConfigError."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
@@ -263,7 +266,7 @@ def _fitting(
 def _first_messages(
     config: Config,
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
-    """Tells a task's prompt by its data; None: the environment has to begin it."""
+    """Return a function that builds a task's prompt from its data; None: only a reset gives it."""
     if not config.has_environment:
         return None
     return getattr(maker(config)(), "first_messages", None)
@@ -281,7 +284,8 @@ def _data_checks(config: Config) -> dict[str, DataCheck]:
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
-    """By environment, the JSON schema of its tasks' data; none of what agents outside play.
+    """Return the JSON schema of each environment's task data, by name; empty if external agents
+    play.
 
     Raises: ConfigError for an environment that cannot be made, or declares no schema.
     """
@@ -295,10 +299,11 @@ class _Exited(Exception):
 
 
 def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
-    """The first prompt can be rendered, and leaves room for an answer. Raises: ConfigError.
+    """Check that the first prompt can be rendered and leaves room for an answer. Raises:
+    ConfigError.
 
-    Where prompts are known beforehand, one of them does: the others are left out.
-    observation: of this configuration's environment, which is no mixture.
+    If prompts are known beforehand, one of them must fit: the others are left out. observation: the
+    first observation of this configuration's environment, which is not a mixture.
     """
     if _first_messages(config) is not None:
         open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
@@ -315,36 +320,36 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
 
 
 def first_observations(config: Config) -> dict[str, Observation]:
-    """By name, how the first task of each environment begins. Raises: ConfigError."""
+    """Return how the first task of each environment begins, by name. Raises: ConfigError."""
     if not config.mixture:
         return {config.tasks.environment: first_observation(config)}
     found = {}
     for name, member in config.members.items():
-        with _told_of(name):
+        with _named_refusals(name):
             found[name] = first_observation(member)
     return found
 
 
 def check_prompts(config: Config, model_path: str, observations: Mapping[str, Observation]) -> None:
-    """As `check_prompt`, of each environment. Raises: ConfigError."""
+    """Check the first prompt of each environment, as `check_prompt` does. Raises: ConfigError."""
     if not config.mixture:
         return check_prompt(config, model_path, observations[config.tasks.environment])
     for name, member in config.members.items():
-        with _told_of(name):
+        with _named_refusals(name):
             check_prompt(member, model_path, observations[name])
 
 
 def first_observation(config: Config) -> Observation:
     """Begin the first task in an environment, as an episode does. Raises: ConfigError.
 
-    Where agents outside play, something that any of them may begin with.
+    If external agents play, return an observation that any of them may begin with.
     """
     name = config.tasks.environment
     if not config.has_environment:
         return Observation(messages=(Message(role=Role.USER, content="Hello."),))
     make_environment = maker(config)
     tasks = open_tasks(config)
-    # What cannot be evaluated is refused now, not after hours.
+    # Refuse tasks that cannot be evaluated now, not after hours.
     open_sets(config, tasks)
     task = tasks.task(0)
     try:
@@ -357,10 +362,10 @@ def first_observation(config: Config) -> Observation:
             f"{note_of_close(error)}"
         ) from error
     except BaseException as error:
-        # The user's own code runs here, in this one place before the start: any type can come.
+        # The user's own code runs here before the start: it may raise any type.
         raise ConfigError(
             f"tasks.environment: {name!r} could not begin task {task.task_id!r}: "
-            f"{_told(error)}; mend the task or the environment"
+            f"{_error_text(error)}; fix the task or the environment"
         ) from error
     if not isinstance(found, Observation):
         raise ConfigError(
@@ -378,7 +383,7 @@ def own_names(settings: TasksSettings) -> list[str]:
         name
         for option in NAMING.get(settings.environment, ())
         for name in names_of(settings.options.get(option) or ())
-        # Without a colon it is a name that the environment has.
+        # A name without a colon belongs to the environment.
         if ":" in name
     ]
 
@@ -393,33 +398,34 @@ def maker(config: Config) -> Callable[[], Environment]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Its module is imported and an environment made: the user's own code again.
+        # Importing its module and making an environment runs the user's own code again.
         raise ConfigError(
-            f"tasks.environment: {name!r} cannot be made: {_told(error)}; mend the environment"
+            f"tasks.environment: {name!r} cannot be made: {_error_text(error)}; fix the environment"
         ) from error
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     root = root_cause(error)
     at = location(root)
     return f"{describe(root)}{f' ({at})' if at else ''}"
 
 
 class _TooLong(Exception):
-    """A method did not end; the message says which, or where, and what to do."""
+    """A method did not end in time; the message names the method or the line, and the remedy."""
 
 
 def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
-    """What reset gives. In a thread, because a method that blocks would block this one for ever.
+    """Return the result of reset, called in a thread, because a method that blocks would block this
+    one forever.
 
-    Raises: _TooLong; whatever the user's code raises.
+    Raises: _TooLong; any exception of the user's code.
     """
     found: Future[object] = Future()
 
     def begin() -> None:
         try:
             found.set_result(asyncio.run(_begin(make_environment, task)))
-        except BaseException as error:  # noqa: BLE001  # raised again by who waits
+        except BaseException as error:  # noqa: BLE001  # raised again by the waiting thread
             found.set_exception(error)
 
     thread = Thread(target=begin, name="first-task", daemon=True)
@@ -440,7 +446,7 @@ async def _begin(make_environment: Callable[[], Environment], task: Task) -> obj
         async with closing(lambda: _ended("close", environment.close())):
             return await _ended("reset", environment.reset(task))
     except SystemExit as error:
-        # In a task it would end the event loop, and then the command with the code it chose.
+        # In a task, SystemExit would end the event loop, and then the command with its exit code.
         raise _Exited from error
 
 
@@ -450,7 +456,7 @@ async def _ended(method: str, call: Awaitable[Any]) -> object:
             return await call
     except TimeoutError as error:
         if not limit.expired():
-            # The user's own.
+            # Raised by the user's code.
             raise
         raise _TooLong(f"its {method} took more than {RESET_LIMIT_S:.0f} s; look there") from error
 
@@ -470,7 +476,10 @@ def _check_tools(
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> None:
-    """Raises: ConfigError for tools that the model is not shown, or whose calls no parser reads."""
+    """Check the tools of an environment.
+
+    Raises: ConfigError for tools that the template does not show, or whose calls no parser reads.
+    """
     if not tools:
         return
     try:
@@ -481,12 +490,12 @@ def _check_tools(
         raise ConfigError(
             f"inference.tool_parser is auto, and {config.tasks.environment!r} declares tools, but "
             "the form of calls in the model's chat template is not known; name one of "
-            "vLLM's parsers, or none where the environment reads calls out of the text itself"
+            "vLLM's parsers, or none if the environment reads calls out of the text itself"
         )
 
 
 def _renderer(config: Config, model_path: str) -> ChatRenderer:
-    """Raises: ConfigError."""
+    """Return the renderer of the configured model. Raises: ConfigError."""
     options = config.rollouts.template_options
     try:
         tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
@@ -497,7 +506,10 @@ def _renderer(config: Config, model_path: str) -> ChatRenderer:
 
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Each option is a variable of the template, which ignores a misspelt one in silence."""
+    """Check that each option is a variable of the template, which ignores a misspelt one silently.
+
+    Raises: ConfigError.
+    """
     taken = inspect.signature(tokenizer.apply_chat_template).parameters
     known = template_variables(tokenizer.chat_template)
     for name in options:
@@ -510,6 +522,6 @@ def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "remove it"
             raise ConfigError(
-                f"rollouts.template_options: the model's chat template does not look at {name!r}; "
+                f"rollouts.template_options: the model's chat template does not read {name!r}; "
                 f"expected one of {', '.join(sorted(known - taken.keys())) or 'none'}; {remedy}"
             )

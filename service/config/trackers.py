@@ -1,4 +1,6 @@
-"""The trackers' part of the configuration. Plain values: the configuration imports it."""
+"""Settings of the trackers. This module has plain values only, because the configuration imports
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +21,39 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
 class WandbMode(StrEnum):
     ONLINE = "online"
     OFFLINE = "offline"
-    """Into files, which `wandb sync` uploads."""
+    """Write into files, which `wandb sync` uploads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbSettings:
-    """Weights & Biases. Its key is taken from WANDB_API_KEY."""
+    """A run at Weights & Biases, whose key is read from WANDB_API_KEY."""
 
     __pydantic_config__ = STRICT
 
     project: Name
     """Project that the run is in."""
     entity: str | None = None
-    """User or team; null: the key's own."""
+    """User or team; null: that of the key."""
     group: str | None = None
-    """Runs that are shown together; null: none."""
+    """Name of a group of runs that are shown together; null: no group."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
     mode: WandbMode = WandbMode.ONLINE
-    """offline: into files alone, for `wandb sync`."""
+    """online: send to the server; offline: only write files, for `wandb sync`."""
     directory: str | None = None
-    """Where its files go, in a folder wandb; null: the run's directory."""
+    """Directory of its files, in a folder named wandb; null: the run's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowSettings:
-    """An MLflow tracking server. A bearer token is taken from MLFLOW_TRACKING_TOKEN."""
+    """An MLflow tracking server, whose bearer token is read from MLFLOW_TRACKING_TOKEN."""
 
     __pydantic_config__ = STRICT
 
     url: Url
-    """The server's, such as http://mlflow:5000."""
+    """URL of the server, such as http://mlflow:5000."""
     experiment: Name
-    """Experiment that the run is in; made where it is missing."""
+    """Experiment that the run is in; created if it is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +72,19 @@ class TrackioSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSettings:
-    """The targets to which a run's curves are written besides its own database; off unless
-    named.
-    """
+    """Targets to which a run's curves are written besides its own database; none by default."""
 
     __pydantic_config__ = STRICT
 
     jsonl: bool = False
     """Write metrics.jsonl in the run's directory."""
     tensorboard: str | None = None
-    """Directory in which the run gets one of its own; empty: tensorboard, in the run's directory;
-    null: no event files."""
+    """Directory in which the run gets a directory of its own; empty: tensorboard, in the run's
+    directory; null: no event files.
+    """
     wandb: WandbSettings | None = None
-    """A run at Weights & Biases; null: none."""
+    """Settings of a run at Weights & Biases; null: the run is not written to it."""
     trackio: TrackioSettings | None = None
     """Settings of a local Trackio database; null: the run is not written to one."""
     mlflow: MlflowSettings | None = None
-    """A run at an MLflow server; null: none."""
+    """Settings of a run at an MLflow server; null: the run is not written to one."""

@@ -1,10 +1,10 @@
 """The one configuration tree: `Config`, and those of its leaves that no component declares.
 
 A leaf is the settings dataclass of the component that reads it: each setting is declared once, with
-its default, its bounds and its description. Constructed directly nothing is checked; `file.py`
-reads a tree from YAML and holds it to the bounds, `disagreements.py` has what several settings must
-agree on, `preflight.py` checks a tree against the machine. Pure functions are given leaves, never
-the tree. Nothing heavy is imported here.
+its default, its bounds and its description. Constructing a leaf directly checks nothing: `file.py`
+reads a tree from YAML and checks the bounds, `disagreements.py` checks settings against each other,
+and `preflight.py` checks a tree against the machine. Pure functions receive leaves, never the tree.
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -52,111 +52,124 @@ from service.inference.settings import InferenceSettings
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
-# It stands in names of files.
+# Such a name is part of names of files.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How long a run is, its seed, and what is kept of it."""
+    """Length of a run, its seed, and how much of it is kept."""
 
     __pydantic_config__ = STRICT
 
     name: RunName = "run"
-    """Name of the run, and the beginning of its directory's."""
+    """Name of the run; the name of its directory begins with it."""
     steps: Positive = 100
-    """Training steps, which is also the last version."""
+    """Training steps; also the number of the last policy version."""
     seed: Seed = 0
-    """Tasks, packing and initial sampling derive from it."""
+    """Seed of the tasks, of packing and of the initial sampling."""
     checkpoint_every: Positive = 20
     """Steps between checkpoints."""
     keep_checkpoints: Positive = 2
-    """The newest so many are kept."""
+    """Number of the newest checkpoints to keep."""
     keep_best: Natural = 0
-    """How many of the best are kept in addition: by the evaluation of their step, else by its
-    training reward; 0: none."""
+    """Number of the best checkpoints to keep in addition, by the evaluation of their step, or by
+    its training reward if there is none; 0: none.
+    """
     evaluate_every: Positive = 20
     """Steps between evaluations."""
     stop_at_reward: float | None = None
-    """End once the mean return of five steps, scaled where known, is as high."""
+    """Mean return of five steps, scaled if the scale is known, at which the run ends; null:
+    never.
+    """
     journal_steps: Natural = 200
-    """Newest steps whose trajectories `rayloom inspect` can show; 0: none."""
+    """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""
     max_recoveries: Natural = 5
-    """Returns to a checkpoint, or new supervisors, until a later checkpoint is committed."""
+    """Limit on returns to a checkpoint and on new supervisors until a later checkpoint is
+    committed.
+    """
     orphan_timeout_s: Seconds = 60
-    """Seconds without a sign of life of the run's supervisor, after which its engines and its API
-    end; one that is started sooner takes them over."""
+    """Seconds without a sign of life from the run's supervisor after which its engines and its API
+    end; a supervisor that starts sooner takes them over.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelSettings:
-    """A model that Rayloom builds by itself, for a machine without a model hub."""
+    """A model that Rayloom builds itself, for a machine without a model hub."""
 
     __pydantic_config__ = STRICT
 
     seed: Seed = 0
-    """Of the initial weights and the warm-up."""
+    """Seed of the initial weights and the warm-up."""
     tie_word_embeddings: bool = True
-    """Share embedding and output head."""
+    """Whether the embedding and the output head share weights."""
     warmup_steps: Natural | None = None
-    """Format warm-up; null: the default."""
+    """Steps of the warm-up that teaches the model the form of an answer; null: the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The policy that is trained; exactly one of path and tiny."""
+    """The policy that is trained; set exactly one of path and tiny."""
 
     __pydantic_config__ = STRICT
 
     path: str | None = None
-    """Directory or hub name in Hugging Face format, or a GGUF file, which is converted once."""
+    """Directory or hub name of a model in Hugging Face format, or a GGUF file, which is converted
+    once.
+    """
     tiny: TinyModelSettings | None = None
-    """Build the tiny model instead of a path."""
+    """Settings of the tiny model, which is built instead of loading a path."""
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own: the path of a Jinja file, which is read when
+    """Chat template instead of the tokenizer's own: the path of a Jinja file, which is read when
     the run starts, or a template's text. The word none: raw prompts, for base models. Null: the
-    tokenizer's own template."""
+    tokenizer's own template.
+    """
     dtype: Dtype = Dtype.FLOAT32
-    """What the engines compute in."""
+    """Type that the engines compute in."""
     max_context_tokens: Annotated[int, Ge(32)] = 2048
-    """Prompt and answer of one trajectory."""
+    """Largest number of tokens of one trajectory, prompt and answers together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksSettings:
-    """What is played, in training and evaluation."""
+    """The tasks of training and evaluation, and the environment that plays them."""
 
     __pydantic_config__ = STRICT
 
     environment: str = ""
-    """A registered name, or package.module:Class; session: agents outside play all, over HTTP.
-    Empty: a mixture has them."""
+    """A registered name, or package.module:Class; session: external agents play all tasks, over
+    HTTP. Empty: the parts of a mixture name their environments.
+    """
     options: dict[str, Any] = field(default_factory=dict)
-    """What the environment is made with, by the name of its arguments."""
+    """Arguments with which the environment is made, by name."""
     file: Path | None = None
-    """Of tasks, JSONL or Parquet; null, and no dataset: generated by the seed."""
+    """File of tasks, JSONL or Parquet; null, and no dataset: tasks are generated from the seed."""
     dataset: str | None = None
-    """Rows with columns of their own: a JSONL, JSON, CSV or Parquet file, a directory, or a name on
-    the Hugging Face hub."""
+    """Data set whose rows have columns of its own: a JSONL, JSON, CSV or Parquet file, a directory,
+    or a name on the Hugging Face hub.
+    """
     subset: str | None = None
-    """Which of several configurations of a data set, such as main."""
+    """Name of one of several configurations of a data set, such as main."""
     split: str = "train"
-    """Of a data set's directory, or of a hub's; a file is taken whole."""
+    """Split of a data set's directory or of a hub's data set; a file is read whole."""
     columns: dict[str, str | None] = field(default_factory=dict)
-    """Which column of the data set is which entry of a task's data; null: that one is left out."""
+    """Column of the data set for each entry of a task's data; null: the entry is left out."""
     evaluation_split: str | None = None
-    """Of the data set, for the evaluations; null: they hold tasks of the split itself out."""
+    """Split of the data set for the evaluations; null: evaluations hold out tasks of `split`."""
     evaluation_tasks: Natural = 64
-    """Kept for the evaluations; 0: no evaluation."""
+    """Number of tasks held out for the evaluations; 0: no evaluation."""
 
     @property
     def place(self) -> Path | None:
-        """Of the file or the data set; None: of neither, or a hub has it."""
+        """Path of the file or the local data set; None: there is neither, or a hub has the data
+        set.
+        """
         return _place(self.file, self.dataset)
 
 
 def _given(settings: MemberRollouts | MemberEvaluation) -> dict[str, Any]:
-    """What is not null, but for the table of outcomes."""
+    """Return the settings that are not null, except the table of outcomes."""
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values.pop("outcomes", None)
     return {name: value for name, value in values.items() if value is not None}
@@ -171,26 +184,26 @@ def _place(file: Path | None, dataset: str | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSetSettings:
-    """One more set of tasks that is evaluated, of the run's own environment."""
+    """One more set of tasks to evaluate, in the run's own environment."""
 
     __pydantic_config__ = STRICT
 
     file: Path | None = None
-    """Of tasks, as tasks.file. No file, dataset or split: the run's own held-out tasks."""
+    """File of tasks, as for tasks.file. No file, dataset or split: the run's own held-out tasks."""
     dataset: str | None = None
-    """As tasks.dataset, which counts where only a split is named."""
+    """Data set, as for tasks.dataset; null with a split: the data set of tasks.dataset."""
     subset: str | None = None
-    """Of `dataset`."""
+    """Configuration of the data set, as for tasks.subset."""
     split: str | None = None
-    """Of the data set; null: tasks.split."""
+    """Split of the data set; null: tasks.split."""
     columns: dict[str, str | None] | None = None
-    """As tasks.columns, which count where none are named."""
+    """Columns, as for tasks.columns; null: those of tasks.columns."""
     tasks: Positive | None = None
-    """The first so many, by a hash of their ids; null: all."""
+    """Number of tasks, the first by a hash of their ids; null: all."""
     samples: Positive = 1
-    """Of each task."""
+    """Samples of each task."""
     temperature: NotNegative = 0.0
-    """0: greedy, one sample."""
+    """Sampling temperature; 0: greedy, one sample."""
     top_p: Share = 1.0
     """Value of evaluation.top_p for this set; 1: all tokens."""
     top_k: Natural = 0
@@ -200,11 +213,11 @@ class EvaluationSetSettings:
     structured_outputs: StructuredOutputs | None = None
     """Value of evaluation.structured_outputs for this set; null: no constraint."""
     pass_reward: float = 1.0
-    """As evaluation.pass_reward."""
+    """Value of evaluation.pass_reward for this set."""
 
     @property
     def place(self) -> Path | None:
-        """Of its own file or data set; None: of neither, or a hub has it."""
+        """Path of the set's own file or local data set; None: there is neither, or a hub has it."""
         return _place(self.file, self.dataset)
 
     @property
@@ -214,14 +227,18 @@ class EvaluationSetSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """How the held-out tasks are sampled, and what is kept of it."""
+    """Sampling of the held-out tasks, and the number of results that are kept."""
 
     __pydantic_config__ = STRICT
 
     samples: Positive = 1
-    """Of each task: n of avg@n and majority@n; pass@k is told for the powers of two up to it."""
+    """Samples of each task: the n of avg@n and majority@n; pass@k is reported for the powers of two
+    up to it.
+    """
     temperature: NotNegative = 0.0
-    """Of scheduled evaluations; 0: greedy, of which more than one sample would all be the same."""
+    """Sampling temperature of scheduled evaluations; 0: greedy, where all samples of a task are
+    equal.
+    """
     top_p: Share = 1.0
     """Sample among the likeliest tokens whose probabilities add up to this number; 1: among all
     tokens. Training always samples among all, because its loss needs a log-probability over all."""
@@ -233,11 +250,13 @@ class EvaluationSettings:
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the form of each reply; null: no constraint."""
     pass_reward: float = 1.0
-    """A sample passes with so much of its return or more, in parts of the best possible one where
-    the environment knows that."""
+    """Share of the best possible return, if the environment knows it, or else the return from which
+    on a sample passes.
+    """
     keep_results: Natural = 20
-    """Newest evaluations whose rollouts are kept, token by token, in RUN_DIR/evaluations; 0:
-    none."""
+    """Number of the newest evaluations whose rollouts are kept, token by token, in
+    RUN_DIR/evaluations; 0: none.
+    """
     sets: dict[SetName, EvaluationSetSettings] = field(default_factory=dict)
     """More sets of tasks by name, each with its own sampling."""
 
@@ -247,12 +266,14 @@ class EvaluationSettings:
 
     @property
     def all_settings(self) -> tuple[EvaluationSettings | EvaluationSetSettings, ...]:
-        """These settings, followed by those of each set."""
+        """The run's own evaluation settings, followed by those of each set."""
         return (self, *self.sets.values())
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """With the powers of two for pass@k: 1, 2, 4 of six samples."""
+    """Return the sampling of these settings, with the powers of two for pass@k: 1, 2, 4 of six
+    samples.
+    """
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
@@ -269,36 +290,36 @@ def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRollouts:
-    """How one part of a mixture is played; null: as rollouts says."""
+    """Differences in how one part of a mixture is played; null: the value of rollouts."""
 
     __pydantic_config__ = STRICT
 
     temperature: Temperature | None = None
-    """As rollouts.temperature."""
+    """Value of rollouts.temperature for this part; null: that of rollouts."""
     stop: StopStrings | None = None
     """Value of rollouts.stop for this part; null: that of rollouts."""
     max_turns: Positive | None = None
-    """As rollouts.max_turns."""
+    """Value of rollouts.max_turns for this part; null: that of rollouts."""
     max_tokens_per_turn: Positive | None = None
-    """As rollouts.max_tokens_per_turn."""
+    """Value of rollouts.max_tokens_per_turn for this part; null: that of rollouts."""
     turn_deadline_s: Seconds | None = None
-    """As rollouts.turn_deadline_s."""
+    """Value of rollouts.turn_deadline_s for this part; null: that of rollouts."""
     episode_deadline_s: Seconds | None = None
-    """As rollouts.episode_deadline_s."""
+    """Value of rollouts.episode_deadline_s for this part; null: that of rollouts."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rows of the outcome table that differ here, laid over those of rollouts.outcomes."""
+    """Rows of the outcome table that differ in this part, laid over those of rollouts.outcomes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberEvaluation:
-    """How one part of a mixture is evaluated; null: as evaluation says."""
+    """Differences in how one part of a mixture is evaluated; null: the value of evaluation."""
 
     __pydantic_config__ = STRICT
 
     samples: Positive | None = None
-    """As evaluation.samples."""
+    """Value of evaluation.samples for this part; null: that of evaluation."""
     temperature: NotNegative | None = None
-    """As evaluation.temperature."""
+    """Value of evaluation.temperature for this part; null: that of evaluation."""
     top_p: Share | None = None
     """Value of evaluation.top_p for this part; null: that of evaluation."""
     top_k: Natural | None = None
@@ -308,7 +329,7 @@ class MemberEvaluation:
     structured_outputs: StructuredOutputs | None = None
     """Value of evaluation.structured_outputs for this part; null: that of evaluation."""
     pass_reward: float | None = None
-    """As evaluation.pass_reward."""
+    """Value of evaluation.pass_reward for this part; null: that of evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,31 +339,32 @@ class MixtureMember:
     __pydantic_config__ = STRICT
 
     weight: Rate = 1.0
-    """Its share of the groups, beside the other weights."""
+    """Weight of this part among those of the other parts: it gets weight / sum of the groups."""
     tasks: TasksSettings
-    """As the run's own section tasks."""
+    """Tasks of this part, with the settings of the run's own section tasks."""
     rollouts: MemberRollouts = field(default_factory=MemberRollouts)
     evaluation: MemberEvaluation = field(default_factory=MemberEvaluation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings:
-    """What looks at a run's trajectories for reward hacking, beside its training."""
+    """Search for reward hacking in a run's trajectories, which runs besides training."""
 
     __pydantic_config__ = STRICT
 
     hacking: bool = True
-    """Tell of patterns of reward hacking in the journal of each step."""
+    """Report patterns of reward hacking in the journal of each step."""
     shadow: str | None = None
-    """FILE.py:NAME of a second verifier, called as a reward function is: verified from 0.5 on. No
-    reward comes of it."""
+    """FILE.py:NAME of a second verifier, called as a reward function is; a trajectory is verified
+    from a score of 0.5 on. The verifier changes no reward.
+    """
     shadow_samples: Positive = 16
-    """Trajectories of each step that it is asked about."""
+    """Trajectories of each step that the second verifier scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings:
-    """Where Prometheus reads the metrics."""
+    """Address at which Prometheus reads the metrics."""
 
     __pydantic_config__ = STRICT
 
@@ -351,12 +373,12 @@ class MetricsSettings:
     port: Port = 0
     """Port of /metrics; 0: any free one."""
     stays_s: NotNegative = 0
-    """Seconds that `rayloom train` stays after the end, so that its last values are scraped."""
+    """Seconds that `rayloom train` waits after the end, so that its last values are scraped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingSettings:
-    """Where OpenTelemetry traces of rollouts go."""
+    """OpenTelemetry traces of rollouts, and where they are sent."""
 
     __pydantic_config__ = STRICT
 
@@ -364,7 +386,7 @@ class TracingSettings:
     """URL of a collector that speaks OTLP over HTTP, such as http://collector:4318/v1/traces;
     empty: no traces."""
     sample_ratio: Share = 1.0
-    """Share of the rollouts that are traced."""
+    """Share of the rollouts that are traced, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,26 +400,31 @@ class ServiceSettings:
     port: Port = 8000
     """Port of the HTTP API; 0: any free one."""
     max_waiting_tasks: Positive = 1024
-    """Tasks that are accepted and not yet admitted; more are refused with status 429."""
+    """Tasks that are accepted and not yet admitted; further ones are refused with status 429."""
     max_waiting_mib: Positive = 256
-    """MiB of these tasks; more are refused with status 429."""
+    """MiB of waiting tasks; further ones are refused with status 429."""
     keep_ended_tasks: Positive = 10000
-    """The newest so many tasks that are over can still be asked for."""
+    """Number of the newest ended tasks that clients can still read."""
     keep_feed_entries: Positive = 200000
-    """The newest so many entries of the feed can still be read; some 100 bytes each."""
+    """Number of the newest entries of the feed that clients can still read; about 100 bytes
+    each.
+    """
     allowed_hosts: tuple[str, ...] = ()
-    """Names, beside those of loopback, that a Host header may have where the API listens there."""
+    """Names besides those of loopback that a Host header may have if the API listens on
+    loopback.
+    """
     max_tasks_per_request: Positive = 256
     """Tasks of one request; more are refused."""
     max_samples_per_task: Positive = 256
-    """Rollouts of one task."""
+    """Rollouts of one task; more are refused."""
     max_body_kib: Positive = 1024
     """KiB of one request's body; more are refused."""
     key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(requests_per_s=100))
-    """Of each named key that was created without limits of its own."""
+    """Limits of each named key that was created without limits of its own."""
     public_url: HttpUrl = ""
-    """Where agents reach the API, such as https://train.example.org; empty: under the name that the
-    request which creates a session came for."""
+    """URL at which agents reach the API, such as https://train.example.org; empty: the host name of
+    the request that creates a session.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +437,7 @@ class Config:
     model: ModelSettings
     tasks: TasksSettings = field(default_factory=TasksSettings)
     mixture: dict[SetName, MixtureMember] = field(default_factory=dict)
-    """Several environments or data sets by name, in place of tasks."""
+    """Several environments or data sets by name, instead of tasks."""
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
@@ -427,13 +454,14 @@ class Config:
 
     @property
     def has_environment(self) -> bool:
-        """Whether environment actors play something: not where agents outside play all."""
+        """Whether environment actors play tasks; False if external agents play all of them."""
         return self.tasks.environment != SESSION
 
     @property
     def members(self) -> dict[str, Config]:
-        """What is played, by the name that tasks have as their environment: the parts of the
-        mixture, each as a configuration of its own; or this one."""
+        """The configuration of each environment, by the name that tasks have as their environment:
+        one for each part of the mixture, or this one.
+        """
         if not self.mixture:
             return {self.tasks.environment: self}
         return {name: self._of_member(each) for name, each in self.mixture.items()}
@@ -456,7 +484,7 @@ class Config:
 
     @property
     def environments(self) -> dict[str, PlayedEnvironment]:
-        """What environment actors play, by the name that tasks have."""
+        """Environments that actors play, by the name that tasks have."""
         return {
             name: PlayedEnvironment(
                 environment=each.tasks.environment,
@@ -468,7 +496,7 @@ class Config:
 
     @property
     def task_places(self) -> dict[str, Path]:
-        """Files and directories of tasks that lie here, by the key that names them."""
+        """Local files and directories of tasks, by the key that names them."""
         named: dict[str, TasksSettings | EvaluationSetSettings] = {"tasks": self.tasks}
         named |= {f"mixture.{name}.tasks": each.tasks for name, each in self.mixture.items()}
         named |= {f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()}
@@ -502,15 +530,16 @@ class Config:
 
     @property
     def policies(self) -> dict[str, OutcomePolicy]:
-        """By environment. A session ends once: its agent cannot be asked to play again. Nor can who
-        uploads a trajectory."""
+        """Outcome rules by environment, without retries for sessions and uploads, whose clients
+        cannot be made to play again.
+        """
         once = self.outcome_policy.without_retries()
         members = {name: each.outcome_policy for name, each in self.members.items()}
         return {**members, SESSION: once, UPLOADED: once}
 
     @property
     def temperatures(self) -> dict[str, float]:
-        """At which training samples, by environment; agents outside are given the run's own."""
+        """Training temperature by environment; external agents get the run's own."""
         members = {name: each.rollouts.temperature for name, each in self.members.items()}
         return {**members, **dict.fromkeys((SESSION, UPLOADED), self.rollouts.temperature)}
 
@@ -530,9 +559,10 @@ class Config:
 
     @property
     def group_rule(self) -> GroupRule | None:
-        """How the audit computes a group's advantages again.
+        """The rule by which the audit computes a group's advantages again.
 
-        None where its returns do not tell: they are shaped, or weighed over the step.
+        None if returns do not determine the advantages: they are shaped, or normalised over the
+        step.
         """
         algorithm = self.algorithm
         rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]

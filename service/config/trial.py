@@ -78,7 +78,7 @@ _BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What of the user's own code is imported and called before the start."""
+    """Selection of the user's own code that is imported and called before the start."""
 
     begins: bool = True
     """Whether the first task of each environment is begun."""
@@ -93,7 +93,7 @@ class Trial:
 
 
 class Fate(StrEnum):
-    """How a call ended. The values are parts of sentences."""
+    """Way in which a call ended. The values are parts of sentences."""
 
     SCORED = "gave a number"
     SILENT = "gave None"
@@ -106,7 +106,7 @@ class Fate(StrEnum):
 
 _FATAL = frozenset({Fate.BROKEN, Fate.NO_NUMBER, Fate.ENDED, Fate.HUNG})
 _REMEDIES = {
-    Fate.BROKEN: "mend it",
+    Fate.BROKEN: "fix it",
     Fate.NO_NUMBER: "return a number, or numbers by their names",
     Fate.ENDED: "have it raise an exception instead, or return",
     Fate.HUNG: "give it a limit of its own; if it needs longer, start with --no-call",
@@ -302,7 +302,7 @@ class _Trials:
             raise ConfigError(
                 f"{self._what}: it took more than {self._limit_s:.3g} s to {self._doing}"
                 f"{f' (it is at {place})' if place else ''}; expected an import and a first task "
-                "that take seconds; move what takes longer into the function, or mend the module"
+                "that take seconds; move slow work into the function, or fix the module"
             )
         self._left_s -= self._limit_s
         self._lost(self._call, Fate.HUNG, f"within {self._limit_s:.2g} s")
@@ -315,7 +315,7 @@ class _Trials:
         if self._call is None:
             raise ConfigError(
                 f"{self._what}: the process ended while it was to {self._doing} ({why}); "
-                "expected a module that raises an exception instead; mend it"
+                "expected a module that raises an exception instead; fix it"
             )
         self._lost(self._call, Fate.ENDED, f"({why})")
 
@@ -331,11 +331,11 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
     for own in by_function.values():
         odd = [each for each in own if each.fate not in (Fate.SCORED, None)]
         if odd and all(each.fate in _FATAL for each in own):
-            raise ConfigError(f"{_told(odd[0])}; {_REMEDIES[odd[0].fate or Fate.BROKEN]}")
+            raise ConfigError(f"{_error_text(odd[0])}; {_REMEDIES[odd[0].fate or Fate.BROKEN]}")
         if odd and odd == own:
-            tell(f"{_told(odd[0])}, and so for {len(own)} answers: look there")
+            tell(f"{_error_text(odd[0])}, and so for {len(own)} answers: look there")
         elif odd:
-            tell(f"{_told(odd[0])}; that may be right for this answer")
+            tell(f"{_error_text(odd[0])}; that may be right for this answer")
         if any(each.fate is None for each in own):
             tell(f"{own[0].function} was not called: {CALLS_LIMIT_S:.0f} s had passed")
     for name in dict.fromkeys(each.environment for each in calls):
@@ -366,7 +366,7 @@ def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
     return found.removeprefix("File ").replace('"', "").replace(", line ", ":")
 
 
-def _told(call: Call) -> str:
+def _error_text(call: Call) -> str:
     return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
 
 
@@ -522,7 +522,7 @@ def reference_of(task: Task, column: str | None) -> str | None:
         for part in (name,) if name in task.data else name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, list) and value:
-            # A list holds several right answers, of which any one will do.
+            # A list holds several right answers; take any one.
             value = value[0]
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
@@ -603,5 +603,5 @@ def load_shadow(
         told = str(error).removeprefix("group_").removeprefix("reward: ")
         raise ConfigError(f"{key}: {told}") from error
     except Exception as error:
-        # The user's own module is imported: any type can come.
+        # Importing the user's own module may raise any type.
         raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error

@@ -94,8 +94,8 @@ async def test_checkpoints_are_asked_for_listed_and_gone_back_to(tmp_path: Path)
         ({"top_k": -1, "temperature": 1}, "top_k"),
         ({"min_p": 1.5, "temperature": 1}, "min_p"),
         ({"structured_outputs": {}}, "structured_outputs has nothing; expected one of json"),
-        ({"structured_outputs": {"regex": "["}}, "is no regular expression"),
-        ({"structured_outputs": {"json": {"type": 3}}}, "is no JSON schema"),
+        ({"structured_outputs": {"regex": "["}}, "is not a regular expression"),
+        ({"structured_outputs": {"json": {"type": 3}}}, "is not a JSON schema"),
         ({"structured_outputs": {"words": []}}, "structured_outputs"),
     ],
 )

@@ -277,9 +277,9 @@ def test_a_file_that_is_no_tree_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("run:\n  steps: 1\n  steps: 2\n", r"'steps' stands a second time, in line 3"),
-        ("run: {}\nmodel: {}\nrun: {}\n", r"'run' stands a second time, in line 3"),
-        ("tasks: {options: {a: 1, a: 2}}", r"'a' stands a second time"),
+        ("run:\n  steps: 1\n  steps: 2\n", r"'steps' appears a second time, in line 3"),
+        ("run: {}\nmodel: {}\nrun: {}\n", r"'run' appears a second time, in line 3"),
+        ("tasks: {options: {a: 1, a: 2}}", r"'a' appears a second time"),
     ],
 )
 def test_a_key_that_stands_there_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -199,7 +199,7 @@ def test_what_is_odd_for_one_answer_is_a_warning_and_nothing_is_left(place: Path
             "nests",
             "nests cannot run: RuntimeError: .*running event loop.*await the coroutine",
         ),
-        ("imports", "imports cannot run: ModuleNotFoundError: .*no_such_package.*mend it"),
+        ("imports", "imports cannot run: ModuleNotFoundError: .*no_such_package.*fix it"),
     ],
 )
 def test_a_function_that_can_never_work_is_refused(

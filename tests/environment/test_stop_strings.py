@@ -191,10 +191,10 @@ def test_training_samples_among_all_tokens_and_says_why(name: str) -> None:
         ),
         ({"evaluation": {"structured_outputs": {"choice": []}}}, r"structured_outputs.choice"),
         ({"evaluation": {"structured_outputs": {"regx": "a"}}}, r"did you mean 'regex'"),
-        ({"evaluation": {"structured_outputs": {"regex": "("}}}, r"regex '\(' is no regular"),
+        ({"evaluation": {"structured_outputs": {"regex": "("}}}, r"regex '\(' is not a regular"),
         (
             {"evaluation": {"structured_outputs": {"json": {"type": "thing"}}}},
-            r"structured_outputs.json is no JSON schema",
+            r"structured_outputs.json is not a JSON schema",
         ),
         ({"rollouts": {"stop": [""]}}, r"rollouts.stop.0: got ''"),
         ({"rollouts": {"stop": "\n"}}, r"rollouts.stop: got"),

@@ -107,8 +107,8 @@ def test_options_that_the_template_looks_at_pass_and_are_written_down(thinker: s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"enable_thinkin": False}, "does not look at 'enable_thinkin'.*did you mean 'enable_thi"),
-        ({"verbose": True}, "does not look at 'verbose'.*expected one of enable_thinking"),
+        ({"enable_thinkin": False}, "does not read 'enable_thinkin'.*did you mean 'enable_thi"),
+        ({"verbose": True}, "does not read 'verbose'.*expected one of enable_thinking"),
         ({"tokenize": True}, "tokenize is the renderer's own"),
         ({"chat_template": "x"}, "chat_template is the renderer's own"),
     ],
