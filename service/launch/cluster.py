@@ -1,4 +1,4 @@
-"""A local Ray for one run, or an existing cluster by address."""
+"""Start a local Ray for one run, or join an existing cluster by its address."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from service.launch.sources import user_modules, user_scripts
 from service.remote_calls import NAMESPACE
 
 TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
-# Of an AF_UNIX socket's path, without its closing zero.
+# Longest path of an AF_UNIX socket in bytes, without its closing zero.
 MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _FALLBACK_TEMP_DIR = "/tmp"
-# Until a cluster has started a process for the first task.
+# Time limit for a cluster to start a process for the first task.
 AUTHENTICATION_LIMIT_S = 60.0
-# For a head node that is being started, or is busy.
+# Time limits for a head node that is being started, or is busy.
 HEAD_LIMIT_S, HEAD_ANSWER_S = 10.0, 5.0
-# With an empty frame of settings: RFC 9113, sections 3.4 and 4.1.
+# The preface of HTTP/2 with an empty frame of settings: RFC 9113, sections 3.4 and 4.1.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _HTTP2_HEADER_BYTES = 9
 # The longest of Ray's sockets, as its own sessions are named.
@@ -45,7 +45,9 @@ _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
-    """What the run's processes reserve of Ray; small parts reserve nothing."""
+    """Return the number of CPUs that the run's processes reserve in Ray; small parts reserve
+    nothing.
+    """
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks
@@ -53,13 +55,15 @@ def cpus_wanted(config: Config) -> float:
     )
 
 
-# Read by each process in which Ray Serve opens an HTTP server: on a cluster, of its nodes' Ray.
+# Read by each process in which Ray Serve opens an HTTP server; on a cluster, those of its nodes.
 DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 DOOR = "service.api.door.middlewares"
 
 
 def prepare_environment(config: Config) -> None:
-    """Set what Ray and vLLM read from the process environment, before either starts."""
+    """Set the variables that Ray and vLLM read from the process environment, before either
+    starts.
+    """
     defaults = {
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -76,7 +80,7 @@ def prepare_environment(config: Config) -> None:
 def joined(config: Config, *, address: str | None) -> Iterator[None]:
     """Join the cluster at `address`, or start a local Ray and stop it at the end.
 
-    Raises: ConfigError when the cluster cannot be reached or lacks what the run asks for.
+    Raises: ConfigError if the cluster cannot be reached or lacks resources that the run needs.
     """
     prepare_environment(config)
     try:
@@ -87,13 +91,13 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
         check_places(config)
         yield
     finally:
-        # Also after a start that failed. On an existing cluster only this driver's actors end.
+        # Runs after a failed start too. On an existing cluster only this driver's actors end.
         ray.shutdown(wait_for_processes=True)
 
 
 @contextmanager
 def attached(address: str) -> Iterator[None]:
-    """Join a cluster to look at its runs, not to start one. Raises: ConfigError."""
+    """Join a cluster to read its runs, not to start one. Raises: ConfigError."""
     try:
         _connect(address)
         yield
@@ -102,9 +106,10 @@ def attached(address: str) -> Iterator[None]:
 
 
 def short_temp_dir(asked: str) -> str | None:
-    """Where Ray puts its session; None for its own choice. asked: what it would take.
+    """Return the directory for Ray's session; None: Ray's own choice is short enough.
 
-    Raises: ConfigError when neither that nor /tmp will do.
+    asked: the directory that Ray would use. Raises: ConfigError if that path is too long and /tmp
+    cannot be written.
     """
     longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
     if longest <= MAX_SOCKET_PATH:
@@ -159,10 +164,10 @@ def _init_local(config: Config) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """`ray.init` of a node of its own; tried again after the time limit of its start.
+    """Call `ray.init` for a node of its own, and once more after its start has timed out.
 
-    Ray gives a node 30 s to come up, whatever the load, and no setting changes that. What it has
-    started until then it leaves behind.
+    Ray gives a node 30 s to start, at any load, and no setting changes that. This function kills
+    the processes that a failed start leaves.
     """
     before = set(psutil.Process().children())
     try:
@@ -179,9 +184,9 @@ def start_ray(**options: Any) -> None:
 
 
 def _init(**options: Any) -> None:
-    """`ray.init`, whose own handler of SIGTERM ends the process with the signal's number.
+    """Call `ray.init`, whose own handler of SIGTERM ends the process with the signal's number.
 
-    Raises: KeyboardInterrupt when one came, also where Python dropped what the handler raised.
+    Raises: KeyboardInterrupt if a SIGTERM arrived, even if Python dropped the handler's exception.
     """
     with signals_noted() as noted:
         try:
@@ -193,7 +198,7 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
-    """Raises: ConfigError."""
+    """Join the cluster at an address with the run's files. Raises: ConfigError."""
     _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
 
 
@@ -220,17 +225,17 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 
 
 def _check_answers(address: str) -> None:
-    """Something at HOST:PORT answers as a head node's control store does, by gRPC.
+    """Check that HOST:PORT answers by gRPC, as a head node's control store does.
 
-    Ray itself would try for many minutes. Of an address in another form Ray knows where it leads.
-    Raises: ConfigError.
+    Ray itself would try for many minutes. Addresses in another form are left to Ray. Raises:
+    ConfigError.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in address:
         return
     host = host.strip("[]")
     if host in ("localhost", "127.0.0.1", "::1"):
-        # As Ray does: a head need not listen on the loopback.
+        # Replace the address as Ray does: a head need not listen on the loopback.
         host = ray.util.get_node_ip_address()
     end = time.monotonic() + HEAD_LIMIT_S
     while True:
@@ -243,22 +248,25 @@ def _check_answers(address: str) -> None:
 
 
 def _greet(host: str, port: int) -> None:
-    """Raises: OSError where nothing answers within some seconds, or not by HTTP/2."""
+    """Connect and exchange the preface of HTTP/2. Raises: OSError if no HTTP/2 answer arrives
+    within seconds.
+    """
     with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
         connection.sendall(_HTTP2_GREETING)
         with connection.makefile("rb") as answers:
-            # Of a frame's header the fourth byte is its type: 4 for settings, always the first.
+            # The fourth byte of a frame's header is its type: 4 for settings, always the first.
             if answers.read(_HTTP2_HEADER_BYTES)[3:4] != b"\4":
-                raise OSError("what listens there is no head node")
+                raise OSError("the process that listens there is not a head node")
 
 
 def _check_authentication(address: str) -> None:
-    """Raises: ConfigError for a cluster that authenticates in another way than this process.
+    """Check that the cluster authenticates as this process does. Raises: ConfigError if it does
+    not.
 
-    Ray lets it in, but this process then refuses the control store's calls, which takes every actor
-    that it starts for one that nobody refers to, and ends it.
+    Ray accepts the connection, but this process then refuses the control store's calls. The control
+    store concludes that no process refers to this process's actors, and ends them.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
@@ -273,13 +281,13 @@ def _check_authentication(address: str) -> None:
     if found != own:
         raise ConfigError(
             f"--address {address}: RAY_AUTH_MODE is {own} here and {found} on the cluster, "
-            f"expected the same; set RAY_AUTH_MODE={found} (unset, it is token where "
-            "~/.ray/auth_token lies)"
+            f"expected the same; set RAY_AUTH_MODE={found} (if unset, it is token if "
+            "~/.ray/auth_token exists)"
         )
 
 
 def _authentication_mode() -> str:
-    """As Ray has settled it for this process, which sets the variable where it was unset."""
+    """Return the mode that Ray has set for this process; Ray sets the variable if it was unset."""
     return os.environ.get("RAY_AUTH_MODE", "disabled").lower()
 
 
@@ -300,20 +308,23 @@ def alive_nodes() -> list[Node]:
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """Run a task or an actor there and nowhere else."""
+    """Return the strategy that places a task or an actor only on this node."""
     return NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """Beside the calling process, and nowhere else: for actors that are of no use without it."""
+    """Return the strategy that places an actor only on the node of the calling process.
+
+    It is for actors that are useless without that process.
+    """
     return on_node(ray.get_runtime_context().get_node_id())
 
 
 def check_places(config: Config, *, limit_s: float = 0.0) -> None:
-    """Every engine, rank and environment actor fits on some node beside the others.
+    """Check that every engine, rank and environment actor fits on some node next to the others.
 
-    Args: limit_s: until nodes that are still to join must have done so.
-    Raises: ConfigError, with the first part that fits nowhere.
+    Args: limit_s: seconds to wait for nodes that have not joined yet.
+    Raises: ConfigError, with the first part that fits on no node.
     """
     poll(lambda: True if misfit(config, alive_nodes()) is None else None, limit_s=limit_s)
     if (fault := misfit(config, alive_nodes())) is not None:
@@ -321,24 +332,24 @@ def check_places(config: Config, *, limit_s: float = 0.0) -> None:
 
 
 def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
-    """What the processes of a run get on other nodes, as Ray's runtime environment.
+    """Return the files that the run's processes get on other nodes, as Ray's runtime environment.
 
-    The working directory goes along where a module of the user's or the tasks lie in it, and a
-    module that lies in another place of the import path by itself. What is installed is expected
-    to be so on every node.
+    The working directory is shipped if it contains one of the user's modules or scripts, or the
+    tasks; otherwise the user's modules are shipped alone. Installed packages are expected on every
+    node.
     """
     modules = _user_modules(config)
     paths = [*modules, *user_scripts(config), *config.task_places.values()]
     if any(path.resolve().is_relative_to(cwd) for path in paths):
-        # Ray leaves out what .gitignore names, too.
+        # Ray also leaves out the files that .gitignore names.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}
     return {"py_modules": [str(module) for module in modules]} if modules else {}
 
 
 def seen_from_afar(config: Config, *, cwd: Path) -> Config:
-    """The configuration with paths that hold on other nodes, where the working directory differs.
+    """Return the configuration with paths that are valid on other nodes.
 
-    Tasks that travel with the working directory are named relative to it.
+    The working directory differs there. Tasks that are shipped with it get a path relative to it.
     """
     mixture = {
         name: replace(each, tasks=_named_from(cwd, each.tasks))
@@ -366,19 +377,21 @@ def _named_from(cwd: Path, tasks: TasksOrSet) -> TasksOrSet:
 
 
 def _absolute(model: str | None, cwd: Path) -> str | None:
-    """A model's directory; a name of a hub stays."""
+    """Return the absolute path of a model's directory; the name of a hub's model unchanged."""
     if model is None or not (directory := cwd / Path(model).expanduser()).is_dir():
         return model
     return str(directory)
 
 
 def _user_modules(config: Config) -> list[Path]:
-    """Of the environment and of reward functions."""
+    """Return the files or packages of the user's modules: of environments and reward functions."""
     return [path for name in user_modules(config) if (path := _user_module(name)) is not None]
 
 
 def _user_module(name: str) -> Path | None:
-    """The package or file of a module; None where it is installed."""
+    """Return the package directory or file of a user's module; None if it is installed or
+    missing.
+    """
     spec = find_spec(name.partition(".")[0])
     if spec is None:
         return None
@@ -390,6 +403,9 @@ def _user_module(name: str) -> Path | None:
 
 
 def _import_path() -> str:
-    """The user's own environments are imported from where the command was started."""
+    """Return PYTHONPATH with the directory first in which the command was started.
+
+    The user's own environments are imported from there.
+    """
     parts = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
     return os.pathsep.join(part for part in parts if part)

@@ -1,9 +1,9 @@
-"""Whether the nodes of a cluster see what they need, asked of each before a run starts there.
+"""Check on each node of a cluster that it sees the files that a run needs.
 
-The run's directory, a model's directory and a task file outside of the working directory lie on
-the node where the command runs; the other nodes must see them under the same paths. A node that a
-part of the run may be placed on is asked by a task of its own. On a cluster of this node alone
-nothing is asked.
+The run's directory, a model's directory and a task file outside of the working directory are on the
+node where the command runs; the other nodes must see them under the same paths. Each node on which
+a part of the run may be placed runs a task that checks this. On a cluster of one node nothing is
+checked.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from service.launch.cluster import alive_nodes, on_node
 from service.launch.placement import HEAD_NODE, Node, Role, roles_of
 from service.launch.run_dir import RunDir
 
-# Until a node has started a process and looked.
+# Time limit for a node to start a process and check the paths.
 ANSWER_LIMIT_S = 120.0
-# Of a file that is compared: its beginning tells.
+# Number of first bytes of a file that are compared.
 _COMPARED_BYTES = 1 << 20
 _ALL = frozenset(Role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPath:
-    """A path that nodes must see as this one does."""
+    """A path that nodes must see as the node of the command does."""
 
     key: str
-    """What names it: a setting, or the run directory."""
+    """The setting that names the path, or "run directory"."""
     path: Path
     witness: Path
-    """A file whose content tells whether it is the same path."""
+    """A file in it; equal contents on two nodes show that it is the same path."""
     digest: str
     roles: frozenset[Role]
-    """Of the nodes that need it."""
+    """Roles of the nodes that need the path."""
     is_written: bool = False
-    """Whether they write there too."""
+    """Whether these nodes write to the path too."""
 
 
 def check_other_nodes(
     config: Config, run_dir: RunDir, *, model: str, has_endpoint: bool = False
 ) -> None:
-    """Ask every node that a part of the run may be placed on. model: a directory or hub name.
+    """Check every node on which a part of the run may be placed.
 
-    has_endpoint: the run's own listens on the address of its metrics already.
-
+    Args: model: a directory or hub name. has_endpoint: whether the run's own endpoint already
+        listens on the address of the metrics.
     Raises: ConfigError, with the node and the path.
     """
     here = ray.get_runtime_context().get_node_id()
@@ -81,7 +81,7 @@ def check_other_nodes(
 
 
 def check_api_place(service: ServiceSettings) -> None:
-    """The API is reached from here: Serve's proxy listens on the head node alone.
+    """Check that the API is reachable from here: Serve's proxy listens on the head node only.
 
     Raises: ConfigError.
     """
@@ -96,7 +96,10 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Run on each node. Returns: a sentence on the first path that is not as it should be."""
+    """Return a sentence on the first path that differs or cannot be written; None: all are right.
+
+    Runs on each node.
+    """
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:
             return (
@@ -113,7 +116,7 @@ def find_unshared(needed: Sequence[SharedPath]) -> str | None:
 
 
 def digest_of(file: Path) -> str:
-    """Of the file's size and beginning; empty where it cannot be read."""
+    """Return a digest of the file's size and first bytes; empty if it cannot be read."""
     try:
         with file.open("rb") as opened:
             content = opened.read(_COMPARED_BYTES)
@@ -139,7 +142,7 @@ def _shared_paths(
         models[key] = (path, frozenset({Role.TRAINER}))
     for key, (path, roles) in models.items():
         witness = Path(path).expanduser() / "config.json"
-        # A name of a hub lies nowhere: each node fetches it by itself.
+        # A hub's model has no path here: each node fetches it itself.
         if witness.is_file():
             yield SharedPath(
                 key=key,
@@ -150,7 +153,7 @@ def _shared_paths(
             )
     for key, place in config.task_places.items():
         files = [place] if place.is_file() else filter(Path.is_file, sorted(place.rglob("*")))
-        # One without a file in it was refused before.
+        # A directory without a file was refused before.
         witness = next(iter(files))
         yield SharedPath(
             key=key,
@@ -163,7 +166,7 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """A file that only this start can have written."""
+    """Make a file that only this start can have written, and remove it at the end."""
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)
     try:
@@ -174,7 +177,7 @@ def _witness_in(run_dir: RunDir) -> Iterator[Path]:
 
 
 def _write_fault(directory: Path) -> str:
-    """Why nothing can be written there; empty where it can."""
+    """Return why the directory cannot be written; empty if it can."""
     own = directory / f".written-{uuid.uuid4().hex}"
     try:
         own.write_bytes(b"")

@@ -1,8 +1,8 @@
-"""Which nodes the parts of a run go to, and whether they all fit. Pure.
+"""Decide which nodes the parts of a run may use, and whether all parts fit. Pure.
 
-A node offers a role by a custom resource of its name. A part asks for a share of its role's
-resource where some node offers it, else for nothing but its CPUs and GPUs; so a cluster without
-roles, or a laptop, places by these alone. Called by `cluster` before the start and by each term.
+A node offers a role by a custom resource of the role's name. A part requests a share of its role's
+resource if some node offers it, and otherwise only CPUs and GPUs; so a cluster without roles, or a
+laptop, places parts by CPUs and GPUs only. Called by `cluster` before the start and by each term.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import StrEnum
 
 from service.config.tree import Config
 
-# Of one unit that a node offers: so many parts have room on it.
+# Share of a node's unit that a part takes: 1 / SHARE parts have room on the node.
 SHARE = 0.001
-# Ray's own resource, which the head node alone has.
+# Ray's own resource, which only the head node has.
 HEAD_NODE = "node:__internal_head__"
 
 
 class Role(StrEnum):
-    """What a node is for; the value is the name of the resource that it offers."""
+    """The purpose of a node; the value is the name of the resource that the node offers."""
 
     CONTROL = "rayloom_control"
     """The supervisor and, on its node, the queue, the merge actor and the weight board."""
@@ -36,28 +36,33 @@ class Node:
     node_id: str
     address: str
     resources: Mapping[str, float]
-    """All that it offers, whether it is taken or not."""
+    """All resources of the node, whether they are taken or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What each part asks for beside its CPUs and GPUs; `roles_of` decides it."""
+    """The roles that nodes offer, and what each part requests in addition to CPUs and GPUs.
+
+    `roles_of` makes it.
+    """
 
     offered: frozenset[Role]
 
     def asked(self, role: Role) -> dict[str, float]:
-        """The custom resources of a part. Without a node for it, control goes to the head."""
+        """Return the custom resources that a part requests. If no node offers control, it goes to
+        the head.
+        """
         if role in self.offered:
             return {role.value: SHARE}
         return {HEAD_NODE: SHARE} if role is Role.CONTROL else {}
 
     def nodes(self, role: Role, nodes: Sequence[Node]) -> list[Node]:
-        """Where parts of the role may run."""
+        """Return the nodes on which parts of the role may run."""
         asked = self.asked(role)
         return [node for node in nodes if all(name in node.resources for name in asked)]
 
-    def told(self, nodes: Sequence[Node]) -> str:
-        """One line: where each part goes."""
+    def describe(self, nodes: Sequence[Node]) -> str:
+        """Return one line that says where each part runs."""
         where = []
         for role in Role:
             addresses = ", ".join(sorted(node.address for node in self.nodes(role, nodes)))
@@ -69,10 +74,10 @@ class Roles:
 
 
 def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) -> Roles:
-    """Which roles the nodes offer.
+    """Return the roles that the nodes offer.
 
-    before: what was offered earlier in the run. Such a role is waited for when its nodes are lost:
-    others may lack its paths, or have room only for their own.
+    before: roles that were offered earlier in the run. Parts of such a role wait if its nodes are
+    lost, because other nodes may lack its paths, or have room only for their own parts.
     """
     offered = {role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0}
     return Roles(offered=before | offered)
@@ -81,17 +86,17 @@ def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     name: str
-    """With its number, for a sentence."""
+    """Name with the part's number, for a sentence."""
     keys: str
-    """The settings that decide how many there are, and how large."""
+    """Settings that decide how many such parts there are, and how large they are."""
     resources: Mapping[str, float]
 
 
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
-    """Put every part on a node, the most demanding first, each on the fullest that has room.
+    """Put every part on a node, the most demanding first, each on the fullest node that has room.
 
-    Sums would not do: two engines of 2 GPUs do not fit on two nodes of 2 and 1 beside a rank.
-    Returns: a sentence on the first part that fits nowhere; None where all fit.
+    Comparing sums would be wrong: two engines of 2 GPUs do not fit on two nodes of 2 and 1 GPUs
+    next to a rank. Returns: a sentence on the first part that fits on no node; None if all fit.
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)
@@ -99,8 +104,9 @@ def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
         room = [free for free in left.values() if _fits(part.resources, free)]
         if not room:
             return (
-                f"{part.name} asks for {_told(part.resources)}, and no node has that left beside "
-                f"the run's other parts: {_left(nodes, left)}; lower {part.keys}, or add nodes"
+                f"{part.name} asks for {_format_resources(part.resources)}, and no node has that "
+                f"left beside the run's other parts: {_left(nodes, left)}; "
+                f"lower {part.keys}, or add nodes"
             )
         chosen = min(room, key=lambda free: (free.get("GPU", 0), free.get("CPU", 0)))
         for name, amount in part.resources.items():
@@ -143,7 +149,9 @@ def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Parts that are bound to a role come first, then the larger ones."""
+    """Return the order of a part: parts that are bound to a role come first, then the larger
+    ones.
+    """
     return len(part.resources) > 2, part.resources["GPU"], part.resources["CPU"]
 
 
@@ -152,7 +160,7 @@ def _fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:
     return all(amount <= free.get(name, 0) + 1e-6 for name, amount in wanted.items() if amount)
 
 
-def _told(resources: Mapping[str, float]) -> str:
+def _format_resources(resources: Mapping[str, float]) -> str:
     return " and ".join(
         name if amount == SHARE else f"{amount:g} {name}"
         for name, amount in resources.items()
@@ -161,7 +169,7 @@ def _told(resources: Mapping[str, float]) -> str:
 
 
 def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str:
-    """What each node has left, as far as parts ask for it."""
+    """Return what each node has left of the resources that parts request."""
     sentences = []
     for node in nodes:
         free = left[node.node_id]

@@ -1,4 +1,4 @@
-"""Whether a stored run can go on: is it free, and which checkpoint can be read.
+"""Check whether a stored run can resume: whether it is free, and which checkpoint can be read.
 
 Checked before anything starts, and again by the supervisor at the start of each term.
 """
@@ -19,15 +19,17 @@ from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint, is_named, mean_returns
 from service.store.run_store import TOLERANCE_S, LeaseHeld, LeaseLost, RunStore, StoreError
 
-# A supervisor outlives the kill -9 of its command for a moment.
+# A supervisor lives for a moment after its command is killed by SIGKILL.
 LEASE_LIMIT_S = 10.0
-# Inputs of refused updates; ten steps of two ranks, with the default of trainer.max_skipped_steps.
+# Inputs of refused updates to keep: ten steps (trainer.max_skipped_steps' default) of two ranks.
 KEPT_SKIPPED = 20
 _STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 
 def check_lease_free(run_dir: RunDir) -> None:
-    """Wait a moment for a lease owner that is ending. Raises: ConfigError for one that lives on."""
+    """Wait a moment for a lease owner that is ending. Raises: ConfigError if an owner keeps the
+    lease.
+    """
     with run_dir.looked_into(may_be_older=True) as store:
         poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
         owner = store.live_owner()
@@ -35,14 +37,14 @@ def check_lease_free(run_dir: RunDir) -> None:
         raise ConfigError(
             f"--resume {run_dir.path}: the run is held by {owner}, its supervisor; the last "
             f"sign of life came {owner.silent_s:.0f} s ago; expected a run "
-            "that nobody holds; end it with Ctrl-C or SIGTERM where it was started, wait "
-            f"{TOLERANCE_S:g} s where its machine is dead, or take the run from it with "
+            "that no process holds; end it with Ctrl-C or SIGTERM where it was started, wait "
+            f"{TOLERANCE_S:g} s if its machine is dead, or take the run from it with "
             "--take-over"
         )
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """What is wrong with the commits, newest first, down to the first that can be read.
+    """Check the commits, newest first, down to the first that can be read.
 
     Returns: a sentence for each that cannot be used, by its directory's name.
     """
@@ -58,9 +60,9 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
 
 
 def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The newest commit whose manifest can be read; None where nothing was ever committed.
+    """Return the newest commit whose manifest can be read; None if the run never committed one.
 
-    Raises: StoreError when there are commits, but none can be read.
+    Raises: StoreError if there are commits, but none can be read.
     """
     faults = find_faults(checkpoints, commits)
     if len(faults) < len(commits):
@@ -97,10 +99,12 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 
 
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
-    """A supervisor that Ray calls dead is not always dead yet: its own lease is no loss.
+    """Check that no other process has taken the run over.
 
-    lost: HOST:PID of that supervisor; empty where it never said.
-    Raises: LeaseLost when another living process owns the newest lease; StoreError.
+    A supervisor that Ray reports as dead may still be alive: its own lease is not an error.
+
+    Args: lost: HOST:PID of that supervisor; empty if it never reported one.
+    Raises: LeaseLost if another living process owns the newest lease; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
         owner = store.live_owner()
@@ -111,11 +115,12 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
 def kept_commits(
     checkpoints: Path, store: RunStore, *, term: int, keep: int, keep_best: int = 0
 ) -> list[Checkpoint]:
-    """The newest `keep` commits of the lineage and its best, newest first; all else may go.
+    """Return the newest `keep` commits of the lineage and its best, newest first; others may be
+    removed.
 
-    keep_best: how many of those with the highest mean return (`mean_returns`) stay; of equal ones
-    the newer.
-    Returns: none unless this term has committed and a kept directory is there.
+    Args: keep_best: number of commits with the highest mean return (`mean_returns`) to keep;
+        of equal ones the newer.
+    Returns: none unless this term has committed and a kept directory exists.
     Raises: LeaseLost.
     """
     store.check_lease(term)
@@ -131,11 +136,12 @@ def kept_commits(
 
 
 def prune_directories(checkpoints: Path, kept: Sequence[Checkpoint]) -> None:
-    """Remove every checkpoint that is not of `kept`, and all but the newest skipped inputs.
+    """Remove every checkpoint that is not in `kept`, and all but the newest skipped inputs.
 
-    A directory that no commit names was cut short by a fault, in its writing or its removal, and
-    goes too. One of the newest term that is further than its newest commit may yet be committed,
-    and one of a later term is its own to remove: that term may have begun since `kept` was read.
+    A directory without a commit was cut short by a fault while it was written or removed, and is
+    removed too. Two kinds of directories stay: one of the newest term after its newest commit may
+    yet be committed, and one of a later term belongs to that term, which may have begun since
+    `kept` was read.
     """
     names, newest = {commit.directory for commit in kept}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):
@@ -157,7 +163,7 @@ def _modified_at(path: Path) -> float:
 
 
 def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpoint) -> str:
-    """A warning that the run goes on from an older checkpoint than the newest."""
+    """Return a warning that the run resumes from an older checkpoint than the newest."""
     again = f"steps {used.step + 1} to {newest.step} are trained again"
     if newest.step == used.step + 1:
         again = f"step {newest.step} is trained again"
@@ -170,15 +176,15 @@ def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpo
 
 
 def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
-    """The run's last step where all `steps` are done and reported; else None.
+    """Return the run's last step if all `steps` are done and reported; else None.
 
-    Raises: StoreError when no checkpoint is left to go on from.
+    Raises: StoreError if there are checkpoints but none can be used.
     """
     with run_dir.looked_into(may_be_older=True) as store:
         newest = newest_usable(run_dir.checkpoints, store.checkpoints())
     if newest is None or newest.step < steps:
         return None
-    # A run that died between its last checkpoint and its report has its report to write.
+    # A run that died between its last checkpoint and its report must still write its report.
     return newest.step if _reported_steps(run_dir) == newest.step else None
 
 
@@ -196,7 +202,7 @@ def move_finished(run_dir: RunDir) -> None:
     except LeaseHeld as error:
         raise ConfigError(
             f"--resume {run_dir.path}: {error}; it is in an older format and can be moved forward "
-            "once nobody holds it: end that process first"
+            "once no process holds it: end that process first"
         ) from error
     finally:
         store.close()

@@ -1,4 +1,4 @@
-"""A run's directory: its files, whether a run may start or go on in it, and its preparation."""
+"""A run's directory: its files, whether a run may start or resume in it, and its preparation."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_r
 from service.store.tables import RunKind
 
 _logger = logging.getLogger(__name__)
-# More than a full disk's last block has left.
+# More bytes than are left in a full disk's last block.
 PROBE_BYTES = 4096
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """Paths only; nothing is created by naming them. However it is spelt, a run has one path."""
+    """The paths of a run, of which none is created here. Every spelling of the directory gives one
+    path.
+    """
 
     path: Path
     patience_s: float = 0.0
-    """How long a database that does not answer is waited for by who looks into it."""
+    """Seconds that a reader waits for a database that does not answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.resolve())
@@ -67,12 +69,12 @@ class RunDir:
 
     @property
     def sources_file(self) -> Path:
-        """What the configuration's names meant at the start."""
+        """File that records what the configuration's names meant at the start."""
         return self.path / "sources.json"
 
     @property
     def store_file(self) -> Path:
-        """Says where the database lies, unless it lies here."""
+        """File with the location of the database, if it is not in this directory."""
         return self.path / "store.json"
 
     @property
@@ -82,23 +84,23 @@ class RunDir:
 
     @property
     def database_url(self) -> str:
-        """Where the database lies, without a password. Raises: StoreError."""
+        """Location of the database, without a password. Raises: StoreError."""
         return recorded_url(self.store_file)
 
     @property
     def database_file(self) -> Path:
-        """Where the database lies unless another place is recorded."""
+        """File of the database unless another location is recorded."""
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Whether there is a database of a run. Raises: StoreError for one that does not answer."""
+        """Return whether there is a database of a run. Raises: StoreError if it does not answer."""
         url = self.database_url
         if (file := sqlite_file(url)) is not None:
             return os.path.exists(file)
         return has_run(url, patience_s=self.patience_s)
 
     def may_have_run(self) -> bool:
-        """As `has_run`; True where the database does not answer now."""
+        """Return `has_run()`, or True if the database does not answer now."""
         try:
             return self.has_run()
         except StoreError:
@@ -108,9 +110,10 @@ class RunDir:
     def looked_into(
         self, *, patience_s: float | None = None, may_be_older: bool = False
     ) -> Iterator[ReadOnlyStore]:
-        """The database of a run that is there.
+        """Open the database of an existing run for reading, and close it at the end.
 
-        patience_s: None: its own. may_be_older: as of `ReadOnlyStore`. Raises: StoreError.
+        patience_s: seconds to wait for the database; None: the directory's own. may_be_older: see
+        `ReadOnlyStore`. Raises: StoreError.
         """
         store = ReadOnlyStore(
             self.database_url,
@@ -162,7 +165,8 @@ def default_run_dir(config: Config) -> RunDir:
 
 
 def check_new(run_dir: RunDir) -> None:
-    """A new run may use the directory: it is empty, or holds only what an interrupted start left.
+    """Check that a new run may use the directory: it is empty, or holds only an interrupted start's
+    files.
 
     Raises: ConfigError.
     """
@@ -177,7 +181,7 @@ def check_new(run_dir: RunDir) -> None:
         if run_dir.has_run():
             raise ConfigError(
                 f"run directory {run_dir.path} holds a run and is not empty; expected a new one: "
-                f"choose another --run-dir, or go on with that run by --resume {run_dir.path}"
+                f"choose another --run-dir, or resume that run with --resume {run_dir.path}"
             )
         others = sorted(
             path.name for path in run_dir.path.iterdir() if not _is_of_a_start(path, run_dir)
@@ -191,10 +195,9 @@ def check_new(run_dir: RunDir) -> None:
 
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
-    """Make the directory of a new run; remove what was made where no run starts.
+    """Make the directory of a new run; remove what was made if no run starts.
 
-    Raises: ConfigError, also while another start is at work there, and for one that cannot be
-        written.
+    Raises: ConfigError if another start is at work there, or if the directory cannot be written.
     """
     # os.path.exists: Path.exists raises for a path that cannot be made.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
@@ -216,8 +219,8 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Raises: OSError, for a full disk too."""
-    # Most file systems give it no name, so that a process that is killed here leaves nothing.
+    """Write a few bytes and remove them. Raises: OSError, for a full disk too."""
+    # On most file systems the file has no name, so a process that is killed here leaves nothing.
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(PROBE_BYTES))
         file.flush()
@@ -252,7 +255,7 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Remove what a start has written that did not become a run."""
+    """Remove the files of a start that did not become a run."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
     files = (run_dir.config_file, run_dir.sources_file, run_dir.store_file, run_dir.secret_file)
@@ -281,7 +284,7 @@ def session_secret(run_dir: RunDir) -> str:
 
 
 def write_config(run_dir: RunDir, config: Config) -> None:
-    """Write the run's own configuration. Raises: ConfigError where it cannot be written."""
+    """Write the run's own configuration. Raises: ConfigError if it cannot be written."""
     with _refusing(run_dir):
         run_dir.config_file.write_text(dump_config(config))
 
@@ -303,7 +306,11 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """The tiny model, or a configuration as we write it; a user's own is never written over."""
+    """Return whether an interrupted start wrote the path: the tiny model, or a configuration of our
+    form.
+
+    A user's own file is never overwritten.
+    """
     if path == run_dir.tiny_model:
         return (path / MARKER).is_file()
     if path in (run_dir.store_file, run_dir.sources_file, run_dir.functions):
@@ -322,12 +329,12 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
 
 
 def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.TRAIN) -> None:
-    """A run of this kind can go on with this configuration. Raises: ConfigError."""
-    # First: the configuration of another format may be unreadable too.
+    """Check that a run of this kind can resume with this configuration. Raises: ConfigError."""
+    # The database comes first: the configuration of another format may be unreadable too.
     _check_database(run_dir, kind)
     if not run_dir.config_file.is_file():
         raise ConfigError(
-            f"--resume {run_dir.path}: no run lies there; expected a directory with its "
+            f"--resume {run_dir.path}: there is no run; expected a directory with its "
             "config.yaml, as `rayloom train` makes it"
         )
     try:
@@ -351,14 +358,14 @@ def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.
 
 
 def _check_database(run_dir: RunDir, kind: RunKind) -> None:
-    """Raises: ConfigError for one that is missing, damaged, or does not belong to the run."""
+    """Check a run's database. Raises: ConfigError if it is missing, damaged, or another run's."""
     try:
         place = shown(run_dir.database_url)
         check_local(run_dir.database_url)
         if not run_dir.has_run():
             raise ConfigError(
-                f"--resume {run_dir.path}: no run lies there; expected one in the database {place},"
-                " as `rayloom train` makes it; where it was moved, name its place in "
+                f"--resume {run_dir.path}: there is no run; expected one in the database {place},"
+                " as `rayloom train` makes it; if it was moved, name its new location in "
                 f"{run_dir.store_file.name}"
             )
         with run_dir.looked_into(may_be_older=True) as store:
@@ -368,7 +375,7 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
             _check_not_a_copy(run_dir, store.directory())
     except StoreError as error:
         raise ConfigError(f"--resume {run_dir.path}: {error}") from error
-    # A term that ended before its first checkpoint leaves its claim alone.
+    # A term that ended before its first checkpoint leaves only its claim.
     written = (*run_dir.checkpoints.glob("step-*"), *run_dir.checkpoints.glob(CLAIM))
     if is_blank and written:
         raise ConfigError(
@@ -378,9 +385,9 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
 
 
 def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
-    """A copy of a run directory names the database of its original, which is still there.
+    """Check that the directory is not a copy that names the database of an existing original.
 
-    directory: of the run, as the database says. Raises: ConfigError.
+    directory: the run's directory, as the database has it. Raises: ConfigError.
     """
     original = RunDir(path=Path(directory or run_dir.path))
     if original.path == run_dir.path or not original.config_file.is_file():
@@ -389,15 +396,15 @@ def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
         raise ConfigError(
             f"--resume {run_dir.path}: its database {shown(run_dir.database_url)} is that of the "
             f"run in {original.path}, of which this directory is a copy; expected one directory "
-            f"for a database: go on with --resume {original.path}, or, where the run has moved "
+            f"for a database: use --resume {original.path}, or, if the run has moved "
             "here, remove the old directory"
         )
 
 
 def place_store(run_dir: RunDir, run_id: str, options: StoreOptions) -> None:
-    """Choose and record where a new run's database is to lie; nothing where there is a run.
+    """Choose and record the location of a new run's database; do nothing if there is a run.
 
-    Raises: ConfigError for a place that cannot be used, or that holds another run.
+    Raises: ConfigError for a location that cannot be used, or that holds another run.
     """
     if run_dir.may_have_run():
         return
@@ -434,9 +441,9 @@ def prepared_run(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> Iterator[str]:
-    """Check all that can be checked, build what is missing; yields the model's path or name.
+    """Check all that can be checked and build what is missing; yield the model's path or name.
 
-    is_local: whether the run will play on this machine. store: place of a new run's database.
+    is_local: whether the run uses only this machine. store: location of a new run's database.
     check_stop: called after each slow stage; an exception of it ends the start. begin: called with
     the name of each stage. trial, tell: see `check_without_model`. A directory in which no run
     starts is removed. Raises: ConfigError.
@@ -455,7 +462,7 @@ def prepared_run(
         if has_run:
             check_sources(run_dir.sources_file, sources)
         else:
-            # Of a run that goes on, the supervisor writes it once it has the lease.
+            # If a run resumes, the supervisor writes the file once it has the lease.
             write_config(run_dir, config)
             with _refusing(run_dir):
                 write_sources(run_dir.sources_file, sources)
@@ -463,21 +470,28 @@ def prepared_run(
 
 
 def run_id_of(config: Config, run_dir: RunDir) -> str:
-    """A run's name, the same at every start: what a dead run left is found by it and ended."""
+    """Return a run's id, which is the same at every start, so that a dead run's actors can be
+    found.
+    """
     digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
     return f"rayloom-{config.run.name}-{digest}"
 
 
 def run_name_of(run_id: str) -> str | None:
-    """The `run.name` of a run's id; None for what is no id, such as another actor's name."""
+    """Return the `run.name` of a run's id; None for another string, such as another actor's
+    name.
+    """
     found = _RUN_ID.fullmatch(run_id)
     return found[1] if found else None
 
 
 def model_path(config: Config, run_dir: RunDir) -> str:
-    """Where the policy is; the tiny one is built where it is missing. Raises: ConfigError."""
+    """Return the policy's directory or hub name; build the tiny model if it is missing.
+
+    Raises: ConfigError.
+    """
     if config.model.tiny is not None:
-        # A run goes on with the model that it began with; the imports of a build take seconds.
+        # A run resumes with the model that it began with; the imports of a build take seconds.
         if not (run_dir.may_have_run() and (run_dir.tiny_model / "config.json").is_file()):
             build_tiny(run_dir.tiny_model, config.model.tiny)
         return str(run_dir.tiny_model)
@@ -487,10 +501,10 @@ def model_path(config: Config, run_dir: RunDir) -> str:
 
 
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
-    """Put the tiny model where it is not yet. Raises: ConfigError.
+    """Put the tiny model into the directory if it is not there yet. Raises: ConfigError.
 
-    It is built once, in the user's cache directory, and copied from there.
-    Returns: a phrase that says where the model is.
+    It is built once, in the user's cache directory, and copied from there. Returns: a phrase that
+    says where the model is.
     """
     warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
     cached = models_directory() / build_name(
@@ -528,8 +542,10 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
 
 
 def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> TinyModelReport:
-    """Raises: FileExistsError if the directory holds something else; OSError."""
-    # Two seconds of imports, which a copy does not need.
+    """Build the tiny model. Raises: FileExistsError if the directory holds something else;
+    OSError.
+    """
+    # Imported here, because a copy does not need these two seconds of imports.
     from safetensors import SafetensorError
     from transformers.utils import logging
 

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal: what the first signal does, and the second one.
+"""Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal: the first signal and the second one.
 
-While nothing is running that must be ended in order, the first signal raises KeyboardInterrupt.
-Once something is (`hold`), it only asks, and the second one raises. While everything is being ended
-already (`ignore`), none does. A closed terminal's SIGHUP counts unless it was ignored from the
-start, as under nohup. Ctrl-Z stops what is shown, and not the run. Used by `rayloom train`.
+While nothing runs that must be ended in order, the first signal raises KeyboardInterrupt. After
+`hold`, the first signal only sets a flag, and the second one raises. After `ignore`, when the end
+is already under way, no signal raises. A closed terminal's SIGHUP counts unless it was ignored from
+the start, as under nohup. Ctrl-Z stops the display, and not the run. Used by `rayloom train`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from enum import Enum
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# 128 + SIGINT, as shells have it; what a run that was stopped by a signal exits with.
+# Exit code of a run that was stopped by a signal: 128 + SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-# A byte for each signal: more of them than anybody sends while something starts.
+# One byte for each signal: more than arrive while something starts.
 _NOTED_BYTES = 4096
 
 
@@ -32,7 +32,9 @@ class _Mode(Enum):
 
 
 class StopSignals:
-    """Belongs to the main thread, which alone runs signal handlers."""
+    """The handling of stop signals. It belongs to the main thread, the only one that runs
+    handlers.
+    """
 
     def __init__(self) -> None:
         is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -44,29 +46,34 @@ class StopSignals:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a signal came."""
+        """Whether a signal has arrived."""
         return self._num_seen > 0
 
     def check(self) -> None:
-        """Raises: KeyboardInterrupt when a signal came, also where its own was swallowed.
+        """Raise KeyboardInterrupt if a signal has arrived, even if its own exception was swallowed.
 
-        Python drops what a handler raises within a finaliser or a callback from C, of which the
-        imports of large packages are full.
+        Python drops exceptions of a handler that runs within a finaliser or a callback from C,
+        which imports of large packages often do.
         """
         if self.is_asked:
             raise KeyboardInterrupt
 
     def hold(self) -> None:
-        """From here on the first signal only asks. Raises: KeyboardInterrupt when one came."""
+        """Let the first signal only set a flag from now on.
+
+        Raises: KeyboardInterrupt if a signal has arrived already.
+        """
         self._mode = _Mode.HOLD
         self.check()
 
     def ignore(self) -> None:
-        """From here on everything is being ended."""
+        """Ignore all signals from now on, because everything is being ended."""
         self._mode = _Mode.IGNORE
 
     def install(self) -> None:
-        """Take the signals; again after something else took them (Ray takes SIGTERM)."""
+        """Install the handlers; call it again after another library replaced them (Ray replaces
+        SIGTERM's).
+        """
         for number in self._taken:
             signal.signal(number, self._handle)
 
@@ -80,9 +87,9 @@ class StopSignals:
 
 @contextmanager
 def signals_noted() -> Iterator[set[int]]:
-    """The numbers of the signals that come within, whatever their handlers do; known at the end.
+    """Collect the numbers of the signals that arrive within the block, whatever their handlers do.
 
-    A thread other than the main one handles none and notes none.
+    The set is filled at the end of the block. In a thread other than the main one it stays empty.
     """
     noted: set[int] = set()
     if threading.current_thread() is not threading.main_thread():
@@ -103,12 +110,11 @@ def signals_noted() -> Iterator[set[int]]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Children that are started within, and theirs, never get a closed terminal's SIGHUP, nor the
-    SIGTSTP of Ctrl-Z.
+    """Keep SIGHUP and SIGTSTP from children that are started within the block, and from theirs.
 
-    A terminal sends them to all its processes at once. An orderly end needs the children, and a
-    run whose control store stands still for a minute loses its actors. What comes to this process
-    within is delivered at the end.
+    A closed terminal sends SIGHUP, and Ctrl-Z sends SIGTSTP, to all processes of the terminal at
+    once. An orderly end needs the children, and a run whose control store is stopped for a minute
+    loses its actors. Signals to this process are delivered at the end of the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTSTP})
     try:
@@ -119,9 +125,9 @@ def kept_from_children() -> Iterator[None]:
 
 @contextmanager
 def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-Z stops this process alone, once `tell` has said what goes on without it.
+    """Let Ctrl-Z stop only this process, after `tell` has said what continues to run.
 
-    Where a shell without job control has it ignored, it stays ignored.
+    If SIGTSTP is ignored, as by a shell without job control, it stays ignored.
     """
 
     def stop(_number: int, _frame: Any) -> None:
@@ -139,7 +145,7 @@ def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Take the signals, and give them back at the end."""
+    """Install the handlers of stop signals, and restore the previous ones at the end."""
     signals = StopSignals()
     before = {number: signal.getsignal(number) for number in NUMBERS}
     signals.install()
@@ -153,7 +159,9 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Python shows a traceback of what it drops; that a signal came is known without it."""
+    """Show no traceback of interrupts that Python dropped: `StopSignals` knows of the signal
+    anyway.
+    """
     before = sys.unraisablehook
 
     def show(dropped: Any) -> None:

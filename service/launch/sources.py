@@ -1,7 +1,7 @@
-"""What a run was started with besides its configuration: its tasks, and modules of the user's own.
+"""Record the tasks and the user's own modules that a run was started with.
 
 Both are found by names that may mean something else later, in another directory or after a change:
-`sources.json` in the run's directory says what they meant. Called before a start.
+`sources.json` in the run's directory records what they meant. Called before a start.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from service.config.tree import Config, TasksSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the names of a configuration mean where a command is started."""
+    """The tasks and files that the names of a configuration mean where a command is started."""
 
     tasks: str
-    """A digest of the file's or the data set's tasks; empty: the seed makes them."""
+    """Digest of the file's or the data set's tasks; empty: the tasks are generated from the
+    seed.
+    """
     modules: dict[str, str]
-    """The file of each of the user's own modules."""
+    """File of each of the user's own modules, by the module's name."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """The files that the commands of MCP servers name, by their paths there."""
+    """Files that the commands of MCP servers name, by the paths in these commands."""
 
 
 def sources_of(config: Config) -> Sources:
-    """Raises: ConfigError."""
+    """Find the tasks and files that a configuration's names mean now. Raises: ConfigError."""
     tasks = open_tasks(config)
     modules = {}
     for name in user_modules(config):
@@ -46,7 +48,7 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """The modules of the environments, of what their options name and of a shadow verifier."""
+    """Return the modules of the environments, of their options and of a shadow verifier."""
     shadow = config.audit.shadow
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
     of_tasks = [m for each in config.members.values() for m in _modules(each.tasks)]
@@ -54,9 +56,9 @@ def user_modules(config: Config) -> list[str]:
 
 
 def user_scripts(config: Config) -> list[Path]:
-    """The files that the commands of MCP servers name, as they name them.
+    """Return the files that the commands of MCP servers name, as written there.
 
-    The environments have been made by then, which refuses options that are wrong.
+    The environments have already been made, which refuses wrong options.
     """
     found = [
         path
@@ -75,7 +77,11 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Of files those below the working directory: what is installed may move. Raises: OSError."""
+    """Write the sources; of files only those below the working directory, because packages may
+    move.
+
+    Raises: OSError.
+    """
     own = replace(sources, modules=_own(sources.modules), scripts=_own(sources.scripts))
     file.write_text(json.dumps(asdict(own), indent=1) + "\n")
 
@@ -85,16 +91,20 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(file: Path) -> bool:
-    """Not of a package, nor of a working directory that Ray has unpacked: that one has another path
-    on each cluster."""
+    """Return whether a file is the user's own.
+
+    Files of installed packages are not, nor are those of a working directory that Ray has unpacked,
+    which has another path on each cluster.
+    """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves
 
 
 def check_sources(file: Path, sources: Sources) -> None:
-    """A run goes on with what it began with; one without the file, as older ones, with anything.
+    """Check that a run resumes with the tasks and files that it began with.
 
-    A module that was edited in its place is the user's own affair. Raises: ConfigError.
+    A run without the file, from an older version, is not checked. Edits inside of a module are
+    allowed. Raises: ConfigError.
     """
     try:
         before = Sources(**json.loads(file.read_text()))
@@ -117,5 +127,5 @@ def check_sources(file: Path, sources: Sources) -> None:
             if origin != began:
                 raise ConfigError(
                     f"the {what} {name} is {origin or 'not there'}, the run began with {began}; "
-                    f"start where the run was started; where the file was moved, correct {file}"
+                    f"start where the run was started; if the file was moved, correct {file}"
                 )

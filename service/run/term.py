@@ -125,7 +125,7 @@ class Term:
         )
         nodes = alive_nodes()
         self.roles = roles_of(nodes, before=roles_before)
-        log.info("%s", self.roles.told(nodes))
+        log.info("%s", self.roles.describe(nodes))
         self.queue = RestartableQueue(
             queue_settings, lease.queue_snapshot, recorder=recorder, strategy=on_this_node()
         )

@@ -88,7 +88,7 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", config, "--run-dir", ""): "expected",
         ("train", config, "--run-dir", "/proc/foo"): "expected",
         ("train", config, "--run-dir", "/dev/null/run"): "expected",
-        ("train", config, "--resume", str(tmp_path / "link")): "no run lies there",
+        ("train", config, "--resume", str(tmp_path / "link")): "there is no run",
         ("serve", config, "--take-over"): "--take-over: got no --resume",
         ("train", config, "--checkpoint", "2"): "--checkpoint 2: got no --resume",
         ("train", config, "--run-dir", "a", "--resume", "b"): "--run-dir a: got --resume b too",

@@ -141,7 +141,10 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
         ),
         (
             {"rollouts": {"outcomes": {"completed": {"disposition": "drop"}}}},
-            ["rollouts.outcomes.completed has disposition drop", "expected one of those that"],
+            [
+                "rollouts.outcomes.completed has disposition drop",
+                "expected a disposition that trains",
+            ],
         ),
         (
             {"rollouts": {"outcomes": {"completed": {"disposition": "mask"}}}},

@@ -504,7 +504,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path, name: st
 
 
 def test_resuming_where_no_run_lies_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run lies there"):
+    with pytest.raises(ConfigError, match="there is no run"):
         run_dir.check_resumable(run_dir.RunDir(path=tmp_path), config_with(model))
 
 

@@ -132,7 +132,11 @@ def answer_one(server: socket.socket, answer: bytes) -> None:
     [
         (False, b"", "Connection refused"),
         (True, b"", "timed out"),
-        (True, b"HTTP/1.1 400 Bad Request\r\n\r\n", "what listens there is no head node"),
+        (
+            True,
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "listens there is not a head node",
+        ),
     ],
     ids=["nothing", "silence", "another server"],
 )

@@ -35,7 +35,7 @@ def test_a_role_that_a_node_offers_is_asked_for_and_the_others_are_not() -> None
     assert roles.asked(Role.INFERENCE) == {"rayloom_inference": SHARE}
     assert roles.asked(Role.CONTROL) == {"rayloom_control": SHARE}
     assert roles.asked(Role.TRAINER) == roles.asked(Role.ENVIRONMENTS) == {}
-    assert roles.told(nodes) == (
+    assert roles.describe(nodes) == (
         "places: control on 10.0.0.3; inference on 10.0.0.2; trainer on any node; "
         "environments on any node"
     )
@@ -45,7 +45,7 @@ def test_a_role_whose_only_node_is_lost_is_waited_for() -> None:
     before = roles_of([node(1, CPU=4), node(2, Role.TRAINER, CPU=4)]).offered
     roles = roles_of([node(1, CPU=4)], before=before)
     assert roles.asked(Role.TRAINER) == {"rayloom_trainer": SHARE}
-    assert "trainer on nodes that are awaited" in roles.told([node(1, CPU=4)])
+    assert "trainer on nodes that are awaited" in roles.describe([node(1, CPU=4)])
 
 
 def test_engines_do_not_fit_where_only_the_sum_of_gpus_is_enough() -> None:

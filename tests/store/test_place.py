@@ -154,7 +154,7 @@ def test_two_runs_of_one_postgresql_database_cannot_meet(
         check_new(place)
         place_store(place, f"rayloom-{tmp_path.name}-{name}", options)
         assert PASSWORD not in place.store_file.read_text() and not place.has_run()
-        with pytest.raises(ConfigError, match=f"no run lies there.*schema=.*{name}"):
+        with pytest.raises(ConfigError, match=f"there is no run.*schema=.*{name}"):
             check_resumable(place, config)
         store = RunStore(place.database_url)
         terms.append(store.acquire_lease(owner="a", kind=RunKind.SERVE).term)
