@@ -1,4 +1,4 @@
-"""Every number of a record by its name: what the page and the trackers draw. Pure."""
+"""Name every number of a record, for the page and the trackers that draw it. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from actors.merge.report import EnvironmentReport
 from actors.types import Outcome
 from service.telemetry.records import EvaluationRecord, StepRecord
 
-# ASCII characters that not every tracker takes in a name.
+# ASCII characters that some trackers refuse in a name.
 _NOT_TAKEN = re.compile(r"[^A-Za-z0-9_./\-\u0080-\U0010ffff]")
-# Of a step's numbers: where it stands, which every point says.
+# Numbers that give the position of a step, which every point has anyway.
 _NO_CURVES = frozenset({"step", "wall_time"})
 
 
@@ -75,7 +75,7 @@ def _environment_numbers(
 
 
 def step_curves(record: StepRecord) -> dict[str, float]:
-    """What is known, as trackers name it. Example: loss -> train/loss, stages.merge -> stages/merge
+    """Return the known numbers of a step, as trackers name them: train/loss, stages/merge.
 
     Outcomes are shares of the step's trajectories.
     """
@@ -89,7 +89,7 @@ def step_curves(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, float]:
-    """What is known of an evaluation, each name below the prefix."""
+    """Return the known numbers of an evaluation, each name below the prefix."""
     numbers = {
         "num_tasks": record.num_tasks,
         "policy_version": record.policy_version,
@@ -104,7 +104,7 @@ def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, flo
 
 
 def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, float]:
-    """Of every outcome there is, 0 where none ended so; none where nothing ended."""
+    """Return the share of every outcome, 0 if no rollout ended so; empty if no rollout ended."""
     total = sum(outcomes.values())
     return {f"{prefix}/{each}": outcomes.get(each, 0) / total for each in Outcome if total}
 

@@ -1,10 +1,11 @@
 """One endpoint for all metrics of a run, which outlives the processes that push to it.
 
-A process pushes two kinds of families. *Increments* are what its counters and histograms of things
-that no row holds have gained since its last push; the endpoint adds them up, and keeps them when
-the process dies. *Values* are everything else as it stands; the next push replaces them, and they
-go when the process falls silent. Each push has a number, so that one that is sent twice counts
-once, and each process an epoch, so that one that was replaced is heard no more.
+A process pushes two kinds of families. *Increments* are the gains since its last push of the
+counters and histograms that no row of the database holds; the endpoint adds them up, and keeps the
+sums when the process dies. *Values* are the current values of all other metrics; the next push
+replaces them, and they are removed when the process stops pushing. Each push has a number, so that
+a push that is sent twice counts once. Each process has an epoch, so that pushes of a replaced
+process are ignored.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ray.exceptions import RayError
 from actors.deadline import poll, within
 from service.remote_calls import NAMESPACE
 
-# Several pushes fit into it, and a supervisor's successor comes sooner, also on a busy machine.
+# Long enough for several pushes, and for a supervisor's successor to start on a busy machine.
 SILENT_S = 45.0
-# The role of whoever speaks for the run.
+# The role of the process that pushes the run's own metrics.
 SUPERVISOR = "supervisor"
 PUSH_EVERY_S = 1.0
 PUSH_LIMIT_S = 10.0
@@ -39,33 +40,33 @@ PORT_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """What one process has to say."""
+    """One message with the metrics of a process."""
 
     role: str
-    """Of which one process at a time speaks, such as "supervisor", or an engine's own name."""
+    """Role that one process at a time has, such as "supervisor", or an engine's own name."""
     epoch: int
-    """Of two processes with one role the later has the greater."""
+    """Number that is greater for the later of two processes with one role."""
     number: int
-    """Of the pushes of one process: 1, 2, and so on."""
+    """Number of the push among those of its process: 1, 2, and so on."""
     increments: tuple[Metric, ...] = ()
     values: tuple[Metric, ...] = ()
     is_last: bool = False
-    """The process ends in order, and its values stay."""
+    """Whether the process ends in order, so that its values stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Heard:
-    """The newest push of a role."""
+    """The newest push of a role, and when it arrived."""
 
     push: Push
     at: float
 
 
 class PushedMetrics(Collector):
-    """What was pushed, as a scrape shows it. Safe to use from several threads."""
+    """The pushed metrics in the form of a scrape. Safe to use from several threads."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **labels: str) -> None:
-        """labels: which every series gets."""
+        """Start without metrics. labels: labels that every series gets."""
         self._clock = clock
         self._labels = labels
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class PushedMetrics(Collector):
         self._sums = {}
 
     def push(self, push: Push) -> None:
-        """Take a push, unless it, or one of a later process, has been taken."""
+        """Store a push, unless this push, or one of a later process, has been stored."""
         with self._lock:
             before = self._heard.get(push.role)
             if before is not None and (before.push.epoch, before.push.number) >= (
@@ -88,13 +89,13 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Show these families in place of a dead process's own, until its successor pushes."""
+        """Show these families instead of a dead process's own, until its successor pushes."""
         names = {family.name for family in values}
         with self._lock:
             if (heard := self._heard.get(role)) is None:
                 return
             kept = [family for family in heard.push.values if family.name not in names]
-            # Still that process's push, and as old: what its successor pushes is newer.
+            # Keep the push's number and age, so that a push of the successor is newer.
             push = replace(heard.push, values=(*kept, *values))
             self._heard[role] = replace(heard, push=push)
 
@@ -105,7 +106,7 @@ class PushedMetrics(Collector):
             sums[key] = sums.get(key, 0.0) + sample.value
 
     def describe(self) -> Iterable[Metric]:
-        # Nothing is declared here: what comes is what the processes declare.
+        # Processes declare their families, so none is declared here.
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -147,9 +148,11 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
-    """Answers in Prometheus' text format, whatever is asked for. Raises: OSError.
+    """Return a server that answers in Prometheus' text format, ignoring the request's Accept
+    header.
 
-    In the other one, OpenMetrics, the library replaces the colon of vLLM's names.
+    In the other format, OpenMetrics, the library replaces the colon of vLLM's names. Raises:
+    OSError.
     """
     answer = make_wsgi_app(registry)
 
@@ -162,7 +165,7 @@ def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
 
 
 class MetricsEndpoint:
-    """A Ray actor, of whoever starts the run's supervisors: it serves /metrics."""
+    """A Ray actor that serves /metrics; the process that starts the run's supervisors owns it."""
 
     def __init__(self, run: str, *, host: str, port: int) -> None:
         self._pushed = PushedMetrics(run=run)
@@ -180,16 +183,16 @@ class MetricsEndpoint:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     async def push(self, push: Push) -> str:
-        """Returns: the endpoint's URL."""
+        """Store a push. Returns: the endpoint's URL."""
         self._pushed.push(push)
         return await self.address()
 
     async def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """As `PushedMetrics.amend`."""
+        """Show families instead of a dead process's own: see `PushedMetrics.amend`."""
         self._pushed.amend(role, values)
 
     async def address(self) -> str:
-        """The endpoint's URL."""
+        """Return the endpoint's URL."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
@@ -213,18 +216,21 @@ class Pusher:
         role: str,
         read: Callable[[], Reading],
     ) -> None:
-        """send: the endpoint's `push`."""
+        """Push with `send`, which is the endpoint's `push`."""
         self._send = send
         self._role = role
         self._epoch = time.time_ns()
         self._number = 0
         self._read = read
         self._sent: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        # A push that may not have arrived: what it added is sent again, under its number.
+        # A push that may not have arrived; it is sent again under its number.
         self._unanswered: Push | None = None
 
     async def push(self, *, is_last: bool = False) -> str:
-        """Returns: the endpoint's URL. Raises: what `send` raises; the next call sends it again."""
+        """Read and push the metrics. Returns: the endpoint's URL.
+
+        Raises: the exceptions of `send`; the next call sends the push again.
+        """
         if self._unanswered is not None:
             await self._send_until_answered(self._unanswered)
         self._number += 1
@@ -246,7 +252,7 @@ class Pusher:
         return address
 
     def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
-        """What every counter and histogram has gained, and those that are new, at 0 too."""
+        """Yield the gains of counters and histograms; new ones also with a gain of 0."""
         for family in gained:
             grown = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:
@@ -267,13 +273,13 @@ class NamedEndpoint:
         self._actor: Any = None
 
     async def push(self, push: Push) -> str:
-        """Raises: ValueError where there is none; RayError; TimeoutError."""
+        """Send a push. Raises: ValueError if there is no endpoint; RayError; TimeoutError."""
         if self._actor is None:
             self._actor = await asyncio.to_thread(ray.get_actor, self._name, namespace=NAMESPACE)
         try:
             address: str = await within(PUSH_LIMIT_S, self._actor.push.remote(push))
         except RayError:
-            # Looked up anew for the next push: the run may have been started again.
+            # Look the actor up again for the next push: the run may have been restarted.
             self._actor = None
             raise
         return address

@@ -1,7 +1,7 @@
-"""What an evaluation comes to: avg@n, pass@k and majority@n over its rollouts. Pure.
+"""Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
 A rollout that an error ended (`UNSCORED`) is missing, not failed: it is left out of n and counted
-by its outcome. A sample's value is its return, in parts of the best possible one where the
+by its outcome. A sample's value is its return, as a share of the best possible one if the
 environment knows that. Called by the loop, by an operator's control and by `rayloom evaluate`.
 """
 
@@ -30,9 +30,10 @@ def evaluation_record(
     name: str = "",
     is_scheduled: bool = True,
 ) -> EvaluationRecord:
-    """Sum up an evaluation. A task that is left with fewer than k samples is left out of pass@k.
+    """Return the record of an evaluation.
 
-    version: the newest one when it began. name: of the set; empty: the run's own.
+    A task with fewer than k scored samples is left out of pass@k. version: the newest policy
+    version when the evaluation began. name: name of the set; empty: the run's own.
     """
     scored = [each for each in summaries if is_scored(each)]
     scaled = [each.scaled_return for each in scored if each.scaled_return is not None]
@@ -75,16 +76,18 @@ def evaluation_record(
 
 
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
-    """How the parts of a mixture were sampled, taken together: of what they do not share, the
-    first's, and no pass@k.
+    """Return the sampling of the parts of a mixture, taken together.
+
+    If the parts differ, it is that of the first part without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())
 
 
 def evaluation_file(step: int, what: str) -> str:
-    """The name of an evaluation's file of rollouts, without its suffix. what: tells those of a step
-    apart.
+    """Return the name of an evaluation's file of rollouts, without its suffix.
+
+    what: distinguishes the evaluations of a step.
 
     Example: evaluation_file(20, "term-0001") -> step-000020-term-0001
     """
@@ -92,18 +95,18 @@ def evaluation_file(step: int, what: str) -> str:
 
 
 def is_scored(summary: TrajectorySummary) -> bool:
-    """Whether an environment scored it; what was cut off counts as far as it came."""
+    """Return whether an environment scored the rollout; one that was cut off counts as scored."""
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 
 
 def value_of(summary: TrajectorySummary) -> float:
-    """The scaled return, where it is known."""
+    """Return the scaled return if it is known, and otherwise the return."""
     scaled = summary.scaled_return
     return summary.episode_return if scaled is None else scaled
 
 
 def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
-    """Estimate, without bias, how likely one of k samples passes.
+    """Estimate, without bias, the probability that at least one of k samples passes.
 
     1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
     Code (arXiv:2107.03374), equation 1.
@@ -116,7 +119,7 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 
 
 def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
-    """Of the mean over tasks, which are drawn from many; a task's value is its samples' mean.
+    """Return the standard error of the mean over tasks; a task's value is the mean of its samples.
 
     s / sqrt(T), with s the standard deviation (T - 1) of the T tasks' values. None: T < 2.
 
@@ -127,10 +130,11 @@ def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
 
 
 def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
-    """The mean over tasks of the most frequent answer's value. None: nothing gave an answer.
+    """Return the mean over tasks of the most frequent answer's value; None if no sample has an
+    answer.
 
-    A sample without an answer does not vote. Where no sample of a task votes, its value is the mean
-    over them all.
+    A sample without an answer does not vote. If no sample of a task votes, the task's value is the
+    mean over all its samples.
     """
     if not any(each.answer is not None for task in tasks for each in task):
         return None
@@ -138,7 +142,8 @@ def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
 
 
 def majority(votes: Sequence[tuple[str | None, float]]) -> float:
-    """The mean value of the samples that have the most frequent answer, or one of those that tie.
+    """Return the mean value of the samples that have the most frequent answer, or one of the tied
+    ones.
 
     Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
         majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333

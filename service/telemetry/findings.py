@@ -1,6 +1,6 @@
 """Findings of the audit for reward hacking: kind of pattern, first step, numbers, and examples.
 
-Told as what was seen, never as what it means.
+A finding describes what was observed, not what it means.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A pattern that is new in the run, and earns."""
+    """A pattern that is new in the run and is rewarded."""
 
     kind: Kind
     environment: str
     onset: int
     """The first step of the pattern, as far as it can be determined."""
     step: int
-    """At which it was found."""
+    """Step at which the pattern was found."""
     before: float
-    """The share of trajectories in the steps before it; of `component_falls` the component."""
+    """Share of trajectories in the steps before the pattern; for `component_falls` the component's
+    mean.
+    """
     now: float
-    """The same in the newest steps."""
+    """The same number in the newest steps."""
     reward_before: float
     """Mean return divided by the best possible one, if that is known."""
     reward_now: float

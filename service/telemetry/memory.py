@@ -24,7 +24,7 @@ def memory_of(process_id: int) -> int | None:
 
 
 def _share_of(process_id: int) -> int:
-    """Return 0 for a process that has ended."""
+    """Return the bytes of memory of one process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -36,7 +36,7 @@ class PeakMemory:
     """The most memory that a process and its descendants have held at one of the measurements."""
 
     def __init__(self, process_id: int | None) -> None:
-        """process_id: None if nothing is measured."""
+        """Start without a measurement. process_id: None: measure nothing."""
         self._process_id = process_id
         self.num_bytes: int | None = None
 

@@ -1,7 +1,7 @@
-"""What the loop writes down: one record a training step, one an evaluation.
+"""The records that the loop writes: one for each training step and one for each evaluation.
 
-Records are stored as they are, and the line that the log and the displays show, the metrics, the
-report and summary.json are all made from them, so that no two of these can disagree.
+Records are stored unchanged. The line that the log and the displays show, the metrics, the report
+and summary.json are all made from them, so that no two of these can disagree.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from actors.weights.logprob_check import LogprobCheck
 from service import units
 
 MAX_OUTCOMES = 4
-# Texts that an evaluation keeps.
+# Number of texts that an evaluation keeps.
 MAX_SAMPLES = 8
 LINE_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Wall seconds that the loop stood at each stage of a step; they add up to the step's time."""
+    """Wall seconds that the loop spent in each stage of a step; they add up to the step's time."""
 
     collect: float = 0.0
-    """The wait for closed groups."""
+    """Waiting for closed groups."""
     merge: float = 0.0
     score: float = 0.0
-    """By a reference or a critic, before the rewards are shaped; 0 where no algorithm asks."""
+    """Scoring by a reference or a critic, before the rewards are shaped; 0 if no algorithm needs
+    it.
+    """
     train: float = 0.0
     publish: float = 0.0
-    """Gathering the weights and the wait for the engines. With a lag the loop goes on, and waits
-    only for engines that still hold the version before."""
+    """Gathering the weights and waiting for the engines. With a lag the loop continues, and waits
+    only for engines that still hold the version before.
+    """
     checkpoint: float = 0.0
     evaluate: float = 0.0
 
@@ -50,34 +53,35 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(StepReport):
-    """One training step: the merge actor's report, completed by what came after it.
+    """One training step: the merge actor's report, completed with the trainer's and publish's
+    numbers.
 
-    step: 1, 2, … statistics: of all parts, by name; what is not known is absent.
+    step: 1, 2, … statistics: of all parts, by name; unknown ones are absent.
     """
 
     policy_version: int
-    """What the engines hold after the step."""
+    """Version that the engines hold after the step."""
     wall_time: float
     """Unix seconds."""
     learning_rate: float
     is_skipped: bool
-    """An update was refused as not finite."""
+    """Whether an update was refused because it was not finite."""
     stages: StageSeconds = field(default_factory=StageSeconds)
 
     def value(self, name: str) -> float | None:
-        """A statistic; None where the step does not know it."""
+        """Return a statistic; None if the step does not know it."""
         assert name in BY_NAME, f"{name} is not in the table of statistics"
         return self.statistics.get(name)
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward where the environment knows the best return, else the plain one."""
+        """The scaled reward if the environment knows the best return, else the plain one."""
         scaled = self.value("scaled_reward_mean")
         return self.value("reward_mean") if scaled is None else scaled
 
     @property
     def policy_age_max(self) -> int:
-        """Versions; 0 where nothing was trained."""
+        """Largest policy age of a trained token in versions; 0 if no token was trained."""
         return int(self.value("policy_age_max") or 0)
 
 
@@ -93,50 +97,51 @@ class EvaluationSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Held-out tasks, counted apart: the schedule's, or an operator's."""
+    """Results on held-out tasks, of a scheduled evaluation or of one that an operator requested."""
 
     step: int
-    """The last one done when it began."""
+    """Last step that was done when the evaluation began."""
     policy_version: int
-    """The newest one then."""
+    """Newest policy version when the evaluation began."""
     num_tasks: int
     reward_mean: float | None
-    """Over all samples that were scored, of all tasks: avg@n where each task has n of them."""
+    """Mean over all scored samples of all tasks: avg@n if each task has n of them."""
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
     name: str = ""
-    """Of the set of tasks (evaluation.sets); empty: the run's own."""
+    """Name of the set of tasks (evaluation.sets); empty: the run's own."""
     standard_error: float | None = None
-    """Of the best-known reward, over tasks. None: there are fewer than two."""
+    """Standard error of the best-known reward, over tasks. None: there are fewer than two."""
     majority_mean: float | None = None
-    """Of the best-known return, the most frequent answer's, over tasks: majority@n. None: nothing
-    gave an answer."""
+    """Mean over tasks of the most frequent answer's best-known return: majority@n. None: no sample
+    gave an answer.
+    """
     num_failed: int = 0
-    """Rollouts that an error ended: in no mean, and in no n."""
+    """Number of rollouts that an error ended; they are in no mean, and in no n."""
     is_scheduled: bool = True
-    """Not asked for by an operator."""
+    """Whether the schedule began the evaluation, not an operator."""
     temperature: float = 0.0
     num_samples: int = 1
-    """Of each task."""
+    """Samples of each task."""
     pass_reward: float = 1.0
-    """The best-known return with which a sample counts as passed."""
+    """Best-known return from which on a sample counts as passed."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
-    """By k, the mean of `pass_at_k` over the tasks of which at least k samples were scored."""
+    """Mean of `pass_at_k` by k, over the tasks of which at least k samples were scored."""
     last_policy_version: int | None = None
-    """The newest one that sampled a token, beside training; None: `policy_version`."""
+    """Newest version that sampled a token, if training continued; None: `policy_version`."""
     wall_time: float = 0.0
     """Unix seconds; 0: not recorded."""
     samples: tuple[EvaluationSample, ...] = ()
-    """A few of its trajectories as text."""
+    """A few of the trajectories as text."""
 
     @property
     def is_charted(self) -> bool:
-        """What the charts and the metric compare: the schedule's, of the run's own tasks."""
+        """Whether charts and the metric show it: a scheduled evaluation of the run's own tasks."""
         return self.is_scheduled and not self.name
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward where the environment knows the best return, else the plain one."""
+        """The scaled reward if the environment knows the best return, else the plain one."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -167,14 +172,14 @@ def step_record(
 
 
 def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:
-    """One step as a person reads it, in LINE_WIDTH characters; what was not measured is left out.
+    """Return one step as a line for people, in LINE_WIDTH characters, without unknown numbers.
 
     Args: steps: planned ones. left_s: seconds until the last of them; None: not known.
     Example: step  12/120  reward 0.41  loss 0.012  3.1k tok/s  1.4 s (collect 0.8)
     256 rollouts, 6 max_turns  trained 94 %  4 min left
     """
     width = len(str(steps))
-    # The least important go first where the line is too long.
+    # Parts with the lowest number are left out first if the line is too long.
     parts = [
         (9, f"step {record.step:>{width}}/{steps}"),
         (9, f"reward {units.reward(record.best_known_reward)}"),
@@ -200,14 +205,14 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
     if record.is_skipped:
         parts.append((9, "update skipped: not finite"))
     if left_s is not None:
-        # Seconds of hours are not known.
+        # An estimate of minutes or hours is not precise to seconds.
         whole_s = left_s if left_s < 60 else 60 * round(left_s / 60)
         parts.append((8, f"{units.duration(whole_s).removesuffix(' 00 s')} left"))
     return _fitting(parts)
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """As many of the parts, by their importance, as LINE_WIDTH holds; the most important always."""
+    """Return the most important parts that fit into LINE_WIDTH; the most important one always."""
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
         least = min(kept, key=lambda part: part[0])
@@ -218,10 +223,12 @@ def _fitting(parts: Sequence[tuple[int, str]]) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
+    """Return an evaluation as a line for people.
 
-    One that was asked for, or of several samples, goes on: , 8 samples each at temperature 0.6
-    pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
+    Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
+
+    If an operator requested it, or it has several samples, the line continues: , 8 samples each at
+    temperature 0.6  pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
     """
     tasks = units.plural(record.num_tasks, "held-out task")
     reward = _reward(record, record.scaled_reward_mean)
@@ -252,7 +259,7 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Named are those that did not complete."""
+    """Return the number of rollouts, and those that did not complete by their outcome."""
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

@@ -1,7 +1,7 @@
-"""What a run came to: the content of summary.json, derived from its records; pure but for the file.
+"""Derive the content of summary.json from a run's records; pure except for writing the file.
 
-The report and the closing lines are made from the same RunSummary, so that no two can disagree.
-A mean over nothing is None, never 0. Called by the supervisor when a run ends.
+The report and the closing lines are made from the same RunSummary, so that no two can disagree. A
+mean of no values is None, never 0. Called by the supervisor when a run ends.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Key = TypeVar("Key")
 
 
 class HistoryLike(Protocol):
-    """A run along its surviving lineage; `service.store.lineage.History` is one."""
+    """A run along its surviving lineage; `service.store.lineage.History` implements it."""
 
     @property
     def steps(self) -> Sequence[StepRecord]: ...
 
-    """The first five and the last five, and of those between some or all."""
+    """The first five and the last five steps, and some or all of the steps between."""
 
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]: ...
@@ -47,7 +47,9 @@ class HistoryLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchTotals:
-    """Trainer against engine, nats. mean_k3: over steps, weighted by their trained tokens."""
+    """Mismatch of trainer and engine, in nats. mean_k3: over steps, weighted by their trained
+    tokens.
+    """
 
     mean_k3: float | None
     max_abs_delta: float | None
@@ -76,7 +78,7 @@ class LogprobChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAndLast:
-    """Of the first and of the last five steps; None where nothing was measured."""
+    """A number of the first and of the last five steps; None if nothing was measured."""
 
     first: float | None
     last: float | None
@@ -84,19 +86,19 @@ class FirstAndLast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """The first and the last scheduled evaluation of a run; None where there was none."""
+    """The first and the last scheduled evaluation of a run; None if there is none."""
 
     first: EvaluationRecord | None
     last: EvaluationRecord | None
     asked: tuple[EvaluationRecord, ...] = ()
-    """The newest of those that operators asked for, in order."""
+    """Newest evaluations that operators requested, in order."""
     sets: Mapping[str, EvaluationRecord] = field(default_factory=dict)
-    """The last one of each named set."""
+    """Last evaluation of each named set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Every number of summary.json, under its name there; a mean is None where nothing was
+    """Every number of summary.json, under its name there; a mean is None if nothing was
     measured.
     """
 
@@ -108,21 +110,21 @@ class RunSummary:
     """Mean over the first five steps; reward_last: over the last five."""
     reward_last: float | None
     is_reward_scaled: bool
-    """Rewards are shares of the best possible return."""
+    """Whether rewards are shares of the best possible return."""
     evaluation: Evaluations
     policy_version: int
     max_policy_age: int
     policy_age_bound: int | None
-    """None where the caller did not say."""
+    """Largest allowed policy age in versions; None if the caller does not know it."""
     trajectories: int
     sampled_tokens: int
-    """In the trajectories of the trained steps."""
+    """Sampled tokens in the trajectories of the trained steps."""
     trained_tokens: int
     packed_tokens: int
     inserted_tokens: int
     merge: MergeReport
     ledger: LedgerCounts
-    """Over the whole lineage."""
+    """Counts over the whole lineage."""
     mismatch: MismatchTotals
     logprob_check_max: float | None
     logprob_check: LogprobChecks
@@ -130,7 +132,9 @@ class RunSummary:
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
     tokens: TokenCounts
-    """What became of the sampled tokens, those of attempts included that no step took."""
+    """Counts of the sampled tokens by what happened to them, including attempts that no step
+    used.
+    """
     zero_variance_groups: int
     negative_return_groups: int
     skipped_steps: int
@@ -138,7 +142,7 @@ class RunSummary:
     stage_seconds: StageSeconds
     """Wall seconds summed over steps."""
     wall_s: float
-    """Of all terms."""
+    """Wall seconds of all terms."""
     versions: Mapping[str, str]
     peak_memory_bytes: int | None = None
     """Most memory that all processes of the run have held together, since its supervisor's start.
@@ -152,7 +156,7 @@ class RunSummary:
         return max(0, self.terms - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """A tree of JSON values; a number that is not finite is null."""
+        """Return a tree of JSON values; a number that is not finite is null."""
         tree: dict[str, Any] = json.loads(_SUMMARY.dump_json(self))
         tree["merge"]["ratio"] = self.merge.ratio
         tree["ledger"]["is_balanced"] = self.ledger.is_balanced
@@ -176,10 +180,10 @@ def summarize_run(
     findings: Sequence[Finding] = (),
     peak_memory_bytes: int | None = None,
 ) -> RunSummary:
-    """Sum up a run of any length, none included.
+    """Return the summary of a run of any length, none included.
 
-    wall_s: seconds of all terms. versions: of vllm, ray, torch and what else matters. findings: of
-    the audit for reward hacking. peak_memory_bytes: as the field.
+    wall_s: seconds of all terms. versions: versions of vllm, ray, torch and other packages.
+    findings: findings of the audit for reward hacking. peak_memory_bytes: see the field.
     """
     steps, evaluations, totals = history.steps, history.evaluations, history.totals
     scheduled = [each for each in evaluations if each.is_charted]
@@ -281,5 +285,5 @@ def _malformed_share(steps: Sequence[StepRecord]) -> float | None:
 
 
 def _ordered(counts: Mapping[Key, int]) -> dict[Key, int]:
-    """The most frequent first; zeros left out."""
+    """Return the counts without zeros, the most frequent first."""
     return {key: count for key, count in Counter(counts).most_common() if count}

@@ -1,9 +1,8 @@
-"""What a run's step records add up to, kept as they come: no sum needs the rows again.
+"""Sums of a run's step records, updated with each step: no sum needs the rows again.
 
-Invariant: `plus` over records in their order gives, to the last bit, what the obvious loops over
-all of them give. The store keeps two of these: of every step that was ever stored, which the
-metrics show, and with each checkpoint of the steps that its lineage holds, which summary.json and
-the report show.
+Invariant: `plus` over records in their order gives, to the last bit, the sums of plain loops over
+all of them. The store keeps two of these: of every step that was ever stored, which the metrics
+show, and with each checkpoint of the steps in its lineage, which summary.json and the report show.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Distribution:
     """Values of a histogram."""
 
     counts: tuple[int, ...] = ()
-    """By bucket: above the bound before, up to its own; the last one is above all bounds."""
+    """Counts by bucket: above the bound before, up to its own; the last one is above all bounds."""
     sum: float = 0.0
 
     def plus(self, value: float, bounds: Sequence[float]) -> Distribution:
@@ -44,7 +43,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Where a statistic began, where it went and where it ended, of the steps that know it."""
+    """First, least, greatest and last value of a statistic, over the steps that know it."""
 
     first: float
     least: float
@@ -66,29 +65,29 @@ class RunTotals:
 
     num_steps: int = 0
     summed: Mapping[str, int] = field(default_factory=dict)
-    """By the field of a record, those of SUMMED."""
+    """Sums by the field of a record, those of SUMMED."""
     merge: MergeReport = _NO_TURNS
     outcomes: Mapping[Outcome, int] = field(default_factory=dict)
     tokens: TokenCounts = field(default_factory=TokenCounts)
     stage_seconds: Mapping[str, Distribution] = field(default_factory=dict)
     policy_age: Distribution = field(default_factory=Distribution)
-    """Versions; of the steps that trained any token."""
+    """Policy ages in versions, of the steps that trained any token."""
     max_policy_age: int = 0
     mismatch_tokens: float = 0.0
     """Trained tokens of the steps that know their k3."""
     mismatch_sum: float = 0.0
-    """Of k3, each step's times its trained tokens; nats."""
+    """Sum over steps of k3 times the trained tokens; nats."""
     checked_s: float = 0.0
     """Seconds that the log-probability checks after publications took, over all steps."""
     statistics: Mapping[str, Extent] = field(default_factory=dict)
-    """By name."""
+    """Extents of the statistics by name."""
     last_version: int | None = None
     num_version_breaks: int = 0
     """Steps whose policy version is not the one before plus one."""
     wall_s: float = 0.0
-    """From the begin of each term to its last step, over terms."""
+    """Seconds from the begin of each term to its last step, over terms."""
     last_wall_time: float = 0.0
-    """Of the newest step; seconds since 1970."""
+    """Time of the newest step; seconds since 1970."""
 
     def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
         """Add the next step. begun_at: when the step's term began; seconds since 1970."""
@@ -132,11 +131,11 @@ class RunTotals:
 
     @property
     def mean_k3(self) -> float | None:
-        """Over steps, weighted by their trained tokens; nats."""
+        """Mean of k3 over steps, weighted by their trained tokens; nats."""
         return self.mismatch_sum / self.mismatch_tokens if self.mismatch_tokens else None
 
     def greatest(self, name: str) -> float | None:
-        """Of a statistic; None where no step knows it."""
+        """Return the greatest value of a statistic; None if no step knows it."""
         found = self.statistics.get(name)
         return None if found is None else found.greatest
 
@@ -144,7 +143,10 @@ class RunTotals:
 def totals_of(
     records: Iterable[StepRecord], *, base: RunTotals | None = None, begun_at: float = 0.0
 ) -> RunTotals:
-    """base: of the steps before; None: there are none."""
+    """Return the totals of records.
+
+    base: totals of the steps before; None: there are none.
+    """
     totals = base or RunTotals()
     for record in records:
         totals = totals.plus(record, begun_at=begun_at)
