@@ -24,14 +24,14 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "openapi.json"
 
 
 def whole_document() -> dict[str, Any]:
-    """Of the API with all its routes."""
+    """Return the OpenAPI document of the API with all its routes."""
     settings = HttpSettings(
         rollouts=RolloutSettings(),
         service=ServiceSettings(),
         algorithm=AlgorithmSettings(),
         environments=(),
     )
-    # None of them is called where nothing is asked.
+    # No request is made, so none of these is called.
     run, sessions = cast(RunPort, None), cast(SessionPort, None)
     app = create_app(run, settings)
     add_control(app, run)
@@ -42,7 +42,7 @@ def whole_document() -> dict[str, Any]:
 
 
 def document_text() -> str:
-    """As it is checked in."""
+    """Return the document as the text of the checked-in file."""
     return json.dumps(whole_document(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 

@@ -26,7 +26,7 @@ class RunArguments(BaseModel):
     overrides: tuple[str, ...] = Field((), description="such as run.steps=1000")
 
     def read_config(self) -> Config:
-        """Raises: ConfigError."""
+        """Return the configuration. Raises: ConfigError."""
         if isinstance(self.config, Path):
             return load_config(self.config, self.overrides)
         return parse_config(self.config, source="of the arguments", overrides=self.overrides)

@@ -15,7 +15,7 @@ END = "<!-- The end of what is written. -->\n"
 
 
 def statistics_table() -> str:
-    """The table as Markdown: a row for the statistics of the same values."""
+    """Return the table as Markdown, with one row for the statistics of the same values."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for each in STATISTICS:
         key = each.group, each.unit, each.help
@@ -28,14 +28,14 @@ def statistics_table() -> str:
 
 
 def with_statistics(document: str) -> str:
-    """The document with the table as it is now between its two marks."""
+    """Return the document with the current table between its two marks."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{statistics_table()}{END}{after}"
 
 
 def dashboards() -> dict[str, str]:
-    """What the chart's dashboards are to be, by the name of the file."""
+    """Return the expected dashboards of the chart by file name."""
     return {dashboard.file_name: to_json(dashboard) for dashboard in load_dashboards()}
 
 

@@ -1,6 +1,6 @@
 """From rules.yaml to what Prometheus reads, on one scale of time.
 
-Each duration stands in braces: `{6h}` becomes a duration of Prometheus' language, and
+Each duration is written in braces: `{6h}` becomes a duration of Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all of them alike, so that a test sees in
 minutes what takes hours; the chart has them as they are.
 """
@@ -19,7 +19,9 @@ _DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
 
 
 def rules_text(*, scale: float = 1.0) -> str:
-    """The rules as YAML. scale: what all durations are multiplied with, down to a millisecond."""
+    """Return the rules as YAML. scale: factor of all durations, which are at least a
+    millisecond.
+    """
 
     def scaled(found: re.Match[str]) -> str:
         amount, unit, is_number = found.groups()
@@ -35,5 +37,5 @@ def rules_text(*, scale: float = 1.0) -> str:
 
 
 def rule_files() -> dict[str, str]:
-    """What the chart's files are to be, by name."""
+    """Return the expected rule files of the chart by name."""
     return {FILE: rules_text()}

@@ -22,14 +22,14 @@ _PLACE = '<script id="document" type="application/json">null</script>'
 
 @cache
 def empty_page() -> str:
-    """The page without a document: it asks the API that it came from."""
+    """Return the page without a document; it requests its data from the API that served it."""
     return PACKED.read_text(encoding="utf-8")
 
 
 def page_with(document: Mapping[str, Any]) -> str:
-    """The page over a document of its own: it can be kept, mailed and opened offline.
+    """Return the page with a document of its own, which can be kept, mailed and opened offline.
 
-    document: a tree of JSON; what ends a script element or begins a comment is escaped.
+    document: a tree of JSON; strings that end a script element or begin a comment are escaped.
     """
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A lone surrogate, which no file can hold, may be in an environment's own words.
@@ -41,7 +41,7 @@ def page_with(document: Mapping[str, Any]) -> str:
 
 
 def sources_digest() -> str:
-    """Over all that the packed page is made of, by names and contents."""
+    """Return a digest of all files that the packed page is made of, by names and contents."""
     names = ["build.mjs", "package.json", "package-lock.json", "page.html", "tsconfig.json"]
     paths = [HERE / name for name in names]
     paths += [path for path in (HERE / "src").iterdir() if path.is_file()]

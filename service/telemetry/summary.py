@@ -98,7 +98,7 @@ class Evaluations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Every number of summary.json, under its name there; a mean is None if nothing was
+    """The numbers of summary.json, under their names there; a mean is None if nothing was
     measured.
     """
 
