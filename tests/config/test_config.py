@@ -384,7 +384,7 @@ def test_the_described_configuration_reads_back_as_itself(tmp_path: Path) -> Non
     assert load_config(file) == config
     lines = file.read_text().splitlines()
     at = lines.index("  steps: 100")
-    assert lines[at - 1] == "  # Training steps, which is also the last version."
+    assert lines[at - 1] == "  # Training steps; also the number of the last policy version."
 
 
 def test_a_tree_travels_to_another_process_as_it_is() -> None:
@@ -537,7 +537,7 @@ def test_a_part_that_cannot_begin_is_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"resting_share": 0.1}, "where the seed makes every task"),
+        ({"resting_share": 0.1}, "the seed makes every task"),
         ({"resting_share": 0.1, "solved_from": 0.5, "hopeless_to": 0.5}, "hopeless_to is 0.5"),
         ({"resting_share": 2}, r"resting_share: got 2"),
     ],
