@@ -1,23 +1,39 @@
-"""Ends sessions: finished with a reward or waiting for one, discarded, or out of time.
+"""The rules by which sessions end, and what is trained of one that has; pure.
 
-A session ends once; the same request again waits for the first.
+Used by `service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from actors.types import FinishReason, LeftOutReason, Outcome
-from service.gateway.background import Background
-from service.gateway.calls import Finish
-from service.gateway.changes import SessionChanges
+from actors.types import (
+    PLAYED_OUT,
+    TRUNCATIONS,
+    FinishReason,
+    LeftOutReason,
+    Outcome,
+    RolloutAssignment,
+    Timings,
+    Trajectory,
+)
+from service.api.problems import shown
 from service.gateway.chat import RefusalCode, Refused
-from service.gateway.session import Ending, Session, broken_off, ended_otherwise
-from service.intake.session import SessionEnd, SessionStatus
+from service.gateway.tree import SessionTree
+from service.intake.session import (
+    Cut,
+    SessionEnd,
+    SessionStatus,
+    SessionTotals,
+    StoredSession,
+)
 
+# Clients choose the names of parameters that nobody knows.
+MAX_IGNORED_NAMES = 64
+# Outcomes of which a missing reward is an error of its own.
+GRADED = PLAYED_OUT | TRUNCATIONS
 _WHY_LEFT_OUT = {
     LeftOutReason.AUXILIARY: "the agent marked the call as auxiliary",
     LeftOutReason.UNSEEN: "its client was gone before the answer",
@@ -25,147 +41,31 @@ _WHY_LEFT_OUT = {
 }
 
 
-class Ends:
-    """One for a gateway; belongs to one event loop."""
-
-    def __init__(
-        self, changes: SessionChanges, *, background: Background, now: Callable[[], float]
-    ) -> None:
-        """now: seconds since 1970."""
-        self._changes = changes
-        self._background = background
-        self._now = now
-
-    async def finish(self, session: Session, finish: Finish) -> None:
-        """The same request again changes nothing. Raises: Refused."""
-        end = session.stored.end
-        if end is not None:
-            if end.digest == finish.digest:
-                return
-            raise ended_otherwise(session)
-        _check_turns(session, turn_rewards=finish.turn_rewards, judged=finish.turn)
-        until = self._now() + session.stored.spec.reward_deadline_s
-        await self._end(
-            session,
-            SessionEnd(
-                status=SessionStatus.FINISHED,
-                outcome=finish.outcome or Outcome.COMPLETED,
-                reward=finish.reward,
-                components=finish.components,
-                turn_rewards=finish.turn_rewards,
-                judged=finish.turn,
-                detail=finish.detail,
-                ended_at=self._now(),
-                reward_until=until if finish.is_reward_pending else None,
-                digest=finish.digest,
-            ),
-            is_stated=finish.outcome is not None,
-        )
-
-    async def give_reward(self, session: Session, given: Finish) -> None:
-        """Give the reward that a finished session waits for. As `finish`. Raises: Refused."""
-        end = session.stored.end
-        if end is None:
-            raise Refused(
-                RefusalCode.CONFLICT,
-                f"session {session.stored.id} is not finished; finish it, with the reward or with "
-                "reward_pending",
-            )
-        if end.reward_until is None:
-            rewards = end.reward, dict(end.components)
-            if (
-                rewards == (given.reward, dict(given.components))
-                and given.turn_rewards.items() <= end.turn_rewards.items()
-            ):
-                return
-            raise ended_otherwise(session)
-        _check_turns(session, turn_rewards=given.turn_rewards, judged=None)
-        rewarded = replace(
-            end,
-            reward=given.reward,
-            components=given.components,
-            turn_rewards={**end.turn_rewards, **given.turn_rewards},
-            reward_until=None,
-        )
-        await self._once(session, given.digest, self._changes.end(session, rewarded))
-
-    async def discard(self, session: Session, why: str) -> None:
-        """End a session that is not to be trained; nothing where it has ended, or ends meanwhile.
-
-        Raises: Refused.
-        """
-        while session.stored.end is None:
-            if (ending := session.ending) is not None:
-                await asyncio.wait({ending.task})
-                # Of a task that is done already nothing was awaited.
-                await asyncio.sleep(0)
-                continue
-            try:
-                await self._end(session, broken_off(SessionStatus.DISCARDED, why, at=self._now()))
-            except Refused:
-                if session.stored.end is None:
-                    raise
-
-    def learn(self, session: Session, end: SessionEnd) -> None:
-        """Of an end that another has stored, as of a group that was cancelled."""
-        if session.is_open:
-            self._changes.close(session, end)
-            _give_up(session)
-
-    def end_overdue(self, sessions: Iterable[Session]) -> None:
-        """Begin to end those whose time is up."""
-        now = self._now()
-        for session in sessions:
-            if session.ending is None and (end := _overdue(session, now)) is not None:
-                self._background.begin(self._end_overdue(session, end))
-
-    async def _end_overdue(self, session: Session, end: SessionEnd) -> None:
-        if session.stored.end is None:
-            await self._end(session, end)
-        else:
-            await self._once(session, "", self._changes.end(session, end))
-
-    async def _end(self, session: Session, end: SessionEnd, *, is_stated: bool = False) -> None:
-        """is_stated: whether the client says how it ended. Raises: Refused."""
-        await self._once(
-            session, end.digest, self._give_up_and_end(session, end, is_stated=is_stated)
-        )
-
-    async def _give_up_and_end(self, session: Session, end: SessionEnd, *, is_stated: bool) -> None:
-        """End it when its turns are stored; those not yet sampled are given up. Raises: Refused."""
-        _give_up(session)
-        tasks = [sampling.task for sampling in session.sampling.values()]
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if end.status is SessionStatus.FINISHED:
-            # Again: turns that were being stored are there now.
-            _check_turns(session, turn_rewards=end.turn_rewards, judged=end.judged)
-            if not is_stated:
-                end = replace(end, outcome=_seen_outcome(session, end.judged))
-        await self._changes.end(session, end)
-
-    async def _once(self, session: Session, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin the work that ends a session, or wait for what was begun. Raises: Refused."""
-        ending = session.ending
-        if ending is not None:
-            work.close()
-            if ending.digest != digest:
-                raise ended_otherwise(session)
-        else:
-            ending = session.ending = Ending(digest=digest, task=self._background.begin(work))
-            ending.task.add_done_callback(lambda _: setattr(session, "ending", None))
-        # It goes on when this caller is gone: the end may be stored already.
-        await asyncio.shield(ending.task)
+def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
+    """Return the end of a session that nobody finished. at: seconds since 1970."""
+    is_expired = status is SessionStatus.EXPIRED
+    return SessionEnd(
+        status=status,
+        outcome=Outcome.WALL_TIMEOUT if is_expired else Outcome.CANCELLED,
+        reward=None,
+        detail=why,
+        ended_at=at,
+    )
 
 
-def _overdue(session: Session, now: float) -> SessionEnd | None:
-    """The end of a session whose time is up; None: it has some left."""
-    stored = session.stored
+def overdue(
+    stored: StoredSession, *, last_request_at: float, is_sampling: bool, now: float
+) -> SessionEnd | None:
+    """Return the end of a session whose time is up; None: it has some left.
+
+    last_request_at, now: seconds since 1970.
+    """
     if stored.end is not None:
         until = stored.end.reward_until
         if until is None or now < until:
             return None
         return replace(stored.end, reward_until=None, detail="no reward came in time")
-    if stored.opened_at is None or not session.is_open:
+    if stored.opened_at is None:
         return None
     join_s, begun_at = stored.spec.join_s, stored.begun_at
     if begun_at is None:
@@ -175,16 +75,15 @@ def _overdue(session: Session, now: float) -> SessionEnd | None:
         return broken_off(SessionStatus.DISCARDED, why, at=now)
     if now >= begun_at + stored.spec.ttl_s:
         why = f"it was not finished within {stored.spec.ttl_s:g} s"
-    elif not session.sampling and now >= session.last_request_at + stored.spec.idle_s:
+    elif not is_sampling and now >= last_request_at + stored.spec.idle_s:
         why = f"nothing was asked of it for {stored.spec.idle_s:g} s"
     else:
         return None
     return broken_off(SessionStatus.EXPIRED, why, at=now)
 
 
-def _seen_outcome(session: Session, judged: int | None) -> Outcome:
+def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outcome:
     """Return how a session ended if its client does not state it. judged: the turn it names."""
-    tree, cut = session.tree, session.stored.cut
     last = tree.last_of_main(judged)
     if last is None:
         return Outcome.EMPTY
@@ -195,11 +94,11 @@ def _seen_outcome(session: Session, judged: int | None) -> Outcome:
     return Outcome.COMPLETED
 
 
-def _check_turns(
-    session: Session, *, turn_rewards: Mapping[int, float], judged: int | None
+def check_turns(
+    tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
     """Raises: Refused for turns that the session does not have, or that are not trained."""
-    num_turns, left_out = session.tree.num_turns, session.tree.left_out()
+    num_turns, left_out = tree.num_turns, tree.left_out()
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),
         ("turn", [] if judged is None else [judged]),
@@ -221,8 +120,84 @@ def _check_turns(
                 )
 
 
-def _give_up(session: Session) -> None:
-    """Sample nothing more; what has been sampled is stored."""
-    for sampling in session.sampling.values():
-        if not sampling.is_committing:
-            sampling.task.cancel()
+def totals_of(tree: SessionTree) -> SessionTotals:
+    """Return the totals of a session's turns."""
+    counts = tree.counts()
+    ignored = Counter(name for turn in tree.turns for name in turn.ignored)
+    return SessionTotals(
+        num_turns=tree.num_turns,
+        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
+        num_ambiguous=counts.num_ambiguous,
+        num_left_out=len(counts.left_out),
+        num_malformed=counts.num_malformed,
+        left_out=counts.left_out,
+        ignored=dict(ignored.most_common(MAX_IGNORED_NAMES)),
+    )
+
+
+def closed(stored: StoredSession) -> Refused:
+    """Return the refusal of a request to a session that has ended, or is about to."""
+    how = f"is {stored.end.status}" if stored.end else "is being ended"
+    return Refused(
+        RefusalCode.SESSION_CLOSED,
+        f"session {stored.id} {how} and takes no more requests; create another",
+    )
+
+
+def ended_otherwise(stored: StoredSession) -> Refused:
+    """Return the refusal of an end, or a reward, that is not the one stored or on its way."""
+    end = stored.end
+    how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    if end is not None and end.detail:
+        how += f" ({shown(end.detail)})"
+    return Refused(
+        RefusalCode.CONFLICT,
+        f"session {stored.id} {how}; a session ends once, and gets one reward",
+    )
+
+
+def trajectory_of(
+    stored: StoredSession,
+    tree: SessionTree,
+    assignment: RolloutAssignment,
+    *,
+    oldest_version: int,
+) -> Trajectory:
+    """Make the trajectory of a session's rollout; may run in a thread.
+
+    oldest_version: that may have sampled a token of it.
+    """
+    end = stored.end
+    assert end is not None, "a trajectory of a session that is not over"
+    counts = tree.counts()
+    trajectory = replace(
+        Trajectory.of(assignment, end.outcome, detail=end.detail),
+        samples=tree.samples(
+            assignment.trajectory_id,
+            reward=end.reward or 0.0,
+            components=end.components,
+            turn_rewards=end.turn_rewards,
+            judged=end.judged,
+        ),
+        was_rewarded=end.reward is not None,
+        left_out=counts.left_out,
+        left_out_tokens=counts.left_out_tokens,
+        num_inserted_tokens=counts.num_inserted,
+        render_breaks=counts.render_breaks,
+        timings=Timings(wall_s=max(0.0, end.ended_at - (stored.opened_at or end.ended_at))),
+    )
+    outcome, detail = _judged(trajectory, end, oldest_version)
+    return replace(trajectory, outcome=outcome, detail=detail)
+
+
+def _judged(trajectory: Trajectory, end: SessionEnd, oldest_version: int) -> tuple[Outcome, str]:
+    """Return the outcome and its detail, also where the end alone does not say it."""
+    versions = trajectory.versions
+    if end.status is SessionStatus.FINISHED and not trajectory.samples:
+        return Outcome.EMPTY, end.detail or "no turn of it was sampled"
+    if end.outcome in GRADED and end.reward is None:
+        return Outcome.REWARD_ERROR, end.detail or "it was finished without a reward"
+    if versions is not None and versions[0] < oldest_version:
+        why = f"sampled by version {versions[0]}, expected at least {oldest_version}"
+        return Outcome.STALE, why
+    return end.outcome, end.detail

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.settings import RolloutSettings
 from service.api.problems import Problem
-from service.gateway.engine import Engine
+from service.gateway.sampling import Engine
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
 from service.gateway.upload_checks import Fault, Violation, read_ids
 from service.intake.uploads import PolicyFacts

@@ -13,7 +13,7 @@ from actors.environment.text_patterns import before_stop
 from actors.environment.tool_calls import arguments_of, visible_text
 from actors.types import FinishReason, original_numbers
 from service.gateway.chat import ChatReply, StopReason
-from service.gateway.session import Session
+from service.gateway.tree import SessionTree
 from service.intake.turns import SessionTurn
 
 
@@ -74,20 +74,19 @@ def shown_reply(
     return ShownReply(message=message, is_malformed=is_malformed, stop_string=stopped)
 
 
-def as_reply(session: Session, turn: SessionTurn) -> ChatReply:
-    """A turn that is stored, as its client is shown it."""
-    shows = session.stored.spec.shows_tokens
+def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> ChatReply:
+    """Return a turn that is stored, as its client is shown it."""
     return ChatReply(
-        turn_id=session.tree.turn_id(turn.number),
+        turn_id=tree.turn_id(turn.number),
         message=turn.reply,
         stop_reason=stop_reason(turn.reply, turn.finish_reason),
         stop_string=turn.stop_string,
-        num_prompt_tokens=session.tree.num_prompt_tokens(turn.number),
+        num_prompt_tokens=tree.num_prompt_tokens(turn.number),
         num_sampled_tokens=turn.num_sampled,
         policy_version=_newest_version(turn),
         created_at=turn.created_at,
-        sampled_token_ids=turn.sampled_token_ids if shows else None,
-        logprobs=turn.logprobs if shows else None,
+        sampled_token_ids=turn.sampled_token_ids if shows_tokens else None,
+        logprobs=turn.logprobs if shows_tokens else None,
     )
 
 

@@ -1,43 +1,56 @@
-"""Samples the turns of sessions: their limits, the prompt, the engine, the turn that is stored."""
+"""What a session samples its turns with: the prompt, the engine, the turn that is stored."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.environment.chat_template import RenderError, system_merged
-from actors.environment.policy import GenerateReply, GenerateRequest
+from actors.environment.policy import (
+    GenerateReply,
+    GenerateRequest,
+    PolicyClient,
+    PolicyDeadlineExceeded,
+    PolicyUnavailable,
+    UnusableReply,
+    check_reply,
+)
 from actors.environment.rendering import ChatRenderer
-from actors.types import FinishReason, Outcome, Turn
+from actors.types import FinishReason, Turn
 from service.access.keys import KeyBook, KeyLimits
 from service.access.names import tenant_of
 from service.access.rates import Rates
 from service.config.sessions import SystemMessages
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
-from service.gateway.changes import SessionChanges
-from service.gateway.chat import RefusalCode, Refused
-from service.gateway.engine import Engine
+from service.gateway.chat import RefusalCode, Refused, unavailable
 from service.gateway.replies import shown_reply
-from service.gateway.session import Sampling, Session, closed
 from service.gateway.tree import Place, Prompt, next_prompt
-from service.intake.session import Cut
-from service.intake.turns import SessionIntent, SessionTurn
+from service.intake.session import StoredSession
+from service.intake.turns import SessionTurn
+
+log = logging.getLogger("rayloom.gateway")
 
 # Of a text before it is normalised, over those after it.
 MOST_CHARACTERS_FACTOR = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A turn that is to be sampled."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sampling:
+    """A turn that is being sampled, and who waits for it."""
 
-    session: Session
     call: ChatCall
+    """The request that began it."""
     place: Place
     deadline_at: float
     """In the loop's time."""
+    task: asyncio.Task[SessionTurn] = field(init=False)
+    is_abandoned: bool = False
+    """The client that asked for it last is gone."""
+    is_committing: bool = False
+    """It has been sampled: its turn counts, whatever happens to the session."""
 
 
 class TurnRates:
@@ -68,6 +81,42 @@ class TurnRates:
             )
 
 
+class Engine:
+    """The engine as the gateway asks it: one reply that fits its request, or why there is none.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self, make_policy: Callable[[], PolicyClient]) -> None:
+        self._make_policy = make_policy
+        self._policy: PolicyClient | None = None
+
+    async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
+        """Sample; while no engine is there, wait until the request's deadline.
+
+        param: the part of the client's body that the prompt is made of. Raises: Refused.
+        """
+        try:
+            # Made within the event loop that uses it.
+            self._policy = self._policy or self._make_policy()
+            reply = await self._policy.generate(request)
+            turn = check_reply(request, reply)
+        except ValueError as error:
+            raise Refused(RefusalCode.INVALID_REQUEST, str(error), param=param) from error
+        except UnusableReply as error:
+            log.warning("a reply of the engine cannot be used: %s", error)
+            raise unavailable(
+                f"the engine's reply cannot be used ({error}); send the request again"
+            ) from error
+        except (PolicyUnavailable, PolicyDeadlineExceeded) as error:
+            raise unavailable(
+                f"no engine answered in time ({error}); send the request again"
+            ) from error
+        if turn.finish_reason is FinishReason.ABORT:
+            raise unavailable("the engine gave the turn up; send the request again")
+        return turn, reply
+
+
 class Sampler:
     """One for a gateway; belongs to one event loop."""
 
@@ -76,7 +125,6 @@ class Sampler:
         *,
         renderer: ChatRenderer,
         engine: Engine,
-        changes: SessionChanges,
         background: Background,
         rates: TurnRates,
         max_context_tokens: int,
@@ -93,84 +141,22 @@ class Sampler:
         self._renderer = renderer
         self._merges_system = system_messages is SystemMessages.MERGE
         self._reads_calls = reads_calls
-        self._engine = engine
-        self._changes = changes
+        self.engine = engine
         self._background = background
-        self._rates = rates
+        self.rates = rates
         self._max_context_tokens = max_context_tokens
         self._temperature = temperature
         self._stop = stop
         self._now = now
 
-    def begin(
-        self, session: Session, call: ChatCall, place: Place, *, deadline_at: float
-    ) -> Sampling:
-        """Begin a turn; its task gives the turn, stored.
+    async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
+        """Make the prompt of a request at this place.
 
-        deadline_at: in the loop's time. Raises: Refused; so does the task.
+        Raises: Refused if the chat template cannot render a message, or does not show it, and if
+            the messages are far too long.
         """
-        if not session.is_open:
-            raise closed(session)
-        self._rates.take(session.stored.key_name)
-        self._check_turns(session, call, place)
-        session.tree.note_request(place.request_digest)
-        sampling = Sampling(
-            request_id=call.request_id,
-            digest=place.request_digest,
-            idempotency_key=call.request.idempotency_key,
-        )
-        wanted = _Wanted(session=session, call=call, place=place, deadline_at=deadline_at)
-        sampling.task = self._background.begin(self._sample(wanted, sampling))
-        session.sampling[call.request_id] = sampling
-        sampling.task.add_done_callback(lambda _: session.sampling.pop(call.request_id, None))
-        return sampling
-
-    def _check_turns(self, session: Session, call: ChatCall, place: Place) -> None:
-        """Raises: Refused for a session that has all its turns; those left out count too."""
-        most, num_turns = session.stored.spec.max_turns, _num_begun(session)
-        if num_turns >= most:
-            self._cut(session, call, place, Outcome.MAX_TURNS, num_turns=num_turns)
-            raise Refused(
-                RefusalCode.ROLLOUT_STOPPED,
-                f"session {session.stored.id} has {num_turns} turns, expected at most {most}; "
-                "finish it",
-            )
-
-    def _cut(
-        self, session: Session, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int
-    ) -> None:
-        """Note that a request is refused, unless it is no part of the task."""
-        if not call.request.is_auxiliary:
-            follows = session.tree.follows(place)
-            cut = Cut(outcome=outcome, num_turns=num_turns, follows=follows)
-            self._changes.cut(session, cut)
-
-    async def _sample(self, wanted: _Wanted, sampling: Sampling) -> SessionTurn:
-        """Raises: Refused."""
-        session = wanted.session
-        if num_characters := self._num_too_many(wanted.place):
-            raise self._too_long(wanted, f"{num_characters} characters")
-        prompt = await self._prompt(wanted.place, may_call=wanted.call.request.may_call)
-        request = self._request(wanted, prompt)
-        turn, reply = await self._ask(wanted, request)
-        if not session.is_open:
-            raise closed(session)
-        stored = self._stored(wanted, prompt, turn, reply, is_unseen=sampling.is_abandoned)
-        sampling.is_committing = True
-        await self._changes.add_turn(session, stored)
-        if sampling.is_abandoned and not stored.is_unseen:
-            self._changes.hide(session, stored.number)
-        return stored
-
-    async def num_prompt_tokens(self, place: Place, *, may_call: bool) -> int:
-        """Return how long the prompt of a request at this place is. Raises: Refused."""
         if num_characters := self._num_too_many(place):
             raise self._no_room(f"{num_characters} characters")
-        prompt = await self._prompt(place, may_call=may_call)
-        return int(prompt.token_ids.shape[0])
-
-    async def _prompt(self, place: Place, *, may_call: bool) -> Prompt:
-        """Raises: Refused if the chat template cannot render a message, or does not show it."""
         if place.tools and may_call and not self._reads_calls:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
@@ -204,14 +190,6 @@ class Sampler:
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
         return num_characters if num_characters > self._max_context_tokens * longest else 0
 
-    def _too_long(self, wanted: _Wanted, told: str) -> Refused:
-        session = wanted.session
-        # The request itself is among those under way, and will not be a turn.
-        num_turns = _num_begun(session) - 1
-        outcome = Outcome.TRUNCATED_CONTEXT
-        self._cut(session, wanted.call, wanted.place, outcome, num_turns=num_turns)
-        return self._no_room(told)
-
     def _no_room(self, told: str) -> Refused:
         return Refused(
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
@@ -220,62 +198,51 @@ class Sampler:
             param="messages",
         )
 
-    def _request(self, wanted: _Wanted, prompt: Prompt) -> GenerateRequest:
-        """Raises: Refused for a prompt that leaves no room."""
-        session, place = wanted.session, wanted.place
+    def request(
+        self,
+        sampling: Sampling,
+        prompt: Prompt,
+        *,
+        session: StoredSession,
+        parent: SessionTurn | None,
+    ) -> GenerateRequest:
+        """parent: the turn that it continues. Raises: Refused for a prompt that leaves no room."""
+        call, place = sampling.call, sampling.place
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
-            raise self._too_long(wanted, f"{prompt.token_ids.shape[0]} tokens")
-        most = min(room, session.stored.spec.max_tokens_per_turn)
-        parent = None if place.parent is None else session.tree.turn(place.parent)
-        left_s = wanted.deadline_at - asyncio.get_running_loop().time()
+            raise self._no_room(f"{prompt.token_ids.shape[0]} tokens")
+        most = min(room, session.spec.max_tokens_per_turn)
+        left_s = sampling.deadline_at - asyncio.get_running_loop().time()
         return GenerateRequest(
             prompt_token_ids=prompt.token_ids,
-            max_tokens=min(most, wanted.call.request.max_tokens or most),
+            max_tokens=min(most, call.request.max_tokens or most),
             temperature=self._temperature,
             deadline_s=max(0.001, left_s),
             cache_salt=parent.cache_salt or None if parent else None,
-            tenant=tenant_of(session.stored.id),
+            tenant=tenant_of(session.id),
             replica=parent.replica if parent else "",
             stop=self._stop,
-            tools=place.tools if wanted.call.request.may_call else (),
+            tools=place.tools if call.request.may_call else (),
         )
 
-    async def _ask(self, wanted: _Wanted, request: GenerateRequest) -> tuple[Turn, GenerateReply]:
-        """Note that the engine is asked, and ask it. Raises: Refused."""
-        session, request_id = wanted.session, wanted.call.request_id
-        intent = SessionIntent(
-            request_id=request_id,
-            request_digest=wanted.place.request_digest,
-            parent=wanted.place.parent,
-            policy_version=None,
-            created_at=self._now(),
-        )
-        self._changes.add_intent(session, intent)
-        try:
-            return await self._engine.sample(request, param="messages")
-        except Refused:
-            self._changes.drop_intent(session, request_id)
-            raise
-
-    def _stored(
+    def turn(
         self,
-        wanted: _Wanted,
+        sampling: Sampling,
         prompt: Prompt,
         turn: Turn,
         reply: GenerateReply,
         *,
-        is_unseen: bool,
+        number: int,
+        turn_id: str,
     ) -> SessionTurn:
-        """The turn as it is stored: the session's next."""
-        tree, place, call = wanted.session.tree, wanted.place, wanted.call
-        number = tree.num_turns
+        """Return the turn as it is stored: the session's next. number: its own."""
+        call, place = sampling.call, sampling.place
         shown = shown_reply(
             self._renderer.decode(turn.sampled_token_ids),
             reply.parsed,
             place.tools,
             turn.finish_reason,
-            turn_id=tree.turn_id(number),
+            turn_id=turn_id,
             stop=(*call.request.stop, *self._stop),
         )
         return SessionTurn(
@@ -295,7 +262,7 @@ class Sampler:
             break_reason=prompt.break_reason,
             is_malformed=shown.is_malformed,
             is_auxiliary=call.request.is_auxiliary,
-            is_unseen=is_unseen,
+            is_unseen=sampling.is_abandoned,
             expert_indices=turn.expert_indices,
             cache_salt=reply.cache_salt,
             replica=reply.replica,
@@ -308,9 +275,3 @@ class Sampler:
             stop_string=shown.stop_string,
             ignored=call.request.ignored,
         )
-
-
-def _num_begun(session: Session) -> int:
-    """Its turns, with those that are under way and not yet among them."""
-    waiting = (each for each in session.sampling.values() if not each.is_committing)
-    return session.tree.num_turns + sum(1 for _ in waiting)

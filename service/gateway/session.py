@@ -1,146 +1,595 @@
-"""One session in memory, and what is said of it as it stands."""
+"""A session: what it holds of its agent's conversation, and the rules by which that changes.
+
+Invariants: only this file writes a session's fields. What happens to a session is a `Change`:
+`Session.apply` does to memory what `service.store.sessions` does to the rows, so that loading a
+session replays its changes. A turn is stored before a client is shown it. A session ends once; the
+same request again waits for the first. Whoever asked last for a turn decides whether a client has
+seen it. `service.gateway.sessions` makes and calls sessions.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from typing import Any
 
+from actors.metrics import GatewayMetrics
 from actors.types import Outcome
-from service.api.problems import shown
-from service.gateway.calls import SessionView
-from service.gateway.chat import RefusalCode, Refused, unavailable
-from service.gateway.tree import SessionTree
+from service.gateway.background import Background
+from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.chat import ChatReply, ChatRequest, RefusalCode, Refused, unavailable
+from service.gateway.commits import GroupCommit, StoreAway, TooLate
+from service.gateway.ends import (
+    broken_off,
+    check_turns,
+    closed,
+    ended_otherwise,
+    overdue,
+    seen_outcome,
+    totals_of,
+)
+from service.gateway.replies import as_reply
+from service.gateway.sampling import Sampler, Sampling
+from service.gateway.tree import Place, SessionTree, read
 from service.intake.session import (
+    Cut,
     SessionEnd,
     SessionStatus,
-    SessionTotals,
     StoredSession,
     status_of,
 )
-from service.intake.turns import SessionTurn
-
-# Clients choose the names of parameters that nobody knows.
-MAX_IGNORED_NAMES = 64
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Sampling:
-    """A turn that is being sampled, and who waits for it."""
-
-    request_id: str
-    """That began it."""
-    digest: str
-    idempotency_key: str
-    task: asyncio.Task[SessionTurn] = field(init=False)
-    is_abandoned: bool = False
-    """The client that asked for it last is gone."""
-    is_committing: bool = False
-    """It has been sampled: its turn counts, whatever happens to the session."""
+from service.intake.turns import (
+    Change,
+    IntentAdded,
+    IntentDropped,
+    SessionClaimed,
+    SessionCut,
+    SessionEnded,
+    SessionIntent,
+    SessionOpened,
+    SessionTurn,
+    TurnAdded,
+    TurnSeen,
+    TurnUnseen,
+)
+from service.store.errors import StoreError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """An end, or a reward that came late, on its way to the store."""
-
-    digest: str
-    """Of the request; empty: nobody asked for it."""
-    task: asyncio.Task[None]
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """A session in memory."""
+    """A session in memory; belongs to one event loop."""
 
-    stored: StoredSession
-    """Changed by `SessionChanges` alone, like the turns of the tree."""
-    tree: SessionTree
-    last_request_at: float
-    """Seconds since 1970."""
-    ending: Ending | None = None
-    admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    """It has ended, and its reward is known or will never be."""
-    sampling: dict[str, Sampling] = field(default_factory=dict)
-    """By request id."""
-    askers: dict[str, str] = field(default_factory=dict)
-    """By the request that began a turn: the newest request that it answers, or is to answer."""
-    showing: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """By the number of a turn that was unseen: storing that it is seen now."""
+    def __init__(
+        self,
+        stored: StoredSession,
+        turns: Iterable[SessionTurn],
+        *,
+        sampler: Sampler,
+        commits: GroupCommit,
+        background: Background,
+        metrics: GatewayMetrics,
+        now: Callable[[], float],
+        leaves_titles_out: bool,
+    ) -> None:
+        """turns: stored before, by number. now: seconds since 1970. leaves_titles_out: as
+        `SessionTree`."""
+        self.stored = stored
+        self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
+        self._sampler = sampler
+        self._commits = commits
+        self._background = background
+        self._metrics = metrics
+        self._now = now
+        self._last_request_at = now()
+        self._admitted = asyncio.Event()
+        self._over = asyncio.Event()
+        """It has ended, and its reward is known or will never be."""
+        self._sampling: dict[str, Sampling] = {}
+        """By request id."""
+        self._askers: dict[str, str] = {}
+        """By the request that began a turn: the newest request that it answers, or will answer."""
+        self._showing: dict[int, asyncio.Task[None]] = {}
+        """By the number of a turn that was unseen: storing that it is seen now."""
+        self._ending: asyncio.Task[None] | None = None
+        """An end, or a reward that came late, on its way to the store."""
+        self._ending_digest = ""
+        """Of the request for `_ending`; empty: nobody asked for it."""
+        for turn in turns:
+            self.apply(TurnAdded(session_id=stored.id, turn=turn))
+        if stored.end is not None:
+            self.apply(SessionEnded(session_id=stored.id, end=stored.end))
 
     @property
     def is_open(self) -> bool:
-        return self.stored.end is None and self.ending is None
+        return self.stored.end is None and self._ending is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and its reward is known or will never be."""
+        return self._over.is_set()
 
-def totals_of(session: Session) -> SessionTotals:
-    """What its turns come to, as it stands."""
-    tree, counts = session.tree, session.tree.counts()
-    ignored = Counter(name for turn in tree.turns for name in turn.ignored)
-    return SessionTotals(
-        num_turns=tree.num_turns,
-        num_sampled_tokens=sum(turn.num_sampled for turn in tree.turns),
-        num_ambiguous=counts.num_ambiguous,
-        num_left_out=len(counts.left_out),
-        num_malformed=counts.num_malformed,
-        left_out=counts.left_out,
-        ignored=dict(ignored.most_common(MAX_IGNORED_NAMES)),
-    )
+    @property
+    def is_playing(self) -> bool:
+        """Whether it is admitted and has not ended."""
+        return self._admitted.is_set() and self.is_open
 
+    # -- changes, in memory and in the store together -----------------------------------------
 
-def view_of(session: Session) -> SessionView:
-    """A session as a client sees it."""
-    stored, end = session.stored, session.stored.end
-    # The turns of one that is trained are gone.
-    totals = (end and end.totals) or totals_of(session)
-    return SessionView(
-        id=stored.id,
-        submission_id=stored.submission_id,
-        member=stored.member,
-        status=status_of(stored.opened_at, end),
-        created_at=stored.created_at,
-        opened_at=stored.opened_at,
-        ended_at=end.ended_at if end else None,
-        totals=totals,
-        reward=end.reward if end else None,
-        is_reward_pending=end is not None and end.reward_until is not None,
-        outcome=end.outcome if end else None,
-        detail=end.detail if end else "",
-    )
+    def apply(self, change: Change) -> None:
+        """Change what is in memory, as the store changes its rows."""
+        match change:
+            case TurnAdded(turn=turn):
+                self.tree.add(turn)
+            case TurnSeen(number=number) | TurnUnseen(number=number):
+                self.tree.mark_unseen(number, is_unseen=isinstance(change, TurnUnseen))
+            case SessionOpened(opened_at=opened_at):
+                self.stored = replace(self.stored, opened_at=opened_at)
+            case SessionClaimed(name=name, claimed_at=claimed_at):
+                self.stored = replace(self.stored, claimed_by=name, claimed_at=claimed_at)
+            case SessionCut(cut=cut):
+                self.stored = replace(self.stored, cut=cut)
+            case SessionEnded(end=end):
+                self.stored = replace(self.stored, end=end)
+                # Requests that wait for its admission are refused now.
+                self._admitted.set()
+                if end.reward_until is None:
+                    self._over.set()
+            case IntentAdded() | IntentDropped():
+                # `_sampling` has what is under way; intents are for the next gateway.
+                pass
 
+    def _note(self, change: Change, *, can_linger: bool = False) -> None:
+        """Apply a change, and store it soon. can_linger: as `GroupCommit.add`."""
+        self.apply(change)
+        self._commits.add([change], can_linger=can_linger)
 
-def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
-    """The end of a session that nobody finished. at: seconds since 1970."""
-    is_expired = status is SessionStatus.EXPIRED
-    return SessionEnd(
-        status=status,
-        outcome=Outcome.WALL_TIMEOUT if is_expired else Outcome.CANCELLED,
-        reward=None,
-        detail=why,
-        ended_at=at,
-    )
+    async def _commit(self, change: Change) -> None:
+        """Store a change. Raises: Refused."""
+        try:
+            await self._commits.commit([change])
+        except (StoreAway, StoreError) as error:
+            raise unavailable(str(error)) from error
+        except TooLate as error:
+            raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
+    async def _add(self, turn: SessionTurn) -> None:
+        """Raises: Refused."""
+        # Nobody can go on from it, or be answered with it, before it is stored: the request is
+        # under way until then.
+        change = TurnAdded(session_id=self.stored.id, turn=turn)
+        self.apply(change)
+        began = time.monotonic()
+        try:
+            await self._commits.commit([change])
+        except StoreAway as error:
+            # `GroupCommit.commit` has stored the same.
+            self.apply(TurnUnseen(session_id=self.stored.id, number=turn.number))
+            raise unavailable(str(error)) from error
+        except TooLate as error:
+            # Its group was cancelled.
+            self._drop(str(error))
+            raise closed(self.stored) from error
+        self._metrics.commit_seconds.observe(time.monotonic() - began)
 
-def closed(session: Session) -> Refused:
-    """It has ended, or is about to."""
-    end = session.stored.end
-    how = f"is {end.status}" if end else "is being ended"
-    return Refused(
-        RefusalCode.SESSION_CLOSED,
-        f"session {session.stored.id} {how} and takes no more requests; create another",
-    )
+    def _see(self, number: int) -> Coroutine[Any, Any, None]:
+        """Mark an unseen turn as seen: in memory at once, in the store when this is awaited.
 
+        What becomes of it next is stored after this. Raises: Refused, when awaited.
+        """
+        change = TurnSeen(session_id=self.stored.id, number=number)
+        self.apply(change)
+        return self._commit(change)
 
-def ended_otherwise(session: Session) -> Refused:
-    """Another end, or another reward, is stored or on its way."""
-    end = session.stored.end
-    how = f"is {end.status} already, with another content" if end else "is being ended by another"
-    if end is not None and end.detail:
-        how += f" ({shown(end.detail)})"
-    return Refused(
-        RefusalCode.CONFLICT,
-        f"session {session.stored.id} {how}; a session ends once, and gets one reward",
-    )
+    def _hide(self, number: int) -> None:
+        """Mark a turn as one that nobody was answered with."""
+        self._note(TurnUnseen(session_id=self.stored.id, number=number))
+
+    def _cut(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
+        """Note that a request is refused for a limit, unless it is no part of the task."""
+        if call.request.is_auxiliary:
+            return
+        before = self.stored.cut
+        cut = Cut(outcome=outcome, num_turns=num_turns, follows=self.tree.follows(place))
+        # A title that is refused says nothing of the conversation that was refused before.
+        if cut != before and (before is None or cut.follows is not None):
+            self._note(SessionCut(session_id=self.stored.id, cut=cut))
+
+    async def _store_end(self, end: SessionEnd) -> None:
+        """End it, or store the reward that it waits for. Raises: Refused."""
+        change = SessionEnded(
+            session_id=self.stored.id, end=replace(end, totals=totals_of(self.tree))
+        )
+        while True:
+            try:
+                await self._commits.commit([change])
+                break
+            except StoreAway:
+                # It will be stored, or nothing any more: the same end again is no other one.
+                continue
+            except StoreError as error:
+                raise unavailable(str(error)) from error
+            except TooLate as error:
+                self._drop(str(error))
+                raise ended_otherwise(self.stored) from error
+        self.apply(change)
+
+    def _drop(self, why: str) -> None:
+        """End it in memory: the store knows that it is over."""
+        if self.stored.end is None:
+            end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
+            self.apply(SessionEnded(session_id=self.stored.id, end=end))
+
+    # -- what its agent asks ------------------------------------------------------------------
+
+    async def ask(self, call: ChatCall, *, deadline_at: float) -> ChatReply:
+        """Answer a request with the turn that it has got, or sample one.
+
+        deadline_at: in the loop's time. Raises: Refused.
+        """
+        self._check_asked()
+        await self._until_admitted(deadline_at)
+        call = replace(call, request=self.tree.resolved(call.request))
+        place = await self._place(call.request)
+        # First: what is being stored is in the tree already.
+        sampling = self._under_way(call, place.request_digest)
+        if sampling is None:
+            turn = self.tree.answered(
+                request_id=call.request_id,
+                idempotency_key=call.request.idempotency_key,
+                is_retry=call.request.is_retry,
+                digest=place.request_digest,
+            )
+            if turn is not None:
+                self._askers[turn.request_id] = call.request_id
+                return await self._show(turn)
+            sampling = self._begin(call, place, deadline_at=deadline_at)
+        self._askers[sampling.call.request_id] = call.request_id
+        sampling.is_abandoned = False
+        left_s = deadline_at - asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(left_s):
+                turn = await asyncio.shield(sampling.task)
+        except TimeoutError:
+            self.abandon(call.request_id)
+            raise unavailable("the turn was not sampled in time; send the request again") from None
+        except asyncio.CancelledError:
+            if sampling.task.cancelled():
+                raise (stopping() if self.is_open else closed(self.stored)) from None
+            raise
+        turn = self.tree.turn(turn.number)
+        return self._reply(turn) if sampling.is_abandoned else await self._show(turn)
+
+    async def num_prompt_tokens(self, request: ChatRequest) -> int:
+        """Count the prompt tokens of a request's turn; sample nothing. Raises: Refused."""
+        self._check_asked()
+        place = await self._place(self.tree.resolved(request))
+        prompt = await self._sampler.prompt(place, may_call=request.may_call)
+        return int(prompt.token_ids.shape[0])
+
+    def abandon(self, request_id: str) -> None:
+        """Note that the client of this request has gone before it was answered.
+
+        It changes nothing where another request, a retry of this one, is answered with the turn.
+        """
+        answered = (first for first, newest in self._askers.items() if newest == request_id)
+        # One that asked another gateway is not among them.
+        first = next(answered, None if request_id in self._askers else request_id)
+        if first is None:
+            return
+        if (sampling := self._sampling.get(first)) is not None:
+            sampling.is_abandoned = True
+            if not sampling.task.done():
+                return
+        if (number := self.tree.number_of(first)) is not None and self.is_open:
+            self._hide(number)
+
+    def _check_asked(self) -> None:
+        """Note that its agent asks. Raises: Refused if no agent may."""
+        if not self.is_open:
+            raise closed(self.stored)
+        if not self.stored.is_taken:
+            raise Refused(
+                RefusalCode.FORBIDDEN,
+                f"nobody has claimed session {self.stored.id}; claim one of its group with POST "
+                "/api/v1/sessions and a name of your own in `session`",
+            )
+        self._last_request_at = self._now()
+
+    async def _until_admitted(self, deadline_at: float) -> None:
+        """deadline_at: in the loop's time. Raises: Refused."""
+        try:
+            async with asyncio.timeout_at(deadline_at):
+                await self._admitted.wait()
+        except TimeoutError:
+            raise unavailable(
+                f"session {self.stored.id} waits for its group's place in the window; look at "
+                f"GET /api/v1/sessions/{self.stored.id} before its agent is started"
+            ) from None
+        if not self.is_open:
+            raise closed(self.stored)
+
+    async def _place(self, request: ChatRequest) -> Place:
+        """Raises: Refused."""
+        return self.tree.find(request, await self._background.in_thread(read, request))
+
+    def _under_way(self, call: ChatCall, digest: str) -> Sampling | None:
+        """Return what is being sampled for this very request. Raises: Refused."""
+        if (same := self._sampling.get(call.request_id)) is not None:
+            return same
+        key = call.request.idempotency_key
+        for sampling in self._sampling.values():
+            other = sampling.call.request.idempotency_key
+            is_same = sampling.place.request_digest == digest
+            if key and other == key:
+                if not is_same:
+                    raise Refused(
+                        RefusalCode.CONFLICT,
+                        "this Idempotency-Key names another request, which is being answered; take "
+                        "a key of its own for each request",
+                    )
+                return sampling
+            # A retry under another idempotency key repeats a request that never arrived.
+            if call.request.is_retry and is_same and key in ("", other):
+                return sampling
+        return None
+
+    def _begin(self, call: ChatCall, place: Place, *, deadline_at: float) -> Sampling:
+        """Begin to sample a turn. deadline_at: in the loop's time. Raises: Refused."""
+        if not self.is_open:
+            raise closed(self.stored)
+        self._sampler.rates.take(self.stored.key_name)
+        most, num_turns = self.stored.spec.max_turns, self._num_begun()
+        # Turns that are left out count too.
+        if num_turns >= most:
+            self._cut(call, place, Outcome.MAX_TURNS, num_turns=num_turns)
+            raise Refused(
+                RefusalCode.ROLLOUT_STOPPED,
+                f"session {self.stored.id} has {num_turns} turns, expected at most {most}; "
+                "finish it",
+            )
+        self.tree.note_request(place.request_digest)
+        sampling = Sampling(call=call, place=place, deadline_at=deadline_at)
+        sampling.task = self._background.begin(self._sample(sampling))
+        self._sampling[call.request_id] = sampling
+        sampling.task.add_done_callback(lambda _: self._sampling.pop(call.request_id, None))
+        return sampling
+
+    async def _sample(self, sampling: Sampling) -> SessionTurn:
+        """Sample a turn and store it. Raises: Refused."""
+        sampler, call, place = self._sampler, sampling.call, sampling.place
+        try:
+            prompt = await sampler.prompt(place, may_call=call.request.may_call)
+            parent = None if place.parent is None else self.tree.turn(place.parent)
+            request = sampler.request(sampling, prompt, session=self.stored, parent=parent)
+        except Refused as refused:
+            if refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
+                # The request itself is among those under way, and will not be a turn.
+                num_turns = self._num_begun() - 1
+                self._cut(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
+            raise
+        intent = SessionIntent(
+            request_id=call.request_id,
+            request_digest=place.request_digest,
+            parent=place.parent,
+            policy_version=None,
+            created_at=self._now(),
+        )
+        self._note(IntentAdded(session_id=self.stored.id, intent=intent), can_linger=True)
+        try:
+            turn, reply = await sampler.engine.sample(request, param="messages")
+        except Refused:
+            # Nothing was sampled.
+            self._note(IntentDropped(session_id=self.stored.id, request_id=call.request_id))
+            raise
+        if not self.is_open:
+            raise closed(self.stored)
+        number = self.tree.num_turns
+        new = sampler.turn(
+            sampling, prompt, turn, reply, number=number, turn_id=self.tree.turn_id(number)
+        )
+        sampling.is_committing = True
+        await self._add(new)
+        if sampling.is_abandoned and not new.is_unseen:
+            self._hide(number)
+        return new
+
+    def _num_begun(self) -> int:
+        """Return the number of its turns, with those that are under way and not yet stored."""
+        waiting = (each for each in self._sampling.values() if not each.is_committing)
+        return self.tree.num_turns + sum(1 for _ in waiting)
+
+    async def _show(self, turn: SessionTurn) -> ChatReply:
+        """Answer with a turn that is stored; that it is seen is stored before. Raises: Refused."""
+        number = turn.number
+        if turn.is_unseen:
+            if not self.is_open:
+                raise closed(self.stored)
+            self._showing[number] = self._background.begin(self._see(number))
+        if (showing := self._showing.get(number)) is not None:
+            try:
+                await asyncio.shield(showing)
+            except Refused:
+                self._hide(number)
+                raise
+            if self._showing.get(number) is showing:
+                del self._showing[number]
+        return self._reply(turn)
+
+    def _reply(self, turn: SessionTurn) -> ChatReply:
+        return as_reply(self.tree, turn, shows_tokens=self.stored.spec.shows_tokens)
+
+    # -- what its client asks -----------------------------------------------------------------
+
+    async def claim(self, name: str) -> None:
+        """Give it to a client. name: what the client calls it. Raises: Refused."""
+        now = self._now()
+        change = SessionClaimed(session_id=self.stored.id, name=name, claimed_at=now)
+        await self._commit(change)
+        self.apply(change)
+        self._last_request_at = now
+
+    async def finish(self, finish: Finish) -> None:
+        """End it. The same request again changes nothing. Raises: Refused."""
+        end = self.stored.end
+        if end is not None:
+            if end.digest == finish.digest:
+                return
+            raise ended_otherwise(self.stored)
+        check_turns(self.tree, turn_rewards=finish.turn_rewards, judged=finish.turn)
+        until = self._now() + self.stored.spec.reward_deadline_s
+        await self._end(
+            SessionEnd(
+                status=SessionStatus.FINISHED,
+                outcome=finish.outcome or Outcome.COMPLETED,
+                reward=finish.reward,
+                components=finish.components,
+                turn_rewards=finish.turn_rewards,
+                judged=finish.turn,
+                detail=finish.detail,
+                ended_at=self._now(),
+                reward_until=until if finish.is_reward_pending else None,
+                digest=finish.digest,
+            ),
+            is_stated=finish.outcome is not None,
+        )
+
+    async def reward(self, given: Finish) -> None:
+        """Give the reward that it waits for once it is finished. As `finish`. Raises: Refused."""
+        end = self.stored.end
+        if end is None:
+            raise Refused(
+                RefusalCode.CONFLICT,
+                f"session {self.stored.id} is not finished; finish it, with the reward or with "
+                "reward_pending",
+            )
+        if end.reward_until is None:
+            rewards = end.reward, dict(end.components)
+            if (
+                rewards == (given.reward, dict(given.components))
+                and given.turn_rewards.items() <= end.turn_rewards.items()
+            ):
+                return
+            raise ended_otherwise(self.stored)
+        check_turns(self.tree, turn_rewards=given.turn_rewards, judged=None)
+        rewarded = replace(
+            end,
+            reward=given.reward,
+            components=given.components,
+            turn_rewards={**end.turn_rewards, **given.turn_rewards},
+            reward_until=None,
+        )
+        await self._once(given.digest, self._store_end(rewarded))
+
+    async def discard(self, why: str) -> None:
+        """End it without training it; do nothing where it has ended, or ends meanwhile.
+
+        Raises: Refused.
+        """
+        while self.stored.end is None:
+            if (ending := self._ending) is not None:
+                await asyncio.wait({ending})
+                # Of a task that is done already nothing was awaited.
+                await asyncio.sleep(0)
+                continue
+            try:
+                await self._end(broken_off(SessionStatus.DISCARDED, why, at=self._now()))
+            except Refused:
+                if self.stored.end is None:
+                    raise
+
+    def view(self) -> SessionView:
+        """Return the session as a client sees it."""
+        stored, end = self.stored, self.stored.end
+        return SessionView(
+            id=stored.id,
+            submission_id=stored.submission_id,
+            member=stored.member,
+            status=status_of(stored.opened_at, end),
+            created_at=stored.created_at,
+            opened_at=stored.opened_at,
+            ended_at=end.ended_at if end else None,
+            # The turns of one that is trained are gone.
+            totals=(end and end.totals) or totals_of(self.tree),
+            reward=end.reward if end else None,
+            is_reward_pending=end is not None and end.reward_until is not None,
+            outcome=end.outcome if end else None,
+            detail=end.detail if end else "",
+        )
+
+    # -- what the run does with it ------------------------------------------------------------
+
+    def open(self) -> None:
+        """Note that its group is admitted."""
+        if self.stored.opened_at is None and self.stored.end is None:
+            self._note(SessionOpened(session_id=self.stored.id, opened_at=self._now()))
+        self._last_request_at = self._now()
+        self._admitted.set()
+
+    async def until_over(self) -> None:
+        await self._over.wait()
+
+    def learn(self, end: SessionEnd) -> None:
+        """Take over an end that another has stored, as of a group that was cancelled."""
+        if self.is_open:
+            self.apply(SessionEnded(session_id=self.stored.id, end=end))
+            self._give_up()
+
+    def end_if_overdue(self) -> None:
+        """Begin to end it if its time is up."""
+        if self._ending is None:
+            end = overdue(
+                self.stored,
+                last_request_at=self._last_request_at,
+                is_sampling=bool(self._sampling),
+                now=self._now(),
+            )
+            if end is not None:
+                self._background.begin(self._end_overdue(end))
+
+    # -- how it ends --------------------------------------------------------------------------
+
+    async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
+        """is_stated: whether the client says how it ended. Raises: Refused."""
+        await self._once(end.digest, self._give_up_and_end(end, is_stated=is_stated))
+
+    async def _give_up_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
+        """End it when its turns are stored; those not yet sampled are given up. Raises: Refused."""
+        self._give_up()
+        tasks = [sampling.task for sampling in self._sampling.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if end.status is SessionStatus.FINISHED:
+            # Again: turns that were being stored are there now.
+            check_turns(self.tree, turn_rewards=end.turn_rewards, judged=end.judged)
+            if not is_stated:
+                end = replace(end, outcome=seen_outcome(self.tree, self.stored.cut, end.judged))
+        await self._store_end(end)
+
+    async def _once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
+        """Begin the work that ends it, or wait for what was begun. Raises: Refused."""
+        ending = self._ending
+        if ending is not None:
+            work.close()
+            if self._ending_digest != digest:
+                raise ended_otherwise(self.stored)
+        else:
+            ending = self._ending = self._background.begin(work)
+            self._ending_digest = digest
+            ending.add_done_callback(lambda _: setattr(self, "_ending", None))
+        # It goes on when this caller is gone: the end may be stored already.
+        await asyncio.shield(ending)
+
+    async def _end_overdue(self, end: SessionEnd) -> None:
+        if self.stored.end is None:
+            await self._end(end)
+        else:
+            await self._once("", self._store_end(end))
+
+    def _give_up(self) -> None:
+        """Sample nothing more; what has been sampled is stored."""
+        for sampling in self._sampling.values():
+            if not sampling.is_committing:
+                sampling.task.cancel()
 
 
 def stopping() -> Refused:

@@ -293,7 +293,7 @@ async def test_readers_that_are_slow_or_gone_hold_up_nobody(tmp_path: Path) -> N
     vanished = Reader(app)
     vanished.may_read.clear()
     broken = post(vanished, "vanished", stream=True)
-    await until(lambda: run.gateway.sessions._loaded.all()[0].tree.num_turns == 6)
+    await until(lambda: run.gateway.sessions.in_memory()[0].tree.num_turns == 6)
     vanished.left.set()
     async with asyncio.timeout(60):
         await broken

@@ -20,7 +20,7 @@ from service.config.sessions import SessionSettings
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
 from service.gateway.keys import AGENT, REWARD
-from service.gateway.loaded import NO_KEY
+from service.gateway.sessions import NO_KEY
 from service.intake.session import SessionStatus
 from service.store.submissions import SubmissionStore
 
