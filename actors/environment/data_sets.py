@@ -231,7 +231,7 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _check_names(names: Sequence[str], *, what: str) -> None:
-    """Raises: BadTaskFile if two columns have the same name, except columns without a name."""
+    """Raise BadTaskFile if two columns have the same name; columns without a name may."""
     if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
         raise BadTaskFile(
             f"{what}: the column {_listed(twice)} is there twice, expected names of their own; "

@@ -509,7 +509,7 @@ def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(row: Any, *, where: str) -> None:
-    """Raises: BadTaskFile if an object in the row has a key twice."""
+    """Raise BadTaskFile if an object in the row has a key twice."""
     if isinstance(row, _Repeated):
         raise BadTaskFile(
             f"{where}: got the key {row.key!r} twice in one object, expected each key once; remove "

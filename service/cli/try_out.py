@@ -85,7 +85,7 @@ class TryRequest:
 
     @property
     def samples_of_task(self) -> int:
-        """How often each task is played: once, or as a small group if functions score groups."""
+        """Return how often each task is played: once, or as a group if functions score groups."""
         return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:

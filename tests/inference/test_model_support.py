@@ -69,7 +69,7 @@ def test_the_registry_and_the_sizes_of_heads_are_read() -> None:
             Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1),
             ON_GPU,
             Dtype.FLOAT32,
-            "(max_window_layers is 1 of 32 layers), expected one of all layers or none",
+            "(max_window_layers is 1 of 32 layers), expected all layers or none",
         ),
         (
             DbrxConfig(architectures=["DbrxForCausalLM"]),
