@@ -63,12 +63,10 @@ class Result:
         Example: pandas.DataFrame(result.trajectories()).groupby("step").episode_return.mean()
         """
         # The journal's reader imports pyarrow and the tokenizer, which take seconds.
-        from service.inspect.lookup import journal_page
-
-        from service.inspect.listing import Filters
+        from service.inspect.listing import Filters, journal_page
 
         page = journal_page(RunDir(path=self.run_dir), Filters(limit=sys.maxsize), None)
-        return [asdict(line) for line in page.lines]
+        return [asdict(line) for line in page.trajectories]
 
 
 def train(

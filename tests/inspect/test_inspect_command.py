@@ -17,6 +17,7 @@ from worlds.store_builders import commit
 from actors.journal.files import JournalFile, file_name
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.types import Outcome
+from rayloom import Result
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspect.reader import newest_run
@@ -43,6 +44,17 @@ def run_dir(tmp_path: Path) -> Path:
     (place / "model" / "config.json").write_text("{}")
     (place / "config.yaml").write_text("model: {tiny: {}}\ntasks: {environment: guessing}\n")
     return place
+
+
+def test_the_result_of_a_run_has_a_row_for_each_trajectory(run_dir: Path) -> None:
+    rows = Result(run_dir=run_dir, summary={}).trajectories()
+    assert [(row["step"], row["id"], row["episode_return"]) for row in rows] == [
+        (2, "g000001.0-0.a0", 1.0),
+        (2, "g000001.0-1.a0", 0.0),
+        (2, "g000001.0-2.a0", 0.0),
+        (1, "g000000.0-0.a0", 1.0),
+        (1, "g000000.0-1.a0", 0.0),
+    ]
 
 
 def test_a_run_is_listed_newest_step_first(
