@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -31,7 +32,7 @@ import cloudpickle
 import yaml
 
 from service.config.file import ConfigError
-from service.launch.run_dir import RunDir
+from service.launch.run_dir import RunDir, check_new
 from service.launch.signals import EXIT_INTERRUPTED
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -103,27 +104,33 @@ def train(
             trainer={"learning_rate": 1e-5},
         )
     """
-    functions = {"reward": _listed(reward), "group-reward": _listed(group_reward)}
-    functions["tools"] = _listed(tools)
+    functions = {
+        "reward": _listed(reward),
+        "group-reward": _listed(group_reward),
+        "tools": _listed(tools),
+    }
     if resume is not None and (dataset is not None or any(functions.values()) or run_dir):
         raise ConfigError(
             "train: got resume and data, functions or a run_dir, expected one of them: a run "
             "continues with its own; leave the others out"
         )
     directory = Path(resume or run_dir or _new_directory(config, dataset))
+    if resume is None:
+        # Before anything is stored there: it may hold a run, whose rows and functions would change.
+        check_new(RunDir(path=directory))
     with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
         arguments = _config_arguments(config, Path(scratch))
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
             arguments += ["--model", os.fspath(model)]
-        store = RunDir(path=directory).functions
-        if dataset is not None:
-            arguments += ["--dataset", _dataset(dataset, store)]
-        for option, each in functions.items():
-            for function in each:
-                arguments += [f"--{option}", _name_of(function, store, what=option)]
         arguments += [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
-        _run(arguments)
+        with _removed_if_refused(directory) as store:
+            if dataset is not None:
+                arguments += ["--dataset", _dataset(dataset, store)]
+            for option, each in functions.items():
+                for function in each:
+                    arguments += [f"--{option}", _name_of(function, store, what=option)]
+            _run(arguments)
     summary = json.loads(RunDir(path=directory).summary_file.read_text(encoding="utf-8"))
     return Result(run_dir=directory.resolve(), summary=summary)
 
@@ -141,6 +148,23 @@ def _new_directory(
     stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
     return next(each for each in tries if not each.exists())
+
+
+@contextmanager
+def _removed_if_refused(directory: Path) -> Iterator[Path]:
+    """Enter with the path of a run's functions; remove what was made if the run is refused."""
+    store = RunDir(path=directory).functions
+    made = [path for path in (store, *store.parents) if not path.exists()]
+    try:
+        yield store
+    except ConfigError:
+        if store in made:
+            shutil.rmtree(store, ignore_errors=True)
+        for path in made[1:]:
+            # A directory that holds something else stays.
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def _config_arguments(
@@ -193,8 +217,9 @@ def _name_of(function: Named, store: Path, *, what: str) -> str:
     if isinstance(function, str):
         return function
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    is_nested = "<" in name or not name
-    if module not in ("", None, "__main__") and not is_nested and importlib.util.find_spec(module):
+    # A method has its instance only by value, and "<" is in the name of a nested function.
+    has_name = name and "<" not in name and not inspect.ismethod(function)
+    if has_name and module != "__main__" and getattr(sys.modules.get(module), "__spec__", None):
         return f"{module}:{name}"
     return _stored(function, store, what=what)
 

@@ -86,3 +86,25 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
     with pytest.raises(rayloom.ConfigError, match="dataset: row 0 cannot be written as JSON"):
         rayloom.train(dataset=[{"prompt": object()}], reward=lambda completion: 1.0)
     assert "rayloom: " in capfd.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_holds_a_run_is_not_touched(tmp_path: Path) -> None:
+    run_dir = RunDir(path=tmp_path / "run")
+    run_dir.functions.mkdir(parents=True)
+    rows = run_dir.functions / "rows.jsonl"
+    rows.write_text("of the run\n")
+    run_dir.database_file.write_bytes(b"")
+    with pytest.raises(rayloom.ConfigError, match="holds a run and is not empty"):
+        rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run_dir=run_dir.path)
+    assert rows.read_text() == "of the run\n" and list(run_dir.functions.iterdir()) == [rows]
+
+
+def test_a_method_is_stored_with_its_instance(tmp_path: Path) -> None:
+    from rayloom import training
+
+    store = RunDir(path=tmp_path / "run").functions
+    assert training._name_of("4".__eq__, store, what="reward").startswith("given_")
+    assert training._name_of(RunDir(path=tmp_path).has_run, store, what="reward").startswith(
+        "given_"
+    )
