@@ -43,7 +43,7 @@ class Played:
     features_ms: float
     """Median over the steps."""
     detector_ms: float
-    """Of the last step, which has the longest history."""
+    """Milliseconds of the last step, which has the longest history."""
 
 
 def play(number: int, seed: int, has_hack: bool, size: Size) -> Played:

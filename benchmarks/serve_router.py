@@ -48,7 +48,7 @@ class Window:
     median_ms: float
     p99_ms: float
     cpu_ms: float
-    """Of all the side's processes, for each request."""
+    """Processor milliseconds of all processes of the side, for each request."""
 
 
 class Connection:

@@ -1,4 +1,4 @@
-"""What operators ask of a run, and the answers.
+"""Requests of operators to a run, and the answers.
 
 Made by `service.run.control` in the supervisor; they travel by Ray, and the API sends them as they
 are.
@@ -47,7 +47,7 @@ class EvaluationRequest:
 
     sampling: Sampling
     num_tasks: int | None
-    """The first so many; None: all, or task_ids."""
+    """Number of tasks, from the first on; None: all tasks, or `task_ids`."""
     task_ids: tuple[str, ...]
     """These, in place of the first ones."""
 

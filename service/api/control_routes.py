@@ -101,7 +101,7 @@ class EvaluationBody(StrictBody):
         1, description="of each task: n of pass@k and avg@n"
     )
     num_tasks: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
-        None, description="the first so many held-out tasks; null: all, or `tasks`"
+        None, description="number of held-out tasks, from the first on; null: all, or `tasks`"
     )
     tasks: list[str] = Field(
         default_factory=list, max_length=MAX_TASK_IDS, description="ids of held-out tasks"

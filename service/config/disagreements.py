@@ -582,7 +582,7 @@ def _check_blocks(config: Config) -> Iterator[str]:
 
 
 def _check_gpus(config: Config) -> Iterator[str]:
-    """Yield a sentence for each process that computes on GPUs and has none, or has some in vain."""
+    """Yield a sentence for each process that needs GPUs and has none, or does not use its GPUs."""
     inference, trainer = config.inference, config.trainer
     if (trainer.device is Device.CUDA) != (trainer.gpus_per_rank > 0):
         yield (

@@ -1,4 +1,4 @@
-"""What a session samples its turns with: the prompt, the engine, the turn that is stored."""
+"""Sample the turns of a session: render the prompt, ask the engine, and make the stored turn."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Session:
         self._ending: asyncio.Task[None] | None = None
         """An end, or a reward that came late, on its way to the store."""
         self._ending_digest = ""
-        """Of the request for `_ending`; empty: nobody asked for it."""
+        """Digest of the request that began `_ending`; empty: no request did."""
         for turn in turns:
             self.apply(TurnAdded(session_id=stored.id, turn=turn))
         if stored.end is not None:

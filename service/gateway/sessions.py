@@ -146,7 +146,7 @@ class Sessions:
                 raise
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """As `Session.abandon`. Raises: Refused."""
+        """Call `abandon` of the session, if there is one. Raises: Refused if the store is away."""
         session = await self._find(session_id)
         if session is not None:
             session.abandon(request_id)
@@ -314,7 +314,7 @@ class Sessions:
     # -- where sessions are found -------------------------------------------------------------
 
     async def _find(self, name: str) -> Session | None:
-        """None: there is no such session. Raises: Refused."""
+        """Return a session, or None if there is none. Raises: Refused if the store is away."""
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = self._background.begin(self._load(name))
