@@ -20,7 +20,7 @@ ALLOWED = {
     "rayloom": {"actors", "service", "rayloom"},
 }
 # Beside every actor.py of `actors`: what starts a group of actors, and the queue's caller.
-RAY_FILES = {"actors/trainer/group.py", "actors/trajectory_queue/exchange.py"}
+RAY_FILES = {"actors/deaths.py", "actors/trainer/group.py", "actors/trajectory_queue/exchange.py"}
 # Packages whose mathematics and state machines never await, outside of the files above.
 PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")
 # The engine's replica; it alone has vLLM, whose import takes eleven seconds.

@@ -20,13 +20,13 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import (
-    ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
     RayTaskError,
 )
 
 from actors.batch import RankShard
+from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
 from actors.imports import quick_imports
 from actors.network import LOOPBACK
@@ -203,7 +203,7 @@ def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | No
             return seat
         except RayTaskError as error:
             raise error.cause from error
-        except ActorDiedError as error:
+        except ACTOR_DEATHS as error:
             raise StaleTerm("the weight board is gone, and what it asked for with it") from error
         except (GetTimeoutError, ActorUnavailableError):
             time.sleep(BOARD_PAUSE_S)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -33,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, wait_while_moving, within
+from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
 from actors.trainer.abandon import StepAbandoned
 from actors.trainer.actor import CONCURRENCY, RankProcess, TrainerRankActor
@@ -520,7 +521,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
     if not failed:
         late = next(rank for rank, answer in enumerate(answers) if not answer.done())
         return TrainerRankLost(late, method, f"no {limit}")
-    rank, error = min(failed, key=lambda item: not isinstance(item[1], ActorDiedError))
+    rank, error = min(failed, key=lambda item: not isinstance(item[1], ACTOR_DEATHS))
     kind = ShardLost if isinstance(error, ObjectLostError) else TrainerRankLost
     lost = kind(rank, method, _reason(error))
     lost.__cause__ = error
@@ -532,7 +533,7 @@ def _start_failure(
 ) -> TrainerStartFailed | None:
     """Return the first error that a rank itself raised, if no rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
-    if any(isinstance(error, ActorDiedError) for error in errors):
+    if any(isinstance(error, ACTOR_DEATHS) for error in errors):
         return None
     for rank, error in enumerate(errors):
         if isinstance(error, RayTaskError) and not _is_caused_elsewhere(error.cause):
@@ -553,7 +554,7 @@ def _is_caused_elsewhere(cause: BaseException) -> bool:
 
 
 def _has_died(answer: asyncio.Future[Any]) -> bool:
-    return answer.done() and isinstance(answer.exception(), ActorDiedError)
+    return answer.done() and isinstance(answer.exception(), ACTOR_DEATHS)
 
 
 def _agreed_error(answer: asyncio.Future[Any]) -> Exception | None:

@@ -29,10 +29,11 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
 from actors.batch import Float32s
 from actors.deadline import is_set_within, within
+from actors.deaths import ACTOR_DEATHS
 from actors.weights.board import (
     Board,
     BoardStatus,
@@ -324,7 +325,7 @@ class WeightBoard:
             return True
         try:
             await within(PROBE_TIMEOUT_S, actor.__ray_ready__.remote())
-        except ActorDiedError:
+        except ACTOR_DEATHS:
             await self.leave(replica_id)
             return False
         except (TimeoutError, RayError):

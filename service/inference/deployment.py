@@ -36,7 +36,7 @@ import psutil
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayError
+from ray.exceptions import ActorUnavailableError, OwnerDiedError, RayError
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -44,6 +44,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.serve.schema import ApplicationStatus
 
 from actors.deadline import retry, within
+from actors.deaths import ACTOR_DEATHS
 from actors.environment.policy import (
     GenerateReply,
     GenerateRequest,
@@ -200,7 +201,7 @@ class InferenceReplica:
         """Raises: PolicyUnavailable as `_meet_next_board`."""
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
-        except ActorDiedError:
+        except ACTOR_DEATHS:
             await self._meet_next_board()
 
     async def _meet_next_board(self) -> None:
@@ -349,7 +350,7 @@ class InferenceReplica:
     async def _pull_from_any_board(self) -> None:
         try:
             await self._pull()
-        except (ActorDiedError, OwnerDiedError):
+        except (*ACTOR_DEATHS, OwnerDiedError):
             # The board, or the owner of the weights that it had: the same process.
             await self._meet_next_board()
 

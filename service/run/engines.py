@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
 from actors.batch import Float32s, MicroBatch
 from actors.deadline import ActorLost, retry, within
+from actors.deaths import ACTOR_DEATHS
 from actors.environment.actor import PolicyFactory
 from actors.metrics import PublishPhase
 from actors.types import Dtype
@@ -248,7 +249,7 @@ async def watch_board(board: ActorHandle) -> None:
         await asyncio.sleep(BEAT_EVERY_S)
         try:
             await within(BOARD_DEADLINE_S, board.status.remote())
-        except ActorDiedError as error:
+        except ACTOR_DEATHS as error:
             raise ActorLost(f"the weight board died: {reason_of(error)}") from error
         except (RayError, TimeoutError):
             continue

@@ -40,6 +40,7 @@ from service.store.run_store import Lease, RunStore
 from service.store.tables import Pausable
 from service.store.thread import StoreThread
 from service.telemetry.findings import Finding
+from service.telemetry.memory import memory_shortage
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.totals import RunTotals
 from service.telemetry.user_calls import UserCalls
@@ -209,8 +210,9 @@ class RunRecorder:
             log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
+        """Record that a part died or froze and has a successor, and whether memory is short."""
         self._metrics.parts.replacements.labels(part=part.value).inc(count)
-        self.notice(text)
+        self.notice("; ".join(filter(None, (text, memory_shortage()))))
 
     def rollouts(self, summaries: Sequence[TrajectorySummary]) -> None:
         for summary in summaries:

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
+from actors.deaths import ACTOR_DEATHS
 from service.launch.resume import check_not_taken_over
 from service.launch.run_dir import RunDir
 from service.run.health import Cursor, Ending, FaultCount, RunStatus
@@ -50,7 +51,7 @@ class SupervisorWatcher:
     def run(self, run_dir: RunDir) -> Ending:
         """Return when the run has ended.
 
-        Raises: RayTaskError for what ended it; ActorDiedError, LeaseLost when no supervisor is
+        Raises: RayTaskError for what ended it; one of ACTOR_DEATHS, LeaseLost when no supervisor is
         left; KeyboardInterrupt for a stop before the supervisor has answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
@@ -60,11 +61,11 @@ class SupervisorWatcher:
             try:
                 ending: Ending = ray.get(running)
                 return ending
-            except ActorDiedError as error:
+            except ACTOR_DEATHS as error:
                 if self.last is not None and self.last.checkpoint_step > furthest_step:
                     faults.progressed()
                     furthest_step = self.last.checkpoint_step
-                is_final = error.actor_init_failed or faults.is_one_too_many()
+                is_final = getattr(error, "actor_init_failed", False) or faults.is_one_too_many()
                 # If the whole node was lost, Ray would wait forever for another one.
                 if is_final or self._is_stop_asked() or not _is_any_node_alive():
                     raise

@@ -1,7 +1,8 @@
 """The memory of a run on one machine: that of a process and of all that it has started.
 
 A page that processes share, such as one of Ray's object store, counts once (the kernel's
-proportional set size). Called by the supervisor of a run on a Ray of its own.
+proportional set size). Called by the supervisor of a run on a Ray of its own; `memory_shortage` by
+every run that replaces a part.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from service import units
+
 _KIB = 1024
+_CGROUP = Path("/sys/fs/cgroup")
+# Ray's memory monitor ends processes above 0.95, unless RAY_memory_usage_threshold says otherwise.
+_SHORT = 0.9
 
 
 def memory_of(process_id: int) -> int | None:
@@ -30,6 +36,34 @@ def _share_of(process_id: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * _KIB
+
+
+def memory_shortage(cgroup: Path = _CGROUP) -> str:
+    """Return a notice if more than nine tenths of this machine's memory are used, else "".
+
+    Ray does not report why it restarts an actor, so this is the only hint at its memory monitor.
+    cgroup: of the container (version 2); its limit counts if it is below the machine's memory.
+    """
+    machine = psutil.virtual_memory()
+    used, total = machine.total - machine.available, machine.total
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        statistics = (cgroup / "memory.stat").read_text().splitlines()
+        cached = sum(
+            int(line.split()[1]) for line in statistics if line.startswith("inactive_file ")
+        )
+        if limit < total:
+            used, total = int((cgroup / "memory.current").read_text()) - cached, limit
+    except (OSError, ValueError):
+        # No container, or one without a limit ("max").
+        pass
+    if used <= _SHORT * total:
+        return ""
+    return (
+        f"{units.gibibytes(used)} of {units.gibibytes(total)} of memory are used here, and Ray "
+        "ends processes of a machine that is nearly full: end other programs, or lower "
+        "trainer.tokens_per_micro_batch, inference.kv_cache_gib or rollouts.num_actors"
+    )
 
 
 class PeakMemory:
