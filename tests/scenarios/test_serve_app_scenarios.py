@@ -355,6 +355,8 @@ def test_the_charts_job_tells_its_end_and_goes_on_where_it_is_started_again(
     assert (tmp_path / "state" / "rayloom.db").is_file()
 
 
+# Takes 85 s, and an upgrade under another name is rare.
+@pytest.mark.proof
 def test_another_name_ends_the_run_of_before_in_order_and_leaves_one_application_of_engines(
     tmp_path: Path, gcs_address: str
 ) -> None:
