@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock page clean
+.PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock docs page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -120,6 +120,17 @@ lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRAD
 		--extra textarena --extra skyrl-gym --extra dev \
 		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
 		$(call WITHOUT,locks/source.in locks/source-dev.in locks/cpu.txt) -o locks/dev.txt
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) locks/docs.in -o locks/docs.txt
+
+docs: setup build/docs/.installed ## build the documentation as a site, in build/site
+	$(BIN)/python -m deploy.reference build/reference
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	@echo "file://$(CURDIR)/build/site/index.html"
+
+build/docs/.installed: locks/docs.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes --only-binary :all: -r $<
+	@touch $@
 
 page: ## pack the page again from service/page/src (needs npm)
 	cd service/page && npm ci --no-audit --no-fund --ignore-scripts && npm run check && npm run build

@@ -61,7 +61,10 @@ class Result:
 
         The columns are those of the list in `rayloom inspect`.
 
-        Example: pandas.DataFrame(result.trajectories()).groupby("step").episode_return.mean()
+        Example:
+            ```python
+            pandas.DataFrame(result.trajectories()).groupby("step").episode_return.mean()
+            ```
         """
         # The journal's reader imports pyarrow and the tokenizer, which take seconds.
         from service.inspect.listing import Filters, journal_page
@@ -95,14 +98,19 @@ def train(
         resume: Directory of a run to continue; nothing else but settings is given with it.
         settings: Sections of the configuration, as in run={"steps": 20}.
 
-    Raises: ConfigError before anything starts; TrainingFailed. KeyboardInterrupt after the run has
-        finished the current step and has left a checkpoint; a second one ends it at once.
+    Raises:
+        ConfigError: If the configuration, the data or a function is refused; nothing has started.
+        TrainingFailed: If the run ends with an error.
+        KeyboardInterrupt: After an interruption, when the run has finished the current step and
+            has left a checkpoint. A second interruption ends the run at once.
 
     Example:
-        result = train(
+        ```python
+        result = rayloom.train(
             model="models/smollm2", dataset="sums.jsonl", reward=score, run={"steps": 20},
             trainer={"learning_rate": 1e-5},
         )
+        ```
     """
     functions = {
         "reward": _listed(reward),

@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PRODUCT = ("actors", "service", "deploy")
 # Files by which something outside of Python starts a module: a script, an entry point, a container.
-STARTERS = ("pyproject.toml", "Makefile", "helm", "deploy", ".ci")
+STARTERS = ("pyproject.toml", "mkdocs.yml", "Makefile", "helm", "deploy", ".ci")
 
 Trees = Mapping[str, ast.Module]
 """By dotted name of the module."""
@@ -136,7 +136,8 @@ def starting_texts(root: Path) -> Iterator[str]:
         start = root / name
         for path in [start] if start.is_file() else sorted(start.rglob("*")):
             if path.is_file() and path.suffix not in (".py", ".pyc"):
-                yield path.read_text(encoding="utf-8", errors="replace")
+                # mkdocs.yml names a module by its file.
+                yield path.read_text(encoding="utf-8", errors="replace").replace("/", ".")
 
 
 TREES = read_trees(REPOSITORY)

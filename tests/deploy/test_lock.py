@@ -69,7 +69,7 @@ every_image = pytest.mark.parametrize("environment", IMAGES)
 
 
 @pytest.mark.parametrize(
-    "name", sorted({name for files, _ in ENVIRONMENTS.values() for name in files})
+    "name", sorted({"docs", *(name for files, _ in ENVIRONMENTS.values() for name in files)})
 )
 def test_every_line_is_an_exact_version_with_hashes_and_names_no_address(name: str) -> None:
     text = (LOCKS / f"{name}.txt").read_text()

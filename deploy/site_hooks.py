@@ -1,0 +1,69 @@
+"""Hooks of the documentation's site (mkdocs): generated pages, links between pages, broken tables.
+
+Pages name each other as they do in the repository, as `docs/NAME.md` in code; in the site that is a
+link. mkdocs runs in an environment of its own, so this module imports nothing of Rayloom.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+GENERATED = ROOT / "build" / "reference"
+_BLOCK = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
+_PAGE = re.compile(r"`(docs/([a-z-]+\.md))`")
+_CODE = re.compile(r"`[^`]*`")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the README as the first page, the changelog and the generated reference."""
+    pages = {"index.md": _read("README.md"), "reference/changelog.md": _read("CHANGELOG.md")}
+    pages |= {f"reference/{file.name}": file.read_text("utf-8") for file in GENERATED.glob("*.md")}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+# Before plugins add what they render.
+@event_priority(100)  # type: ignore[untyped-decorator]
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Turn the names of pages into links, outside of blocks of code.
+
+    Raises: PluginError if a row of a table has not as many cells as its header.
+    """
+    up = "../" * page.file.src_uri.count("/")
+
+    def link(found: re.Match[str]) -> str:
+        is_page = files.get_file_from_path(found[2]) is not None
+        return f"[`{found[1]}`]({up}{found[2]})" if is_page else found[0]
+
+    parts = _BLOCK.split(markdown)
+    for part in parts[::2]:
+        _check_tables(part, page.file.src_uri)
+    parts[::2] = [_PAGE.sub(link, part).replace("](docs/", f"]({up}") for part in parts[::2]]
+    return "".join(parts)
+
+
+def _check_tables(text: str, page: str) -> None:
+    header: int | None = None
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            header = None
+            continue
+        num_cells = _CODE.sub("", line).replace("\\|", "").count("|") - 1
+        if header is not None and num_cells != header:
+            raise PluginError(
+                f"{page}: a row of a table has {num_cells} cells, expected {header} as in its "
+                f"header; escape a bar within a cell: {line[:120]}"
+            )
+        header = num_cells
+
+
+def _read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

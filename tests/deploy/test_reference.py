@@ -1,0 +1,64 @@
+"""The generated pages of the documentation. `make docs` builds the whole site, strictly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+import yaml
+from worlds.run_driver import ROOT
+
+from deploy.reference import command_line_page, configuration_page
+from service.cli.main import app
+from service.config.file import dump_config, parse_config
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def test_the_page_of_the_configuration_has_each_setting_once() -> None:
+    tree = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
+    whole = yaml.safe_load(dump_config(parse_config(tree, source="test")))
+    named = re.findall(r"^\| `([\w.]+)` \|", configuration_page(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    # The rules of outcomes are a mapping, whose keys are not settings.
+    wanted = {leaf for leaf in leaves(whole) if not leaf.startswith("rollouts.outcomes.")}
+    assert {leaf for leaf in wanted if "." in leaf} <= set(named)
+
+
+def test_a_row_has_the_type_the_bounds_the_default_and_the_meaning() -> None:
+    page = configuration_page()
+    assert "| `run.steps` | integer ≥ 1 | `100` | Training steps; also the number of " in page
+    assert '| `model.dtype` | `float32`, `bfloat16` | `"float32"` | Type ' in page
+    assert "| `algorithm.window_groups` | integer ≥ 1 or null | `null` | W: groups " in page
+
+
+def test_the_page_of_the_command_line_has_each_command() -> None:
+    page = command_line_page()
+    command = typer.main.get_command(app)
+    assert isinstance(command, typer.core.TyperGroup)
+    for name in command.commands:
+        assert f"## `rayloom {name}`" in page
+
+
+def test_the_navigation_names_each_page_once() -> None:
+    tree = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = [page for section in tree for entries in section.values() for page in files(entries)]
+    assert len(pages) == len(set(pages))
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    generated = {"index.md"} | {
+        f"reference/{name}.md" for name in ("configuration", "command-line", "changelog")
+    }
+    assert {page for page in written if not page.startswith("examples/")} == set(pages) - generated
+
+
+def files(entries: list[Any]) -> Iterator[str]:
+    for entry in entries:
+        yield from [entry] if isinstance(entry, str) else entry.values()
