@@ -14,7 +14,10 @@ The names are imported when they are first used, so that `import rayloom` takes 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from rayloom.names import check_names
 
 if TYPE_CHECKING:
     from actors.environment.protocol import (
@@ -44,6 +47,7 @@ _MODULES = {
     "service.config.file": ("ConfigError", "load_config"),
     "service.config.tree": ("Config",),
 }  # fmt: skip
+check_names(sys.path)
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [

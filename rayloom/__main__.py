@@ -1,0 +1,27 @@
+"""The command `rayloom`, also as `python -m rayloom`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rayloom.names import check_names
+
+EXIT_REFUSED = 2
+
+
+def main() -> None:
+    """Run the command line, unless the current directory hides one of Rayloom's packages."""
+    try:
+        # The command line imports the user's modules from there.
+        check_names([os.getcwd()])
+    except ImportError as error:
+        print(f"rayloom: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+    from service.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A user's modules with the names of Rayloom's packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from worlds.run_driver import ROOT
+
+from rayloom.names import check_names
+
+
+def run(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=directory, text=True, timeout=60, capture_output=True,
+        check=False, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "file", ["service.py", "actors/__init__.py", "deploy/__init__.py", "rayloom.py"]
+)
+def test_a_module_that_hides_a_package_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("")
+    with pytest.raises(ImportError, match=f"got {tmp_path / file}, which hides") as refused:
+        check_names([str(tmp_path), str(ROOT)])
+    assert "rename it, or start from another directory" in str(refused.value)
+    # A script of that directory, and the command line there.
+    if file != "rayloom.py":
+        (tmp_path / "script.py").write_text("import rayloom")
+        assert str(refused.value) in run(tmp_path, "script.py").stderr
+    start = f"import sys; sys.path[0] = {str(ROOT)!r}; from rayloom.__main__ import main; main()"
+    done = run(tmp_path, "-c", start)
+    assert done.returncode == 2
+    assert done.stderr == f"rayloom: {refused.value}\n"
+
+
+def test_a_folder_without_code_and_rayloom_itself_hide_nothing(tmp_path: Path) -> None:
+    for name in ("service", "deploy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "values.yaml").write_text("")
+    check_names([str(tmp_path)])
+    check_names([str(tmp_path), str(ROOT)])
+    check_names([str(ROOT)])
+    (tmp_path / "script.py").write_text("import rayloom; print(rayloom.load_config.__module__)")
+    assert run(tmp_path, "script.py").stdout == "service.config.file\n"
