@@ -1,7 +1,7 @@
-"""How a model writes its calls and its thoughts, found in its chat template; no vLLM.
+"""Find in a model's chat template how it writes its calls and its thoughts, without vLLM.
 
-A form is known by its signs, in the template's text or in what the template makes of a call. Called
-by the engine's replica, which reads replies with vLLM's parser of that name, by the gateway, and by
+A form is recognised by its signs, in the template's text or in its rendering of a call. Called by
+the engine's replica, which reads replies with vLLM's parser of that name, by the gateway, and by
 the checks before a start.
 """
 
@@ -16,10 +16,10 @@ from actors.environment.tool_calls import OPEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a family of models writes its calls."""
+    """The form in which a family of models writes its calls."""
 
     parser: str
-    """vLLM's name."""
+    """vLLM's name of the parser."""
     start: str | None
     """The text that begins a call; None if nothing distinguishes a call from text."""
     signs: tuple[str, ...]
@@ -69,7 +69,7 @@ CALL_FORMS = (
 )
 _JSON_CALL = re.compile(rf"{re.escape(OPEN)}\s*\{{")
 _BARE_JSON_CALL = re.compile(r'\{\s*"name": *"probe", *"parameters": *\{')
-# By what is in the template. vLLM's `qwen3` lets a call end the thought that contains it;
+# A text in the template, and its parser. vLLM's `qwen3` lets a call end the thought around it;
 # `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
 _THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
 
@@ -80,7 +80,7 @@ def call_form(renderer: ChatRenderer) -> CallForm | None:
     text = f"{renderer.template.source}\n{rendered}"
     for form in CALL_FORMS:
         if all(sign in text for sign in form.signs):
-            # Other families write no JSON between the same marks.
+            # Other families use the same marks without JSON between them.
             is_other = form is USUAL and OPEN in rendered and not _JSON_CALL.search(rendered)
             return None if is_other else form
     if _BARE_JSON_CALL.search(rendered):

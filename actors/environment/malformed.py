@@ -1,4 +1,4 @@
-"""What an environment answers to turns that it cannot understand, of which too many end an episode.
+"""Answers to turns that an environment cannot understand; too many in a row end the episode.
 
 Called by the built-in environments.
 """
@@ -12,21 +12,27 @@ ERROR = "error: {message}"
 
 
 class MalformedTurns:
-    """Counts an episode's malformed turns in a row."""
+    """A counter of an episode's malformed turns in a row."""
 
     def __init__(self, *, at_most: int, penalty: float | None) -> None:
-        """at_most: in a row; one more ends the episode. penalty: taken off the reward for each, and
-        told as the component `malformed`; None: neither."""
+        """Begin to count.
+
+        Args: at_most: malformed turns in a row; one more ends the episode. penalty: subtracted from
+        the reward for each, as the component `malformed`; None: no penalty and no component.
+        """
         self._at_most = at_most
         self._penalty = penalty
         self._num_in_a_row = 0
 
     def begin_anew(self) -> None:
-        """An episode has begun, or a turn was understood."""
+        """Reset the count, because an episode has begun or a turn was understood."""
         self._num_in_a_row = 0
 
     def result(self, messages: tuple[Message, ...]) -> StepResult:
-        """Of one more. messages: what the policy is told, unless the episode ends."""
+        """Return the result of one more malformed turn.
+
+        Args: messages: what the policy is shown, unless the episode ends.
+        """
         self._num_in_a_row += 1
         is_over = self._num_in_a_row > self._at_most
         return StepResult(

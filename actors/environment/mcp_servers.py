@@ -1,11 +1,11 @@
 """Tools of MCP servers, over stdio or HTTP, by the protocol's own client.
 
-A server is opened once for each process and event loop, and its tools are called by all episodes
-there; or once for each episode, where what it keeps is the episode's. Its client lives in one task,
-as the client asks. A call whose server is gone, or answers nothing any more, raises `ServerLost`,
-and the next episode opens it anew. What runs over stdio ends with the process that opened it, also
-where that is killed (`server_keeper`). Called by `actors.environment.builtin.tools`; imports the
-package `mcp` only where a server is named.
+A server is opened once for each process and event loop, and all episodes there call its tools; or
+once for each episode, if its state belongs to the episode. Its client lives in one task, as the
+client requires. A call whose server is gone, or no longer answers, raises `ServerLost`, and the
+next episode opens the server again. A server over stdio ends with the process that opened it, even
+if that process is killed (`server_keeper`). Called by `actors.environment.builtin.tools`; imports
+the package `mcp` only if a server is configured.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ ACTOR, EPISODE = "actor", "episode"
 
 
 class BadServer(ValueError):
-    """What is configured cannot be a server."""
+    """The configuration of a server is wrong."""
 
 
 class ServerLost(Exception):
-    """A server does not answer; what was asked of it may have been done or not."""
+    """A server does not answer; it may or may not have executed the call."""
 
 
 class ToolFailed(Exception):
-    """A tool says that the call failed; the message is for the policy."""
+    """A tool reports that the call failed; the message is for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where a server is: a command, or an address."""
+    """The configuration of a server: a command or an address."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -59,19 +59,19 @@ class ServerOptions:
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
     tools: tuple[str, ...] = ()
-    """Those of its tools that the policy is told; empty: all."""
+    """The tools that the policy is shown; empty: all."""
     per: str = ACTOR
-    """For whom it is opened: ACTOR, so that all episodes there share it, or EPISODE."""
+    """ACTOR: all episodes of an actor share one server. EPISODE: each episode opens its own."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that its command names."""
+        """Return the files that its command names."""
         named = [Path(self.cwd or ".", part) for part in self.command]
         return tuple(path for path in named if path.is_file())
 
     @property
     def key(self) -> str:
-        """Equal for equal options."""
+        """Return a text that is equal for equal options."""
         fields = (self.name, self.command, dict(self.env), self.cwd, self.url, dict(self.headers))
         return json.dumps([*fields, self.tools], sort_keys=True)
 
@@ -81,13 +81,13 @@ class ServerOptions:
 
 
 def server_options(name: str, given: Any) -> ServerOptions:
-    """Read a server's options. In env and headers `$NAME` is of this process's environment.
+    """Read a server's options; `$NAME` in env and headers is a variable of this process.
 
     Raises: BadServer.
     """
     if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(_KEYS))):
-        told = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
-        raise BadServer(f"mcp.{name}: got {told}, expected some of {', '.join(_KEYS)}; correct it")
+        got = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
+        raise BadServer(f"mcp.{name}: got {got}, expected some of {', '.join(_KEYS)}; correct it")
     command, url = given.get("command", ()), given.get("url", "")
     if bool(command) == bool(url):
         raise BadServer(
@@ -96,17 +96,17 @@ def server_options(name: str, given: Any) -> ServerOptions:
         )
     for key in ("command", "tools"):
         if not _are_texts(given.get(key, ())):
-            raise BadServer(f"mcp.{name}.{key}: expected a list of texts, such as [python, x.py]")
+            raise BadServer(f"mcp.{name}.{key}: expected a list of strings, such as [python, x.py]")
     for key in ("env", "headers"):
         values = given.get(key, {})
         if not isinstance(values, Mapping) or not _are_texts([*values, *values.values()]):
-            raise BadServer(f"mcp.{name}.{key}: expected texts by their names")
+            raise BadServer(f"mcp.{name}.{key}: expected a mapping of names to strings")
     if (per := given.get("per", ACTOR)) not in (ACTOR, EPISODE):
         raise BadServer(f"mcp.{name}.per: got {per!r}, expected {ACTOR} or {EPISODE}")
     if url and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
         raise BadServer(f"mcp.{name}.url: got {url!r}, expected http:// or https://")
     if command and shutil.which(_found(command)[0]) is None:
-        raise BadServer(f"mcp.{name}.command: {command[0]} is not there; install it, or correct it")
+        raise BadServer(f"mcp.{name}.command: {command[0]} not found; install it, or correct it")
     return ServerOptions(
         name=name,
         command=tuple(command),
@@ -130,7 +130,7 @@ def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
         raise BadServer(str(error)) from error
 
 
-# The client, and the tools that it has listed.
+# The client, and the tools of its server.
 _Opened = asyncio.Future[tuple[Any, tuple["McpTool", ...]]]
 
 
@@ -142,7 +142,7 @@ class McpTool:
     server: McpServer
 
     async def call(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
-        """Raises: ToolFailed; ServerLost; CallTimedOut."""
+        """Call the tool. Raises: ToolFailed; ServerLost; CallTimedOut."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self.server.call(self.schema.name, arguments)
@@ -152,7 +152,7 @@ class McpTool:
 
 
 class McpServer:
-    """One server, opened when it is first asked for and again after it was lost."""
+    """One server, opened at its first use and again after it was lost."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
@@ -161,12 +161,15 @@ class McpServer:
         self._stderr = ServerStderr()
 
     async def tools(self) -> tuple[McpTool, ...]:
-        """Open it where it is not. Raises: ServerLost; BadServer for tools that it has not."""
+        """Return the tools, after opening the server if needed.
+
+        Raises: ServerLost; BadServer if it lacks a configured tool.
+        """
         _, tools = await self._open()
         return tools
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Raises: ToolFailed; ServerLost."""
+        """Call a tool and return its text. Raises: ToolFailed; ServerLost."""
         result = await self._ask(lambda client: client.call_tool(name, dict(arguments)))
         text = _text_of(result)
         if result.is_error:
@@ -174,9 +177,9 @@ class McpServer:
         return text
 
     async def check(self) -> None:
-        """Ask something easy after a call without an answer: slow is a tool, or the server hangs.
+        """List the tools after a call timed out, to find out whether the server still answers.
 
-        Raises: ServerLost.
+        Raises: ServerLost if it does not.
         """
         opened = self._opened_now()
         try:
@@ -186,18 +189,18 @@ class McpServer:
         except TimeoutError:
             raise await self._lost(
                 opened,
-                f"answered neither the call nor, within {CHECK_LIMIT_S:g} s, what tools it has",
+                f"did not answer the call, nor list its tools within {CHECK_LIMIT_S:g} s",
             ) from None
 
     async def close(self) -> None:
-        """End it, where it is open; whoever asks it next opens it anew."""
+        """Close the server if it is open; its next use opens it again."""
         keeper, self._keeper, self._opened = self._keeper, None, None
         if keeper is not None:
             keeper.cancel()
             await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
 
     async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
-        """What the server answers to a client's question. Raises: ToolFailed; ServerLost."""
+        """Return the server's answer to a client's question. Raises: ToolFailed; ServerLost."""
         import anyio
         import httpx2
         from mcp import MCPError
@@ -217,13 +220,13 @@ class McpServer:
         ) as error:
             raise await self._lost(opened, f"ended: {describe(error)}") from error
         except Exception as error:
-            # Of this answer: one that is not as the tool's own schema has it.
+            # The answer does not match the tool's own schema.
             raise ToolFailed(describe(error)) from error
 
     def _is_loss(self, code: int) -> bool:
-        """Whether an error of the protocol says that the server, or its session, is gone.
+        """Whether an error of the protocol means that the server, or its session, is gone.
 
-        Over HTTP these two stand for a status of a server that was restarted, or is overloaded.
+        Over HTTP the client reports a restarted or overloaded server by these two codes.
         """
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
@@ -231,7 +234,7 @@ class McpServer:
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
-        """What is open, or about to be."""
+        """Return the open client, or begin to open one."""
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))
@@ -243,21 +246,21 @@ class McpServer:
             async with asyncio.timeout(OPEN_LIMIT_S):
                 return await asyncio.shield(opened)
         except TimeoutError:
-            # Without its cause: a refusal before the start tells the first of a chain, and that
+            # Drop the cause: a refusal before the start reports the first error of a chain, which
             # is a CancelledError here.
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Have the next caller open it anew, unless somebody has already; this one has ended then.
+        """Close the lost server, unless another caller has, so that its next use opens it again.
 
-        Its end is waited for: where the event loop ended in the middle of it, it would never end.
+        Waits for the end: it would never end if the event loop ended in the middle of it.
         """
         if self._opened is opened:
             await self.close()
-        return ServerLost(f"{self._options.where} {what}{self._stderr.told()}")
+        return ServerLost(f"{self._options.where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
-        """Hold the client open until the task is cancelled; it has to end where it began."""
+        """Hold the client open until the task is cancelled; it has to end in its own task."""
         from mcp import Client
 
         try:
@@ -267,20 +270,20 @@ class McpServer:
                 await asyncio.Event().wait()
         except BaseException as error:
             if not opened.done():
-                opened.set_exception(self._told(error))
-                # Perhaps nobody waits for it any more.
+                opened.set_exception(self._opening_error(error))
+                # Mark it as retrieved: perhaps no caller waits for it any longer.
                 opened.exception()
             if not isinstance(error, Exception):
                 raise
 
-    def _told(self, error: BaseException) -> Exception:
+    def _opening_error(self, error: BaseException) -> Exception:
         first = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         if isinstance(first, BadServer):
             return first
         what = f"cannot be opened: {describe(first)}"
-        return ServerLost(f"{self._options.where} {what}{self._stderr.told()}")
+        return ServerLost(f"{self._options.where} {what}{self._stderr.last_lines()}")
 
     async def _list(self, client: Any) -> tuple[McpTool, ...]:
         found, cursor = [], None
@@ -315,14 +318,14 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = W
 
 
 def server_of(settings: ServerOptions) -> McpServer:
-    """The one of this event loop."""
+    """Return the server of this event loop with these options."""
     own = _servers.setdefault(asyncio.get_running_loop(), {})
     return own.setdefault(settings.key, McpServer(settings))
 
 
 @asynccontextmanager
 async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterator[Any]:
-    """What the protocol's client connects to."""
+    """Yield the transport that the protocol's client connects to."""
     from mcp.client.stdio import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
@@ -336,7 +339,7 @@ async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterato
         return
     import httpx2
 
-    # A server may hold an answer open for as long as it works on it.
+    # A server may keep an answer open while it works on it.
     timeout = httpx2.Timeout(OPEN_LIMIT_S, read=None)
     async with httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout) as client:
         yield streamable_http_client(settings.url, http_client=client)
@@ -352,8 +355,9 @@ def _found(command: Sequence[str]) -> list[str]:
 
 
 def _kept(command: Sequence[str]) -> list[str]:
-    """Run by a `server_keeper`, which ends all of it with this process, where the system has what
-    that takes. Without, a server ends when its input does, as the protocol asks of it.
+    """Return the command of a `server_keeper` that ends the server's processes with this process.
+
+    Systems without pidfd run the server directly; the protocol requires it to end with its input.
     """
     if not hasattr(os, "pidfd_open"):
         return list(command)
@@ -361,7 +365,7 @@ def _kept(command: Sequence[str]) -> list[str]:
 
 
 def _text_of(result: Any) -> str:
-    """The texts of an answer; of what is no text its kind."""
+    """Return the texts of an answer; other parts by their type."""
     parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         with suppress(TypeError, ValueError):
@@ -371,16 +375,16 @@ def _text_of(result: Any) -> str:
 
 # The standard error of a server over stdio: its beginning is logged, and its end is kept.
 #
-# The end is told where the server is lost, because the protocol says no more than that a connection
-# was closed. Showing has a limit for the process, because a server may log every call of every
-# episode into the log of the worker. Used by `mcp_servers`.
+# The error of a lost server shows the end, because the protocol says only that a connection was
+# closed. Logging has a limit for each process, because a server may write a line for every call of
+# every episode into the log of the worker.
 SHOWN_BYTES = 1 << 20
-"""Bytes that are logged, of all servers of this process together."""
+"""Bytes to log, of all servers of this process together."""
 _KEPT_BYTES = 2048
 _CHUNK_BYTES = 1 << 16
 # Chunks read in one pass of the event loop, so that a server that writes fast does not block it.
 _CHUNKS_AT_ONCE = 16
-_TOLD_CHARS = 120
+_ERROR_CHARS = 120
 _num_shown = 0
 
 
@@ -392,7 +396,7 @@ class ServerStderr:
 
     @contextmanager
     def opened(self) -> Iterator[TextIO]:
-        """The file for a server to write to, read by the event loop until the context ends."""
+        """Yield a file for a server to write to; the event loop reads it until the context ends."""
         self._end = b""
         loop, (reading, writing) = asyncio.get_running_loop(), os.pipe()
         os.set_blocking(reading, False)
@@ -405,14 +409,14 @@ class ServerStderr:
             self._read(reading)
             os.close(reading)
 
-    def told(self) -> str:
-        """Its last lines, for the end of an error's text; empty where it wrote nothing.
+    def last_lines(self) -> str:
+        """Return its last lines, to append to an error's text; empty if it wrote nothing.
 
-        Without the indented ones: a traceback's calls would leave no place for what it says.
+        Leaves out indented lines: the calls of a traceback would leave no room for its message.
         """
         lines = self._end.decode(errors="replace").splitlines()
         words = " | ".join(line for line in lines if line.strip() and not line[0].isspace())
-        return f"; the end of its standard error: {words[-_TOLD_CHARS:]}" if words else ""
+        return f"; the end of its standard error: {words[-_ERROR_CHARS:]}" if words else ""
 
     def _read(self, reading: int) -> None:
         """Read the bytes that are available."""
@@ -435,8 +439,8 @@ def _show(chunk: bytes) -> None:
     sys.stderr.write(chunk.decode(errors="replace"))
     if _num_shown >= SHOWN_BYTES:
         print(
-            f"\nno more is shown of what MCP servers write to their standard error, after "
-            f"{SHOWN_BYTES} bytes; where a server is lost, the end of it is told",
+            f"\nthe standard error of MCP servers is not logged any further after {SHOWN_BYTES} "
+            "bytes; the error of a lost server still shows the end of it",
             file=sys.stderr,
         )
     sys.stderr.flush()

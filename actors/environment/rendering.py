@@ -1,10 +1,10 @@
-"""From messages to token ids, by appending: history is never rendered again.
+"""Turn messages into token ids by appending; history is not rendered again.
 
 A prompt is the previous prompt + the sampled ids + the delta, the rendering of only the new
-messages. A delta is rendered behind two different dummy chats and used only if both give the same
-ids, the chats before it stay as they were, and it shows what every new message says; otherwise the
-whole chat is rendered, and the reason is counted. A whole chat that does not show what a message
-says, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
+messages. A delta is rendered after two different dummy chats. It is used only if both give the same
+ids, both chats stay unchanged before it, and it shows the text of every new message; otherwise the
+whole chat is rendered, and the reason is counted. A whole chat that does not show the text of a
+message, or its tools, is an error. The dummy chats end as the reply does: in text, after a thought,
 or in calls with the same names and ids. Called by the turn loop and the gateway.
 """
 
@@ -49,7 +49,7 @@ from actors.types import BranchReason, TokenIds
 _CACHE_ENTRIES = 4096
 _CACHED_CHARS = 2_000
 _CACHED_TOKENS = 64
-# How many renderers with clients' own options are kept.
+# Number of renderers to keep that have options of clients.
 _CACHED_OPTIONS = 8
 _CACHED_MESSAGES = 16
 _ID = re.compile(r"\bid\b|tool_call_id")
@@ -65,7 +65,7 @@ def load_renderer(
     history: History,
     chat_template: str | None = None,
 ) -> ChatRenderer:
-    """Make the renderer of a model's chats.
+    """Return a renderer of a model's chats.
 
     Args: model: a directory or hub name. chat_template: as for `load_tokenizer`; None: the
     model's own.
@@ -81,7 +81,7 @@ def load_renderer(
 
 
 class BreakReason(StrEnum):
-    """Why a delta could not be used."""
+    """The reason why a delta could not be used."""
 
     TEMPLATE_REFUSED = "template_refused"
     TEMPLATE_LOOKS_BACK = "template_looks_back"
@@ -89,13 +89,13 @@ class BreakReason(StrEnum):
     """The template does not show what a new message says after the reply."""
     RETOKENISED = "retokenised"
     SYSTEM_MERGED = "system_merged"
-    """A system text of a new message was moved to the front, where the template takes it."""
+    """A new message's system text was moved to the front; the template accepts it only there."""
     HISTORY_RENDERED = "history_rendered"
-    """With `History.AS_RENDERED`: the template shows the history otherwise than it was sampled."""
+    """With `History.AS_RENDERED`: the rendered history differs from the sampled tokens."""
 
     @property
     def branch_reason(self) -> BranchReason:
-        """Why a prompt that was rendered anew begins a sample, should it extend none."""
+        """Reason to record if the newly rendered prompt extends no sample and begins one."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 
@@ -106,28 +106,28 @@ class Extension:
 
     prompt_token_ids: TokenIds
     num_inserted: int = 0
-    """Closing tokens behind the sampled ids that the policy did not sample."""
+    """Closing tokens after the sampled ids that the policy did not sample."""
     break_reason: BreakReason | None = None
-    """Why the whole chat was rendered anew; None when the prompt was appended to."""
+    """Why the whole chat was rendered again; None when the prompt was appended to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """What follows the content or the calls of a reply, up to the next one."""
+    """Tokens after the content or the calls of a reply, up to the next reply."""
 
     token_ids: TokenIds
     num_closing: int
-    """The first of the tokens, which end the reply."""
+    """Number of tokens at the start that end the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
-    """What a template may look back at in the reply that a delta follows."""
+    """Parts of the reply before a delta that a template may look back at."""
 
     has_content: bool = True
     has_reasoning: bool = False
     calls: tuple[tuple[str, str], ...] = ()
-    """The id and the name of each."""
+    """Id and name of each call."""
 
     def without_ids(self) -> _Ending:
         if not self.calls:
@@ -140,7 +140,7 @@ _PLAIN_TEXT = _Ending()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dummy:
-    """A chat to render a delta behind; none of its texts is a part of another."""
+    """A chat to render a delta after; none of its texts is contained in another."""
 
     before: _Messages
     content: str
@@ -148,7 +148,10 @@ class _Dummy:
     argument: str
 
     def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> _Messages:
-        """The chat up to a reply with this ending. called_before: ids of calls ahead of it."""
+        """Return the chat up to a reply with this ending.
+
+        Args: called_before: ids of calls that the chat makes and answers first.
+        """
         values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
         calls = zip(ending.calls, [*values, self.argument], strict=False)
         reply = Message(
@@ -163,12 +166,12 @@ class _Dummy:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: _Ending) -> str:
-        """The last text of such a reply that is the reply's own; it stands there once."""
+        """Return the last text of a reply with this ending; it occurs once in the chat."""
         return self.argument if ending.calls else self.content
 
 
-# Different in length, in number of turns and in their last letters, so that a template or a
-# tokenizer that looks back at either shows itself.
+# They differ in length, in number of turns and in their last letters, so that their deltas differ
+# if a template or a tokenizer looks back.
 _DUMMIES = (
     _Dummy(
         before=(Message(role=Role.USER, content="first dummy question"),),
@@ -189,7 +192,7 @@ _DUMMIES = (
 )
 
 
-# It has nine letters, as Mistral's templates want them.
+# Mistral's templates require ids of nine letters.
 _EXTRA_CALL = "dummy0000"
 
 
@@ -197,8 +200,8 @@ class ChatRenderer:
     """Renders one model's chats.
 
     template_options: passed to the chat template, such as {"enable_thinking": False}.
-    stop_token_ids: what ends a turn beside the tokenizer's own end of sequence.
-    history: as_rendered renders the whole chat at each turn.
+    stop_token_ids: tokens that end a turn, besides the tokenizer's own end of sequence.
+    history: AS_RENDERED renders the whole chat at each turn.
     """
 
     def __init__(
@@ -241,19 +244,19 @@ class ChatRenderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """As `tokenizer_fingerprint`."""
+        """Return the `tokenizer_fingerprint` of its tokenizer."""
         return tokenizer_fingerprint(self._tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """No token of the vocabulary stands for more characters."""
+        """Return the number of characters of the vocabulary's longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
-        """Render a chat's beginning with the generation prompt.
+        """Render the beginning of a chat with the generation prompt.
 
         Returns: [P] int32, read-only.
-        Raises: RenderError, also if the rendering does not show what a message says.
+        Raises: RenderError, also if the rendering does not show the text of a message.
         """
         chat = tuple(messages)
         render = self._cached_prompt if _may_repeat(chat) else self._render_prompt
@@ -262,8 +265,8 @@ class ChatRenderer:
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
         """Check that the template shows the tools of a chat that begins with these messages.
 
-        Some templates show calls, and leave the tools to the system text (DeepSeek R1).
-        Raises: RenderError for one that shows neither.
+        Some templates show only calls and leave the tools to the system text (DeepSeek R1).
+        Raises: RenderError if the template shows neither.
         """
         marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
         if marks is None or self.template.shows_calls:
@@ -272,7 +275,7 @@ class ChatRenderer:
         if hidden:
             raise RenderError(
                 f"chat template: it shows no tools and no calls: {', '.join(hidden)} would be in "
-                "no prompt; leave them out, or name a template with them in model.chat_template",
+                "no prompt; leave them out, or set model.chat_template to a template with tools",
                 param="tools",
             )
 
@@ -285,14 +288,14 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> Extension:
-        """Give the prompt of the turn that follows.
+        """Return the prompt of the next turn.
 
         previous + sampled + (the closing tokens that were not sampled) + delta(new_messages)
 
-        Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, also one that was
-        cut off. history: every message so far, the reply the last; rendered only where the delta
-        cannot be used. Empty: the reply is plain text. new_messages: what follows; may be empty.
-        Raises: RenderError when that is needed and the template refuses.
+        Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, which may be cut
+        off. history: every message so far, the reply last; rendered only if the delta cannot be
+        used. Empty: the reply is plain text. new_messages: the messages after it; may be empty.
+        Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history is History.AS_RENDERED:
             whole = self.first_prompt((*history, *new_messages), tools)
@@ -301,14 +304,14 @@ class ChatRenderer:
             reason = None if is_kept else BreakReason.HISTORY_RENDERED
             return Extension(prompt_token_ids=whole, break_reason=reason)
         if self._raw is not None:
-            # The text is appended directly: raw prompts have no marker that would have to end a
-            # reply that was cut off, or that ended at a stop string.
+            # Append the text directly: raw prompts have no marker that would have to close a reply
+            # that was cut off or ended at a stop string.
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
         ending, new = _ending(history), tuple(new_messages)
         if not self._knows_ids:
-            # They differ in every chat, and would leave nothing to be rendered once.
+            # Ids differ in every chat, so that no cached delta would ever be found.
             ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)
         render = self._cached_delta if _may_repeat(new) else self._render_delta
         delta = render(new, tuple(tools), ending)
@@ -324,9 +327,9 @@ class ChatRenderer:
         )
 
     def decode(self, sampled: TokenIds) -> str:
-        """Give the text of a reply without the end tokens behind it.
+        """Return the text of a reply without the end tokens after it.
 
-        Special tokens elsewhere stay visible: an environment sees what the policy said.
+        Other special tokens stay visible, so that an environment sees all that the policy sampled.
         """
         if sampled.shape[0] > _CACHED_TOKENS:
             return self._decode(tuple(sampled.tolist()))
@@ -338,7 +341,7 @@ class ChatRenderer:
         return _frozen(self._encode(text) if self._raw is None else self._raw.first(text))
 
     def _check_shown(self, messages: _Messages, tools: _Tools, text: str) -> None:
-        """Raises: RenderError for a rendering without a message's text."""
+        """Raise RenderError if a rendering does not show the text of a message."""
         marks = self._marks(marked(messages), tools)
 
         def in_place(each: Said) -> bool:
@@ -373,10 +376,10 @@ class ChatRenderer:
     ) -> _Delta | BreakReason:
         in_reply = {call_id for call_id, _ in ending.calls}
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
-        # Only one of the dummies has made these calls: a template that looks for them shows itself.
+        # Only one dummy makes these calls, so that the deltas differ if a template looks for them.
         called_before = sorted(answered - in_reply)
         if ending.calls or any(message.role is Role.TOOL for message in new_messages):
-            # And one more call with its result, for a template that numbers them.
+            # Add one more call with its result, for a template that numbers calls.
             called_before.append(_EXTRA_CALL)
         deltas = []
         for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
@@ -410,7 +413,7 @@ class ChatRenderer:
     ) -> bool:
         """Whether new messages are shown after a chat.
 
-        tail: what follows the mark, which is the last text of the chat.
+        tail: the text after the mark, which is the last text of the chat.
         """
 
         def in_place(each: Said) -> bool:
@@ -424,8 +427,12 @@ class ChatRenderer:
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
     ) -> _Delta | BreakReason:
-        """mark: the last text that is the reply's own. closed: the chat that ends there."""
-        # Looked for in each: a template may render the last reply with more before it than others.
+        """Return the tokens after a mark, or the reason why they cannot be used as a delta.
+
+        Args: mark: the reply's last text. whole: the chat with the new messages. closed: the chat
+        that ends with the reply.
+        """
+        # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []
         for text in (whole, closed):
             if text.count(mark) != 1:
@@ -436,7 +443,7 @@ class ChatRenderer:
             if text_ids[:start] != head_ids:
                 if not is_call:
                     return BreakReason.RETOKENISED
-                # Within a call: it ends with tokens that the policy samples as it likes.
+                # A call ends with tokens that the policy may have sampled in another form.
                 start = _num_shared(head_ids, text_ids)
             tails.append(text_ids[start:])
         whole_ids, closed_ids = tails
@@ -449,10 +456,10 @@ class ChatRenderer:
         )
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
-        """How many tokens behind a call's last argument end the call, and not yet the turn.
+        """Count the tokens after a call's last argument that end the call but not the turn.
 
         The policy samples these with the call. The turn ends with the first token that stops the
-        engine; without one, the chat is left open behind the call.
+        engine; without such a token, the chat is left open after the call.
         """
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
         return next(ends, len(closing_ids))
@@ -460,15 +467,15 @@ class ChatRenderer:
     def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
         """Whether a turn is ended: by the policy, or by tokens that can be inserted.
 
-        Where it is not, the delta would stand in a call that may be cut off.
+        If it is not, the delta would continue a call that may be cut off.
         """
         return delta.num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """How many tokens of the tail end the reply.
+        """Count the tokens of the tail that end the reply.
 
-        What it has in common with the tail of a chat that ends there. Some templates leave a last
-        reply open; then it is the end token, where the tail begins with it.
+        These are the tokens that it shares with the tail of a chat that ends with the reply. Some
+        templates leave a last reply open; then the end token counts, if the tail begins with it.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -493,12 +500,12 @@ def _unshown(
 ) -> Iterator[Said]:
     """Yield the texts that a rendering does not show.
 
-    marks: those that replace the texts and are shown; None: not known. in_place: whether the mark
-    after the text itself is shown, for templates that read the text.
+    marks: the shown ones of the marks that replace the texts; None: not known. in_place: whether a
+    mark appended to the text is shown, for templates that read the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in said:
-        # A template may leave out what was said before.
+        # A template may leave out a text that an earlier message has too.
         times[each.texts] += not each.is_call
         # Templates may remove the thought from a reply, whatever its form.
         is_reply = each.message.role is Role.ASSISTANT and not each.is_call
@@ -513,16 +520,16 @@ def _unshown(
 
 def _remedy(said: Said) -> str:
     if said.message.role is Role.SYSTEM:
-        return "send system texts as the first message, or as one of the user"
+        return "send system texts as the first message, or as a user message"
     if said.message.role is Role.TOOL or said.is_call:
         return "train a model whose template shows calls and their results"
-    return "send it otherwise, or train a model whose template shows it"
+    return "send it in another form, or train a model whose template shows it"
 
 
 def _head(text: str, question: str, mark: str) -> str:
     """Return the text before a dummy's reply, up to the question.
 
-    What follows the question may be rendered anew if another message follows the reply.
+    The text after the question may be rendered differently if a message follows the reply.
     """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)
@@ -530,14 +537,14 @@ def _head(text: str, question: str, mark: str) -> str:
 
 
 def _only_loses(before: str, after: str) -> bool:
-    """Whether a part of a text was taken out, and nothing came in: what is lost stays appended."""
+    """Whether a text differs only by a removed part; the appended prompt keeps that part."""
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
     return start + end == len(after)
 
 
 def _may_know_ids(template: object) -> bool:
-    """Whether a template may look at the ids of calls; only of Jinja's text it is known."""
+    """Whether a template may use the ids of calls; only a Jinja text can show that it does not."""
     return not isinstance(template, str) or _ID.search(template) is not None
 
 
@@ -550,7 +557,7 @@ def _ending(history: Sequence[Message]) -> _Ending:
     if reply is None or not (reply.call_texts or reply.reasoning):
         return _PLAIN_TEXT
     return _Ending(
-        # Without a call the delta is measured from the content's end, also where there is none.
+        # Without a call the delta begins after the content, even if the content is empty.
         has_content=bool(reply.content) or not reply.call_texts,
         has_reasoning=bool(reply.reasoning),
         calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
@@ -558,7 +565,7 @@ def _ending(history: Sequence[Message]) -> _Ending:
 
 
 def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
-    """A chat's beginning, in which these calls are made and answered."""
+    """Yield the beginning of a chat in which these calls are made and answered."""
     for call_id in call_ids:
         call = ToolCall(id=call_id, name="dummy", arguments={})
         yield Message(role=Role.USER, content="call")
@@ -568,7 +575,7 @@ def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
 
 
 def _may_repeat(messages: _Messages) -> bool:
-    """Long texts seldom repeat, and would fill the memory of what was rendered."""
+    """Whether messages are short enough to cache: long texts seldom repeat and use much memory."""
     num_chars = 0
     for message in messages:
         num_chars += len(message.content) + len(message.reasoning or "")
@@ -583,7 +590,7 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
-    """How many of the closing tokens the policy sampled itself, at its reply's end."""
+    """Count the closing tokens that the policy sampled itself, at the end of its reply."""
     if not closing.shape[0]:
         return 0
     end: list[int] = sampled[-closing.shape[0] :].tolist()
