@@ -138,7 +138,7 @@ async def test_malformed_turns_are_told_cost_and_end_the_task_in_a_row_alone(sta
         call("answer", files=[]) + call("answer", files=TRUTH): "error: Call answer once",
         call("grep", pattern="x") + call("answer", files=TRUTH): "error: Call answer once",
         call("grep", pattern="x") * 9: "error: At most 8 calls",
-        call("grep", pattern="("): "error: The pattern is no regular expression",
+        call("grep", pattern="("): "error: The pattern is not a regular expression",
         call("read_file", path="/etc/passwd"): "error: Paths are relative",
         call("grep", pattern="Cart") + "<tool_call>{": "shop/cart.py",
     }
@@ -177,10 +177,10 @@ async def test_a_task_that_is_none_is_refused_with_what_is_wrong(start) -> None:
         ({"question": ""}, "data.question"),
         ({"question": None}, "data.question"),
         ({"repository": "../shop"}, "without .."),
-        ({"repository": "none"}, "nothing of that name"),
+        ({"repository": "none"}, "not found in"),
         ({"files": "shop/cart.py"}, "data.files: got a str"),
         ({"files": None}, "data.files: got a NoneType"),
-        ({"files": ["/etc/passwd"]}, "no path of a file"),
+        ({"files": ["/etc/passwd"]}, "not the path of a file"),
         ({"files": ["gone.py", "shop"]}, "are not in 'shop'"),
     ):
         with pytest.raises(ValueError, match=word):

@@ -94,11 +94,11 @@ async def test_no_path_leads_out_of_the_repository_or_into_git(root: Path) -> No
 
 async def test_broken_arguments_are_malformed_and_say_why(root: Path) -> None:
     wrong = [
-        ("grep", {"pattern": "("}, "no regular expression"),
+        ("grep", {"pattern": "("}, "not a regular expression"),
         ("grep", {"pattern": ""}, "1 to 500"),
         ("grep", {"pattern": "x" * 501}, "1 to 500"),
         ("grep", {"pattern": "x", "glob": "g" * 501}, "at most 500"),
-        ("grep", {"pattern": "x{9999999999}"}, "no regular expression"),
+        ("grep", {"pattern": "x{9999999999}"}, "not a regular expression"),
         ("read_file", {"path": "README.md", "first_line": 0}, "1 or more"),
     ]
     async with tools(root) as search:

@@ -154,7 +154,7 @@ async def test_texts_are_observed_and_answered_as_they_are() -> None:
     results = await _play(environment, "abc", "too long a text", "bye")
     assert [result.messages[0].content for result in results[:2]] == [
         "abc",
-        "The answer is none that the game takes.",
+        "The game does not accept this answer.",
     ]
     assert results[-1].terminated
     await environment.close()

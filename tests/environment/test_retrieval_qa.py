@@ -146,8 +146,8 @@ def test_a_corpus_may_be_parquet_with_columns_of_its_own(tmp_path: Path) -> None
         ([{"id": "", "text": "x"}], "line 1"),
         ([{"id": True, "text": "x"}], "line 1"),
         ([["a", "x"]], "line 1: got no columns"),
-        ([{"id": 1, "text": "x"}, {"id": "1", "text": "y"}], "line 2: the id '1' comes twice"),
-        ([{"id": "a", "text": "the"}], "without a word"),
+        ([{"id": 1, "text": "x"}, {"id": "1", "text": "y"}], "line 2: the id '1' occurs twice"),
+        ([{"id": "a", "text": "the"}], "only documents without words"),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_refused(
@@ -261,7 +261,7 @@ async def test_a_number_of_documents_beyond_all_bounds_is_brought_within(corpus:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({**ASKED, "answers": ["the", "?"]}, "nothing is left"),
+        ({**ASKED, "answers": ["the", "?"]}, "empty without punctuation"),
         ({**ASKED, "documents": ["a", "zz"]}, r"\['zz'\] \(1 in all\) are not in the corpus"),
         ({}, "has no data"),
     ],

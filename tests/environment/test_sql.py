@@ -381,7 +381,7 @@ def test_data_are_checked_before_they_are_played() -> None:
     ("options", "message"),
     [
         ({"level": 4}, "got level=4; expected 1 to 3"),
-        ({"database_path": "x.db"}, "expected a path that holds {database}"),
+        ({"database_path": "x.db"}, "expected a path with {database}"),
         ({"max_queries": -1}, "max_queries=-1"),
         ({"limit_s": 0}, "limit_s=0"),
         ({"executable_bonus": 1.0}, "executable_bonus=1.0"),

@@ -1,13 +1,13 @@
 """Arithmetic questions with a calculator tool: the policy must learn to call it in the right form.
 
-The question derives from the task's seed alone. A turn is either tool calls, each answered by a
-tool message, or the final answer, a plain number. Anything else is malformed: it is answered with
-one short sentence that says what was wrong, and ends the episode only after `max_malformed`
-malformed turns in a row. Everything that a player reads is one of the constants below.
+The question depends only on the task's seed. A turn is either tool calls, each answered by a tool
+message, or the final answer, a plain number. Anything else is malformed: it is answered with one
+short sentence about the fault, and ends the episode only after `max_malformed` malformed turns in a
+row. Everything that a player reads is one of the constants below.
 
 Rewards by name: `correct` 1 for the right final answer; `malformed` minus `malformed_penalty` for
-each malformed turn; `used_tool` plus `tool_bonus` at the final answer, right or wrong, where a call
-had computed the right value before (0 by default: correctness alone is then rewarded).
+each malformed turn; `used_tool` plus `tool_bonus` at the final answer, right or wrong, if a call
+had computed the right value before (0 by default: only correctness is then rewarded).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 
 class CalculatorEnvironment:
-    """`num_operands` numbers from low to high joined by random members of `operators`."""
+    """Questions of `num_operands` numbers from low to high, joined by random `operators`."""
 
     data_schema = NO_DATA
 
@@ -169,17 +169,17 @@ class CalculatorEnvironment:
 
 
 class BadExpression(Exception):
-    """The expression has no value here; the message is one short sentence for the policy."""
+    """The expression cannot be evaluated; the message is one short sentence for the policy."""
 
 
 def evaluate(expression: str) -> float:
     """Evaluate an arithmetic expression.
 
-    Safe on any text of a policy: it is bounded and checked character by character before it is
-    parsed, so that it can name nothing, take no time and cause no warning.
+    Safe on any text of a policy: its length and characters are checked before it is parsed, so that
+    it cannot contain names, take long or cause warnings.
 
     Raises: BadExpression for anything but numbers, + - * / and parentheses, for a division by
-    zero, and where a number exceeds MAX_MAGNITUDE.
+    zero, and if a number exceeds MAX_MAGNITUDE.
     Example: evaluate("2*(3+4)") -> 14
     """
     if not _ALLOWED.fullmatch(expression):

@@ -1,8 +1,8 @@
 """A guessing game with hints: the policy must discover a strategy, binary search is the best.
 
-The secret derives from the task's seed alone. A hit gives reward 1 and ends the game; running out
+The secret depends only on the task's seed. A hit gives reward 1 and ends the game; running out
 of guesses ends it too (the game is lost: terminated, not truncated). Everything that a player
-reads is one of the constants below. Short texts: on a CPU each token costs.
+reads is one of the constants below; they are short because each token costs time on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMINDER = "Say one number from {low} to {high}."
 HIGHER = "higher"
 LOWER = "lower"
 
-# Nine digits: more are out of any range, and Python refuses to read thousands of them.
+# Nine digits: more exceed every range, and Python refuses to read thousands of them.
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]{1,9}(?![0-9]|\.[0-9])")
 _DIGIT = re.compile(r"[0-9]+")
 
@@ -28,14 +28,14 @@ _DIGIT = re.compile(r"[0-9]+")
 def best_win_rate(num_numbers: int, *, max_guesses: int) -> float:
     """Return the chance that best play wins, over equally likely numbers.
 
-    min(1, (2^k - 1) / n): k guesses with hints tell 2^k - 1 numbers apart, and no strategy more.
+    min(1, (2^k - 1) / n): k guesses with hints can distinguish 2^k - 1 numbers, and no more.
     Example: best_win_rate(7, max_guesses=3) -> 1.0; best_win_rate(10, max_guesses=2) -> 0.3
     """
     return min(1.0, (2**max_guesses - 1) / num_numbers)
 
 
 def parse_guess(text: str) -> int | None:
-    """Read the one whole number that a text names; None when it names none, several, or a part."""
+    """Return the only whole number in a text; None if it has none, several, or a fraction."""
     shown = visible_text(text)
     if len(_DIGIT.findall(shown)) != 1:
         return None
@@ -44,11 +44,11 @@ def parse_guess(text: str) -> int | None:
 
 
 class GuessingEnvironment:
-    """The numbers low to high, max_guesses guesses.
+    """A game with the numbers low to high and max_guesses guesses.
 
-    A text that names no single number of the range is malformed: it is answered with a reminder
-    and costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for
-    a number that the hints have ruled out, so that a lost game, too, tells good guesses from bad.
+    A text without exactly one number of the range is malformed: it is answered with a reminder and
+    costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for a
+    number that the hints exclude, so that a lost game too distinguishes good guesses from bad ones.
     """
 
     data_schema = NO_DATA
@@ -70,7 +70,7 @@ class GuessingEnvironment:
         self._max_guesses = max_guesses
         self._ruled_out_cost = ruled_out_cost
         self._secret = low
-        # What the hints leave.
+        # The range that the hints leave.
         self._lowest, self._highest = low, high
         self._guesses_left = 0
 

@@ -1,14 +1,14 @@
 """Adapter for gymnasium: environments that can be played in text.
 
-What is shown: an observation of `spaces.Text` as it is; else what the environment renders as
-`ansi`, with brackets for what a terminal would colour; else the values of a Discrete,
-MultiDiscrete, MultiBinary, Tuple or Dict space. Actions: those of a Discrete space by name, or any
-text of a Text space. Other spaces are refused. The optional package is imported at first use only;
-calls, which may block, run in threads.
+The policy is shown an observation of `spaces.Text` unchanged; else the environment's rendering as
+`ansi`, with coloured text in brackets; else the values of a Discrete, MultiDiscrete, MultiBinary,
+Tuple or Dict space. Actions: those of a Discrete space by name, or any text of a Text space. Other
+spaces are refused. The optional package is imported at first use only; calls, which may block, run
+in threads.
 
-The reward is the environment's own (component `score`). A reply that is no action is malformed: it
-costs `malformed_penalty` (component `malformed`), moves nothing, and ends the game after
-`max_malformed` in a row. gymnasium's own `truncated` (its time limit) is one here too.
+The reward is the environment's own (component `score`). A reply that is not an action is malformed:
+it costs `malformed_penalty` (component `malformed`), changes nothing, and ends the game after
+`max_malformed` in a row. gymnasium's `truncated` (its time limit) is a truncation here too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ GYMNASIUM = "gymnasium"
 PROMPT = "{observation}\nActions: {actions}. Answer with one of them."
 TEXT_PROMPT = "{observation}"
 NO_ACTION = "Answer with one of: {actions}."
-NO_TEXT = "The answer is none that the game takes."
-# As gymnasium documents them.
+NO_TEXT = "The game does not accept this answer."
+# The names in gymnasium's documentation.
 ACTION_NAMES: Mapping[str, Sequence[str]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -57,7 +57,7 @@ def import_gymnasium() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """What one call of the game gave."""
+    """The result of one step of the game."""
 
     text: str
     reward: float = 0.0
@@ -66,17 +66,18 @@ class _Move:
 
 
 class GymnasiumEnvironment:
-    """id, kwargs: as `gymnasium.make` takes them. actions: names of a Discrete space's, in order.
+    """An environment of gymnasium.
 
-    prompt: of the first message, with {observation} and {actions}; step_prompt: of later ones.
-    best_return: of the game, where it is known.
+    id, kwargs: arguments of `gymnasium.make`. actions: names of a Discrete space's actions, in
+    order. prompt: the first message, with {observation} and {actions}; step_prompt: later
+    messages. best_return: the game's, if known.
     """
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
         "properties": {
-            "kwargs": {"type": "object", "description": "of gymnasium.make, beside the option's"},
-            "options": {"type": "object", "description": "of the environment's reset"},
+            "kwargs": {"type": "object", "description": "more kwargs of gymnasium.make"},
+            "options": {"type": "object", "description": "options of the environment's reset"},
         },
         "additionalProperties": False,
     }
@@ -101,8 +102,7 @@ class GymnasiumEnvironment:
         for name, template in (("prompt", prompt), ("step_prompt", step_prompt)):
             if template is not None and "{observation}" not in template:
                 raise ValueError(
-                    f"gymnasium: {name}: got {template!r}, expected a text that holds "
-                    "{observation}"
+                    f"gymnasium: {name}: got {template!r}, expected a text with {{observation}}"
                 )
         gym = import_gymnasium()
         try:
@@ -133,8 +133,8 @@ class GymnasiumEnvironment:
         move = await in_thread(partial(self._game.play, answer))
         if move is None:
             names = ", ".join(self._game.names)
-            told = NO_ACTION.format(actions=names) if names else NO_TEXT
-            return self._malformed.result((Message(role=Role.USER, content=told),))
+            content = NO_ACTION.format(actions=names) if names else NO_TEXT
+            return self._malformed.result((Message(role=Role.USER, content=content),))
         self._malformed.begin_anew()
         is_over = move.is_terminated or move.is_truncated
         content = self._step_prompt.replace("{observation}", move.text)
@@ -160,10 +160,13 @@ class _Game:
         self._env: Any = None
         self._renders = False
         self.names: Sequence[str] = ()
-        """Of the actions; none where they are texts."""
+        """Names of the actions; empty if they are texts."""
 
     def begin(self, seed: int, data: Mapping[str, Any]) -> _Move:
-        """Raises: ValueError where its spaces are none for text, or the names do not fit."""
+        """Begin an episode.
+
+        Raises: ValueError if a space cannot be played in text, or the names do not fit.
+        """
         gym = import_gymnasium()
         self.close()
         kwargs = {**self._kwargs, **data.get("kwargs", {})}
@@ -184,7 +187,7 @@ class _Game:
         return _Move(text=self._shown(observation))
 
     def play(self, answer: str) -> _Move | None:
-        """None: the answer is no action."""
+        """Make a move; return None if the answer is not an action."""
         action = self._action(answer)
         if action is None:
             return None
@@ -232,7 +235,7 @@ class _Game:
         if not isinstance(space, shown):
             raise ValueError(
                 f"gymnasium: {self._spec.id}: got observations of {space} and no rendering as "
-                "ansi, expected one of both to be text, or numbers that count"
+                "ansi; expected a rendering as ansi, or observations of text or discrete values"
             )
 
     def _action(self, answer: str) -> Any:
@@ -244,19 +247,19 @@ class _Game:
         return None if place is None else int(space.start) + place
 
     def _shown(self, observation: Any) -> str:
-        text = self._env.render() if self._renders else _told(observation)
+        text = self._env.render() if self._renders else _format_observation(observation)
         text = text if isinstance(text, str) else str(text)
         bracketed = _ESCAPE.sub("", _COLOURED.sub(r"[\1]", text))
         return bracketed.strip("\n").encode(errors="replace").decode()
 
 
 def _folded(name: str) -> str:
-    """Upper and lower case, and a full stop behind it, make no other action."""
+    """Return a name in a form that ignores case and final punctuation."""
     return name.strip().rstrip(".!").strip().casefold()
 
 
-def _told(observation: Any) -> str:
-    """Numbers of numpy as Python writes them."""
+def _format_observation(observation: Any) -> str:
+    """Return an observation as text, with numpy's numbers as Python writes them."""
     if isinstance(observation, str):
         return observation
     return str(_plain(observation))

@@ -1,13 +1,13 @@
-"""Adapter for OpenEnv: environments behind its servers, by their protocol; no package of theirs.
+"""Adapter for the servers of OpenEnv environments, by their protocol; needs no package of OpenEnv.
 
-An episode is one session (`openenv_session`). The reward is the server's own (component `score`).
-An action that its schema does not take is malformed: it costs `malformed_penalty` (component
-`malformed`), moves nothing, and ends the episode after `max_malformed` in a row. Any other error of
-the server, or its loss, ends the attempt as an environment error, and an episode without any reward
-as a reward error.
+An episode is one session (`OpenEnvSession`). The reward is the server's (component `score`). An
+action that the server's schema refuses is malformed: it costs `malformed_penalty` (component
+`malformed`), changes nothing, and ends the episode after `max_malformed` in a row. Any other error
+or the loss of the server ends the attempt as an environment error; an episode without any reward
+ends as a reward error.
 
-With `tools` the policy calls the environment's MCP tools, each call a step of the server's. A turn
-that calls nothing is the last one where a step has had a reward, and malformed before.
+With `tools` the policy calls the environment's MCP tools, and each call is a step on the server. A
+turn without calls ends the episode if a step had a reward before, and is malformed otherwise.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ NO_TOOLS = (
     "tasks.options.tools out, and name the action's field in action_field"
 )
 ACTION_FIELD = "message"
-# Errors of a field that are the configuration's, and not what the policy said in it.
+# Errors of a field that the configuration causes, not the policy's text.
 _WRONG_FIELDS = {"missing", "extra_forbidden"}
-# Kinds of failed calls, in OpenEnv's words: the policy's fault, and the server's.
+# OpenEnv's kinds of failed calls: first those that the policy causes, then the server's.
 _MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
 _TRANSPORT = "transport_error"
 
 
 class OpenEnvEnvironment:
-    """url: of the server, http(s):// or ws(s)://. headers: sent to it; `$NAME` is a variable.
+    """An environment of an OpenEnv server.
 
-    action_field: of the action, which the policy's text becomes; None: the text is the action, as
-    JSON. action: its other fields. tools: the policy calls the environment's MCP tools instead.
-    observation_field: what the policy is shown, such as `text` or `metadata.text`; None: all, as
-    JSON. prompt, step_prompt: of the first message and of later ones, with {observation}.
-    reset: what it is called with beside the seed and a task's data. wait_s: for a free session.
+    url: http(s):// or ws(s)://. headers: sent to the server; `$NAME` is an environment variable.
+    action_field: field of the action that holds the policy's text; None: the text is the action,
+    as JSON. action: its other fields. tools: the policy calls the environment's MCP tools instead.
+    observation_field: field to show to the policy, such as `text` or `metadata.text`; None: all
+    fields, as JSON. prompt, step_prompt: the first and later messages, with {observation}.
+    reset: arguments of the server's reset besides the seed and the task's data. wait_s: seconds to
+    wait for a free session.
     """
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
-        "description": "what the environment's reset is called with, beside the seed",
+        "description": "arguments of the environment's reset, besides the seed",
     }
 
     def __init__(
@@ -106,7 +108,7 @@ class OpenEnvEnvironment:
                 "openenv: got tools together with action or action_field, expected one way to act: "
                 "calls of the environment's tools, or an action made of the policy's text"
             )
-        # The first observation of an environment with tools often holds nothing.
+        # The first observation of an environment with tools is often empty.
         shown = (
             {"step_prompt": step_prompt}
             if tools
@@ -115,14 +117,14 @@ class OpenEnvEnvironment:
         for name, template in shown.items():
             if "{observation}" not in template:
                 raise ValueError(
-                    f"openenv: {name}: got {template!r}, expected a text that holds {{observation}}"
+                    f"openenv: {name}: got {template!r}, expected a text with {{observation}}"
                 )
         address = f"{scheme.replace('http', 'ws')}://{place.rstrip('/')}/ws"
-        told = {
+        expanded_headers = {
             name: expanded(text, what=f"tasks.options.headers.{name}")
             for name, text in (headers or {}).items()
         }
-        self._session = OpenEnvSession(address, told)
+        self._session = OpenEnvSession(address, expanded_headers)
         self._action_field = action_field
         self._action = dict(action or {})
         self._has_tools = tools
@@ -142,7 +144,7 @@ class OpenEnvEnvironment:
         data = {"seed": task.seed % 2**31, **self._reset, **task.data}
         answer = await self._session.begin(data, wait_s=self._wait_s)
         if answer.get("done"):
-            raise ValueError("openenv: the episode is over with its reset")
+            raise ValueError("openenv: the episode ended at its reset")
         content = self._prompt
         if "{observation}" in content:
             content = content.replace("{observation}", self._shown(answer))
@@ -153,19 +155,19 @@ class OpenEnvEnvironment:
         )
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError for an episode that ends without any reward."""
+        """Play a turn. Raises: RewardError if the episode ends without any reward."""
         if self._has_tools:
             return await self._call(action.calls)
         text = visible_text(action.text)
         said = _read_object(text) if self._action_field is None else {self._action_field: text}
         if said is None:
-            return self._told(NO_OBJECT)
+            return self._refusal(NO_OBJECT)
         try:
             answer = await self._session.step({**self._action, **said})
         except Refused as refused:
             if not self._is_policys(refused.faults):
                 raise failed("step", INVALID, refused) from refused
-            return self._told(NO_ACTION.format(why=refused))
+            return self._refusal(NO_ACTION.format(why=refused))
         self._malformed.begin_anew()
         is_over = bool(answer.get("done"))
         content = "" if is_over else self._step_prompt.replace("{observation}", self._shown(answer))
@@ -174,13 +176,13 @@ class OpenEnvEnvironment:
     async def close(self) -> None:
         await self._session.close()
 
-    def _told(self, text: str) -> StepResult:
+    def _refusal(self, text: str) -> StepResult:
         return self._malformed.result((Message(role=Role.USER, content=text),))
 
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
     ) -> StepResult:
-        """What the steps of a turn come to. Raises: RewardError."""
+        """Return the result of a turn from its steps on the server. Raises: RewardError."""
         rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
         is_over = any(answer.get("done") for answer in answers)
         self._was_rewarded |= bool(rewards)
@@ -195,7 +197,7 @@ class OpenEnvEnvironment:
         )
 
     async def _listed(self) -> tuple[ToolSchema, ...]:
-        """Raises: ValueError where there are none."""
+        """Return the environment's tools. Raises: ValueError if there are none."""
         try:
             answer = await self._session.step({"type": "list_tools"})
         except Refused as refused:
@@ -214,9 +216,9 @@ class OpenEnvEnvironment:
         )
 
     async def _call(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        """One turn with tools: its calls one after the other, until the episode ends."""
+        """Make the calls of a turn one after the other, until the episode ends."""
         if not calls:
-            return StepResult(terminated=True) if self._was_rewarded else self._told(NO_CALL)
+            return StepResult(terminated=True) if self._was_rewarded else self._refusal(NO_CALL)
         answers: list[Mapping[str, Any]] = []
         messages: list[Message] = []
         num_malformed = max(0, len(calls) - playing.get().max_calls_per_turn)
@@ -250,14 +252,14 @@ class OpenEnvEnvironment:
         )
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
-        """Raises: ValueError where the observation has no such field."""
+        """Return the observation as text. Raises: ValueError if it lacks `observation_field`."""
         seen: Any = answer.get("observation")
         if self._observation_field is not None:
             for name in self._observation_field.split("."):
                 if not isinstance(seen, Mapping) or name not in seen:
-                    told = sorted(seen) if isinstance(seen, Mapping) else "none"
+                    fields = sorted(seen) if isinstance(seen, Mapping) else "none"
                     raise ValueError(
-                        f"openenv: got an observation with the fields {told}, expected {name}; "
+                        f"openenv: got an observation with the fields {fields}, expected {name}; "
                         "correct tasks.options.observation_field"
                     )
                 seen = seen[name]
@@ -266,7 +268,7 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether what the policy said is at fault, and not the fields that are configured."""
+        """Whether the policy's text causes all faults, and no configured field does."""
         return self._action_field is None or all(
             place_of(fault) == self._action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
@@ -274,20 +276,20 @@ class OpenEnvEnvironment:
 
 
 def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a call's observation says to the policy, and whether the call was malformed.
+    """Return a call's result as text for the policy, and whether the call was malformed.
 
-    Raises: ValueError where the environment could not reach its tool.
+    Raises: ValueError if the environment could not reach its tool.
     """
     if error := seen.get("error"):
-        kind, told = error.get("error_type"), str(error.get("message", ""))[:500]
+        kind, message = error.get("error_type"), str(error.get("message", ""))[:500]
         if kind == _TRANSPORT:
-            raise ValueError(f"openenv: a call of {seen.get('tool_name')} failed: {told}")
-        return ERROR.format(message=_as_text(told)), kind in _MALFORMED_CALLS
+            raise ValueError(f"openenv: a call of {seen.get('tool_name')} failed: {message}")
+        return ERROR.format(message=_as_text(message)), kind in _MALFORMED_CALLS
     result = seen.get("result")
     parts = result.get("content") if isinstance(result, Mapping) else None
     if not isinstance(parts, list):
         return _as_text(result), False
-    # MCP's form of a result; of what is no text its kind is told.
+    # MCP's form of a result: texts, and of other parts only the type.
     texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
     return _as_text("\n".join(texts)), False
 
@@ -307,33 +309,33 @@ def _read_object(text: str) -> dict[str, Any] | None:
 
 # One session of an OpenEnv server, by its protocol over a WebSocket.
 #
-# A server makes a new environment for each HTTP request, so that `/reset` and `/step` play no
-# episode: an episode is one connection to `URL/ws`. Used by `openenv_env`.
+# A server makes a new environment for each HTTP request, so that `/reset` and `/step` cannot play
+# an episode: an episode is one connection to `URL/ws`.
 OPEN_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0
 MAX_MESSAGE_BYTES = 16 * 2**20
 INVALID = "VALIDATION_ERROR"
-"""The server's code for what its schema does not take."""
+"""The server's code for a message that does not fit its schema."""
 
 
 class Refused(Exception):
-    """A message does not fit the server's schema; the message says which fields, and why."""
+    """A message does not fit the server's schema; the text names the fields and the reasons."""
 
-    def __init__(self, told: str, faults: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, faults: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(message)
         self.faults = faults
         """The faults as pydantic reports them."""
 
 
 class _Full(Exception):
-    """All sessions of the server are taken."""
+    """The server has no free session."""
 
 
 class OpenEnvSession:
-    """Opened by `begin`, once an episode."""
+    """A session of a server; `begin` opens one for each episode."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """url: ws:// or wss://."""
+        """Prepare a session of the server at a ws:// or wss:// address."""
         self._url = url
         self._headers = headers
         self._connection: ClientConnection | None = None
@@ -342,7 +344,7 @@ class OpenEnvSession:
         """Open a session and reset its environment, waiting for a free one.
 
         Returns: the first observation, with the fields observation, reward and done.
-        Raises: ConnectionError; ValueError for an error of the server's.
+        Raises: ConnectionError; ValueError for an error of the server.
         """
         give_up = time.monotonic() + wait_s
         while True:
@@ -354,7 +356,7 @@ class OpenEnvSession:
                 if time.monotonic() > give_up:
                     raise ValueError(
                         f"openenv: no session was free within {wait_s:g} s ({full}); expected"
-                        " one for each rollout that is played at once: raise the server's "
+                        " one for each concurrent rollout: raise the server's "
                         "max_concurrent_envs, or lower rollouts.slots_per_actor"
                     ) from full
             except Refused as refused:
@@ -362,17 +364,20 @@ class OpenEnvSession:
             await asyncio.sleep(random.uniform(0.1, 0.5))
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns: as `begin`. Raises: Refused; ValueError for another error; ConnectionError."""
+        """Send an action and return the next observation, as `begin` does.
+
+        Raises: Refused; ValueError for another error; ConnectionError.
+        """
         return await self._ask("step", action)
 
     async def close(self) -> None:
-        """The server frees its environment when the connection ends, however it does."""
+        """End the connection; the server then frees its environment."""
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
     async def _open(self) -> ClientConnection:
-        """Raises: ConnectionError."""
+        """Connect to the server. Raises: ConnectionError."""
         try:
             return await connect(
                 self._url,
@@ -383,14 +388,17 @@ class OpenEnvSession:
             )
         except (OSError, WebSocketException) as error:
             raise ConnectionError(
-                f"openenv: {self._url}: {describe(error)}; start the server, and let every node "
+                f"openenv: {self._url}: {describe(error)}; start the server where every node can "
                 "reach it"
             ) from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises: Refused, _Full; ValueError for another error of the server; ConnectionError."""
+        """Send a message and return the observation that answers it.
+
+        Raises: Refused, _Full; ValueError for another error of the server; ConnectionError.
+        """
         assert self._connection is not None
-        # A server that is full says so before it is asked, and closes.
+        # A full server says so before it receives anything, and closes.
         with suppress(ConnectionClosed):
             await self._connection.send(json.dumps({"type": kind, "data": data}))
         try:
@@ -401,21 +409,21 @@ class OpenEnvSession:
             seen: Mapping[str, Any] = answer["data"]
             return seen
         refusal = answer.get("data") or {}
-        code, told = refusal.get("code"), str(refusal.get("message", ""))[:200]
+        code, message = refusal.get("code"), str(refusal.get("message", ""))[:200]
         if code == "CAPACITY_REACHED":
-            raise _Full(told)
+            raise _Full(message)
         faults = refusal.get("errors") or ()
         if code == INVALID and faults:
-            told = "; ".join(f"{place_of(fault)}: {fault.get('msg', '')}" for fault in faults)
-            raise Refused(told[:200], faults)
-        raise failed(kind, code, told)
+            message = "; ".join(f"{place_of(fault)}: {fault.get('msg', '')}" for fault in faults)
+            raise Refused(message[:200], faults)
+        raise failed(kind, code, message)
 
 
 def place_of(fault: Mapping[str, Any]) -> str:
-    """The field that an error of pydantic is about."""
+    """Return the field that an error of pydantic is about."""
     return str(next(iter(fault.get("loc") or ()), ""))
 
 
-def failed(kind: str, code: object, told: object) -> ValueError:
+def failed(kind: str, code: object, message: object) -> ValueError:
     """Return the error for an answer of the server that no other rule handles."""
-    return ValueError(f"openenv: the server answers {kind} with {code}: {told}")
+    return ValueError(f"openenv: the server answers {kind} with {code}: {message}")

@@ -1,14 +1,14 @@
 """Adapter for reasoning-gym: procedural tasks that the family's own `score_answer` grades.
 
-A task's data holds `family` and either the item itself (`question`, `answer`, `metadata`; what
-`rayloom tasks` writes) or what makes it again (`seed`, `index`); `config` holds the family's own
+A task's data has `family` and either the item itself (`question`, `answer`, `metadata`, as `rayloom
+tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` has the family's
 options. The optional package is imported at first use only.
 
-Stated choices: the answer is what stands in the last `<answer>…</answer>`, else the whole visible
-text. An empty answer scores 0 without being shown to the scorer, also where the true answer is
-empty; so do one longer than `max_answer_chars`, and one on which the scorer raises although it
-scores the true answer (the answer is at fault, not the scorer). With several attempts a turn's
-`score` is its gain over the best one so far, so that the return is the best score.
+Stated choices: the answer is the text of the last `<answer>…</answer>`, else the whole visible
+text. An empty answer scores 0 without the scorer, even if the true answer is empty. So does an
+answer longer than `max_answer_chars`, and one on which the scorer raises although it scores the
+true answer (the answer is at fault, not the scorer). With several attempts a turn's `score` is its
+gain over the best one so far, so that the return is the best score.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def import_reasoning_gym() -> ModuleType:
 
 
 def _provide_pycosat() -> None:
-    """Let python-sat answer for pycosat where that is not installed.
+    """Replace pycosat by python-sat if it is not installed.
 
     reasoning-gym imports pycosat for its zebra puzzles. pycosat has no wheels: installing it needs
     a C compiler. Both enumerate all solutions, so the puzzles are the same.
@@ -77,7 +77,7 @@ def _provide_pycosat() -> None:
 
 
 def extract_answer(text: str) -> str:
-    """Return what stands in the last `<answer>…</answer>` of the visible text, else all of it.
+    """Return the text of the last `<answer>…</answer>` of the visible text, else all of it.
 
     Example: extract_answer("<answer>3</answer> no: <answer> 4 </answer>") -> "4"
     """
@@ -112,12 +112,12 @@ class ReasoningGymEnvironment:
         "type": "object",
         "properties": {
             "family": {"type": "string", "description": "such as chain_sum"},
-            "config": {"type": "object", "description": "of the family's generator"},
+            "config": {"type": "object", "description": "options of the family's generator"},
             "index": {"type": "integer", "minimum": 0, "description": "of the family's items"},
-            "seed": {"type": "integer", "description": "of the items; the task's where left out"},
-            "question": {"type": "string", "description": "in place of a generated one"},
-            "answer": {"description": "to `question`"},
-            "metadata": {"description": "of `question`, for the family's scorer"},
+            "seed": {"type": "integer", "description": "of the items; default: the task's"},
+            "question": {"type": "string", "description": "instead of a generated one"},
+            "answer": {"description": "the answer to `question`"},
+            "metadata": {"description": "data of `question` for the family's scorer"},
         },
         "required": ["family"],
         "additionalProperties": False,
@@ -183,7 +183,7 @@ class ReasoningGymEnvironment:
 
 
 class _ScorerFailed(Exception):
-    """A family's scorer raised; `__cause__` is what."""
+    """A family's scorer raised; `__cause__` is the exception."""
 
 
 def _score(scorer: Any, answer: str, item: Item) -> float:
@@ -237,18 +237,18 @@ def _load(task: Task) -> tuple[Any, Item]:
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
-    """The family's scorer: its answer depends on the item and the configuration, not the seed."""
+    """Return the family's scorer; a score depends on item and configuration, not on the seed."""
     return make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 
 def generate_tasks(
     family: str, count: int, *, seed: int, options: Mapping[str, Any] | None = None
 ) -> list[Task]:
-    """Make tasks of a reasoning-gym family, as its own generator orders them.
+    """Make tasks of a reasoning-gym family, in the order of its own generator.
 
-    Args: count: tasks. seed: of the whole set. options: the family's own configuration.
-    Returns: tasks whose data hold the item; where its metadata do not survive JSON, or are scored
-    otherwise after it, the seed and the index that make it again.
+    Args: count: number of tasks. seed: seed of the whole set. options: the family's configuration.
+    Returns: tasks whose data have the item, or the seed and the index that generate it if its
+    metadata change in JSON or are scored differently afterwards.
     Raises: ValueError for an unknown family or option; ImportError without the package.
     """
     if count < 1:
@@ -274,7 +274,7 @@ def _stored(dataset: Any, index: int, *, seed: int) -> dict[str, Any]:
     except (TypeError, ValueError):
         survives = False
     if survives and item["answer"] is not None:
-        # Most scorers take lists for tuples; that some do not shows in how they score the truth.
+        # Some scorers do not accept lists instead of tuples; their score of the truth shows it.
         stored_score, score = (
             dataset.score_answer(item["answer"], entry=entry) for entry in (kept, item)
         )
@@ -283,7 +283,7 @@ def _stored(dataset: Any, index: int, *, seed: int) -> dict[str, Any]:
 
 
 def _without_tuples(value: Any) -> Any:
-    """What JSON makes of a value: it has lists alone."""
+    """Return a value with lists instead of tuples, as JSON would give it back."""
     if isinstance(value, list | tuple):
         return [_without_tuples(part) for part in value]
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""One prompt out of the data, one answer, and a user's functions that score it.
+"""One prompt from the data, one answer, and a user's functions that score it.
 
-A task's data are the columns of its row: `prompt`, a text or the messages of a chat, and whatever
-the functions want. The reward is the weighted sum of what they give.
+A task's data are the columns of its row: `prompt`, a text or the messages of a chat, and the
+columns that the functions need. The reward is the weighted sum of their scores.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class SingleTurnEnvironment:
         names = [each.name for each in (*self._functions, *self._group_functions)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadRewardFunction(
-                f"group_reward: {', '.join(twice)} is the name of two functions, expected names "
-                "that tell their numbers apart; rename one"
+                f"group_reward: {', '.join(twice)} is the name of two functions, expected a "
+                "different name for each; rename one"
             )
         self._system = system
         self._answer_pattern = answer_pattern
@@ -107,18 +107,18 @@ class SingleTurnEnvironment:
             function.check(columns, extras=frozenset(f"{name}s" for name in columns))
 
     def first_messages(self, data: Mapping[str, Any]) -> Sequence[Message]:
-        """Of a task with these data, without beginning it."""
+        """Return the first messages of a task with these data, without beginning it."""
         prompt = data["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [] if self._system is None else [Message(role=Role.SYSTEM, content=self._system)]
         return _with_one_system([*system, *map(chat_message, chat)])
 
     async def step(self, action: Action) -> StepResult:
-        """Raises: RewardError."""
+        """Score the answer. Raises: RewardError."""
         try:
             return await self._scored(action.text)
         except RewardError as error:
-            # A call that exceeded its limit would take as long again.
+            # A call that exceeded its time limit would exceed it again.
             is_final = isinstance(error.__cause__, CallTimedOut)
             rescore = None if is_final else partial(self._scored, action.text)
             raise RewardError(str(error), rescore=rescore) from error
@@ -157,11 +157,11 @@ class SingleTurnEnvironment:
             self.first_messages(data)
 
     def _extras(self) -> Mapping[str, Any]:
-        """What reward functions get beside the columns."""
+        """Return the arguments of reward functions besides the columns."""
         return {}
 
     async def _scored(self, completion: str) -> StepResult:
-        """Raises: RewardError."""
+        """Score an answer by every function. Raises: RewardError."""
         scores: _Scores = {}
         for function in self._functions:
             with _as_missing_score(function):
@@ -205,13 +205,13 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """None: nothing of it is an answer. Raises: RewardError."""
+        """Return the answer in a text; None if the pattern finds none. Raises: RewardError."""
         if self._answer_pattern is None:
             return text
         return last_of(self._answer_pattern, text, what="answer_pattern")
 
     def _components(self, scores: _Scores) -> dict[str, float]:
-        """An only function's parts as they are; of several each one's value, and its parts."""
+        """Return a single function's parts, or the value and the parts of each of several."""
         known = {
             function: score.value for function, score in scores.items() if score.value is not None
         }
@@ -278,8 +278,8 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     for name, expected in _BOUND_TO_ROLES.items():
         if row.get(name) and role is not expected:
             raise ValueError(
-                f"prompt: a message of role {row['role']} has {name}, which belongs to role "
-                f"{expected} alone; correct the data"
+                f"prompt: a message of role {row['role']} has {name}, which only role {expected} "
+                "may have; correct the data"
             )
     reasoning = row.get("reasoning_content") or row.get("reasoning")
     return Message(
@@ -302,8 +302,8 @@ def _call(row: Mapping[str, Any]) -> ToolCall:
             arguments = None
     if not isinstance(arguments, Mapping):
         raise ValueError(
-            f"prompt: the arguments of a call of {function['name']} are no JSON object, expected "
-            "an object, or its JSON text; correct the data"
+            f"prompt: the arguments of a call of {function['name']} are not a JSON object; "
+            "expected an object, or its JSON text; correct the data"
         )
     return ToolCall(name=function["name"], arguments=dict(arguments), id=row.get("id") or "")
 

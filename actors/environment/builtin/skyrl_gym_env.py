@@ -1,12 +1,12 @@
-"""Adapter for skyrl-gym: environments of its `BaseTextEnv`, its own and a user's.
+"""Adapter for skyrl-gym: subclasses of its `BaseTextEnv`, from the package or by a user.
 
-A task's data hold `prompt`, a text or the messages of a chat; everything else is the environment's
-`extras`, such as `reward_spec`. A turn's whole text goes to `step`. The reward is the environment's
+A task's data have `prompt`, a text or the messages of a chat; everything else is the environment's
+`extras`, such as `reward_spec`. `step` gets a turn's whole text. The reward is the environment's
 own (component `score`), and at the end its numeric metrics are components too.
 
-Deviation: where an environment hands back a shortened action (`postprocessed_action`), the history
-keeps what was sampled: those are the tokens that are trained. The optional package is imported at
-first use only; its calls, which may block, run in threads.
+Deviation: if an environment returns a shortened action (`postprocessed_action`), the history keeps
+the sampled text, because its tokens are trained. The optional package is imported at first use
+only; its calls, which may block, run in threads.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def import_skyrl_gym() -> ModuleType:
 
 
 class SkyRLGymEnvironment:
-    """id: a registered name, such as gsm8k, or an environment of one's own, as FILE.py:CLASS.
+    """An environment of skyrl-gym.
 
-    env_config: what the environment gets under that name.
+    id: a registered name, such as gsm8k, or a user's environment, as FILE.py:CLASS. env_config: the
+    environment's argument of that name.
     """
 
     data_schema = PROMPT_DATA
@@ -58,7 +59,7 @@ class SkyRLGymEnvironment:
         if spec is None:
             raise ValueError(
                 f"skyrl_gym: got id={id!r}, expected one of {', '.join(sorted(gym.registry))}, "
-                "or FILE.py:CLASS of one's own"
+                "or your own environment as FILE.py:CLASS"
             )
         self._make = partial(_make, spec, dict(env_config or {}))
         self._env: Any = None
@@ -97,13 +98,13 @@ class SkyRLGymEnvironment:
 def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> Any:
     from omegaconf import OmegaConf
 
-    # Its own environments read the configuration by attributes.
+    # The package's environments read the configuration by attributes.
     config = OmegaConf.create(dict(env_config))
     return import_skyrl_gym().make(spec, env_config=config, extras=dict(extras))
 
 
 def _messages(observations: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Raises: ValueError for a message that an environment cannot add."""
+    """Return observations as messages. Raises: ValueError for a role other than user or tool."""
     for each in observations:
         if each["role"] not in _ROLES:
             raise ValueError(

@@ -1,15 +1,15 @@
-"""Adapter for textarena: its games for one player, and those for two against a scripted opponent.
+"""Adapter for textarena: its games for one player, and games for two against a scripted opponent.
 
-A reply's visible text goes to the game as it is (most games want a move in square brackets, and say
-so); the policy is shown what the game tells it since its last move, without the echo of its own.
+The game gets a reply's visible text unchanged (most games require a move in square brackets, and
+say so); the policy is shown the game's messages since its last move, without the echo of that move.
 The reward is the game's own, at its end (component `score`). A move that the game refuses is a
-malformed turn; most games end with the second in a row. Deviation: a game that ended so pays
-nothing above 0; some would pay for how far it came. The optional package is imported at first use
-only; calls, which may block, run in threads.
+malformed turn; most games end with the second in a row. Deviation: a game that ends this way gives
+at most 0, although some games reward partial progress. The optional package is imported at first
+use only; calls, which may block, run in threads.
 
-textarena draws from the shared generators of Python and numpy. So that the task's seed decides, one
-game of a process moves at a time, each with the generators' states of its own. Other threads that
-draw while it moves can still disturb it.
+textarena draws from the global generators of Python and numpy. To make a game depend on its seed,
+only one game of a process moves at a time, each with its own states of the generators. Other
+threads that draw meanwhile can still disturb it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_OPPONENT_MOVES = 200
 _moving = threading.Lock()
 
 Opponent = Callable[[str], str]
-"""From all that the opponent was shown so far to its move."""
+"""Return the opponent's move, given all that it was shown so far."""
 
 
 def import_textarena() -> ModuleType:
@@ -54,20 +54,21 @@ def import_textarena() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """What the policy is shown, and the game's end."""
+    """The text to show to the policy, and whether and how the game ended."""
 
     text: str
     is_refused: bool = False
-    """The policy's move."""
+    """Whether the game refused the policy's move."""
     is_over: bool = False
     reward: float = 0.0
 
 
 class TextArenaEnvironment:
-    """game, kwargs: as `textarena.make` takes them. best_return: of the game, where it is known.
+    """A game of textarena.
 
-    opponent: FILE.py:FUNCTION, from a text to a text; None: a game for one. Against an opponent the
-    policy has the first seat for an even seed, else the second.
+    game, kwargs: arguments of `textarena.make`. best_return: the game's, if known. opponent:
+    FILE.py:FUNCTION, from a text to a text; None: a game for one. Against an opponent the policy
+    has the first seat for an even seed, else the second.
     """
 
     data_schema = NO_DATA
@@ -88,7 +89,7 @@ class TextArenaEnvironment:
                 f"textarena: got game={game!r}, expected a name of its registry, such as "
                 "GuessTheNumber-v0"
             )
-        # What is not wrapped tells the messages one by one.
+        # Games without wrappers give their messages one by one.
         raw = f"{game}-raw"
         make = partial(arena.make, raw if raw in ENV_REGISTRY else game, **(kwargs or {}))
         play = None if opponent is None else find(opponent, what="tasks.options.opponent")
@@ -108,9 +109,9 @@ class TextArenaEnvironment:
 
     async def step(self, action: Action) -> StepResult:
         seen = await in_thread(partial(self._game.play, visible_text(action.text)))
-        told = Message(role=Role.USER, content=seen.text)
+        message = Message(role=Role.USER, content=seen.text)
         return StepResult(
-            messages=() if seen.is_over else (told,),
+            messages=() if seen.is_over else (message,),
             reward=seen.reward,
             reward_components={"score": seen.reward} if seen.is_over else {},
             terminated=seen.is_over,
@@ -156,7 +157,7 @@ class _Game:
             if is_over:
                 return self._ended()
             seat, observed = self._env.get_observation()
-            text = _told(observed, seat)
+            text = _format_observation(observed, seat)
             if seat == self._seat:
                 return _Seen(text=text, is_refused=is_refused)
             if self._opponent is None:
@@ -164,22 +165,25 @@ class _Game:
             self._shown_to_opponent += text + "\n"
             is_over, _ = self._env.step(str(self._opponent(self._shown_to_opponent)))
         raise ValueError(
-            f"textarena: {self._env.env_id}: seat {self._seat} is not asked again; expected a game "
-            f"for {'one player' if self._opponent is None else 'two'}, who take turns"
+            f"textarena: {self._env.env_id}: seat {self._seat} gets no further turn; expected a "
+            f"game for {'one player' if self._opponent is None else 'two'}, who take turns"
         )
 
     def _num_refused(self) -> int:
-        """In a row, of the seat whose turn it is; a game with a state of its own may not count."""
+        """Return the number of moves in a row that the game refused of the current seat.
+
+        A game with a state class of its own may not count them; then 0.
+        """
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> _Seen:
-        """Raises: ValueError for a game that ended without a reward."""
-        rewards, told = self._env.close()
+        """Return the game's end. Raises: ValueError if there is no reward."""
+        rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
             raise ValueError(
                 f"textarena: {self._env.env_id}: ended without a reward for seat {self._seat}"
             )
-        is_refused = bool((told or {}).get(self._seat, {}).get("invalid_move", False))
+        is_refused = bool((info or {}).get(self._seat, {}).get("invalid_move", False))
         reward = float(rewards[self._seat])
         if is_refused:
             reward = min(reward, 0.0)
@@ -202,8 +206,8 @@ class _Game:
         np.random.set_state(dice[1])
 
 
-def _told(observation: Any, seat: int) -> str:
-    """The messages that came since; a wrapped game tells a text."""
+def _format_observation(observation: Any, seat: int) -> str:
+    """Return an observation as text: a list of messages, or the text of a wrapped game."""
     if isinstance(observation, str):
         return observation
     texts = []

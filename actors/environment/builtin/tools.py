@@ -1,9 +1,8 @@
-"""A prompt out of the data, tools that are functions, and a user's functions that score the answer.
+"""A prompt from the data, tools that are functions, and a user's functions that score the answer.
 
 A turn is either calls of tools, each answered by a message, or the final answer, which the reward
-functions score as those of `single_turn` do. A tool that raises answers with its error. Malformed
-calls are answered with what was wrong, and end the episode after `max_malformed` such turns in a
-row.
+functions score as in `single_turn`. If a tool raises, the answer is its error. A malformed call is
+answered with its fault, and ends the episode after `max_malformed` such turns in a row.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     @property
     def tools(self) -> Sequence[Any]:
-        """As `Observation.tools`, without beginning a task; those of MCP servers are not known."""
+        """Return the tools of every task; those of MCP servers are not known before a task."""
         return self._toolset.schemas
 
     def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
@@ -164,8 +163,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._tools = {tool.schema.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             raise ValueError(
-                f"tools: two of {', '.join(sorted(tool.schema.name for tool in tools))} have one "
-                "name, expected names of their own; choose a server's by mcp.NAME.tools"
+                f"tools: two of {', '.join(sorted(tool.schema.name for tool in tools))} have the "
+                "same name, expected unique names; choose a server's tools by mcp.NAME.tools"
             )
         messages = list(self.first_messages(task.data))
         for each, instance in zip(classes, self._instances, strict=True):
@@ -180,7 +179,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         Raises: RewardError if only the score is missing; ServerLost and WorkerLost, after which the
             episode ends and is played again.
         """
-        self._messages.append(_told(action))
+        self._messages.append(_as_message(action))
         if action.calls:
             return await self._answer_calls(action.calls)
         return await super().step(action)
@@ -211,7 +210,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         if settings.parallel_calls:
             answers = await _together([self._answer(call) for call in taken])
         else:
-            # Make the calls in the order in which the policy has written them.
+            # Make the calls in the order in which the policy wrote them.
             answers = [await self._answer(call) for call in taken]
         num_malformed = len(calls) - len(taken) + sum(is_malformed for _, is_malformed in answers)
         messages = tuple(message for message, _ in answers)
@@ -225,7 +224,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return StepResult(messages=messages)
 
     async def _answer(self, call: ToolCall | MalformedCall) -> _Answer:
-        """A tool's message, and whether the call was malformed."""
+        """Return a tool's message, and whether the call was malformed."""
         if isinstance(call, MalformedCall):
             return Message(role=Role.TOOL, content=ERROR.format(message=call.message)), True
         tool, is_malformed = self._tools[call.name], False
@@ -279,8 +278,8 @@ async def _together(answers: Sequence[Coroutine[Any, Any, _Answer]]) -> list[_An
             task.cancel()
 
 
-def _told(action: Action) -> dict[str, Any]:
-    """An assistant's turn, as reward functions are shown it."""
+def _as_message(action: Action) -> dict[str, Any]:
+    """Return an assistant's turn as a message for reward functions."""
     message: dict[str, Any] = {"role": "assistant", "content": visible_text(action.text)}
     calls = [call for call in action.calls if isinstance(call, ToolCall)]
     if calls:

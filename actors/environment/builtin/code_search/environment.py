@@ -1,18 +1,18 @@
 """Find the files that a question about a repository is about, with tools that list, search, read.
 
 A task's data: `question`, `repository` (a directory or an archive, by a path relative to the
-option `root`) and `files`, the true paths within it; what else is there is left alone. The answer
-is a call of the tool `answer`, alone in its turn, with a list of paths; it ends the task. Its
-reward is F1 over the files, as `grading` states it.
+option `root`) and `files`, the true paths within it; other keys are ignored. The answer is a call
+of the tool `answer` with a list of paths, as its turn's only call; it ends the task. Its reward is
+the F1 over the files (`grade_files`).
 
-A turn is malformed when it calls nothing, when a call cannot be read or has an argument that no
-repository could satisfy (a path that leads outside, a broken pattern), when it calls too much at
-once, or answers in another form or beside other calls. It costs `malformed_penalty`, is answered
-with one sentence for each fault, and ends the task after `max_malformed` such turns in a row: its
-return is then negative or 0. A call beyond `max_calls` is not run and says so.
+A turn is malformed if it has no call, if a call cannot be read or has an argument that no
+repository could satisfy (a path that leads outside, a broken pattern), if it has too many calls, or
+if an answer has another form or comes with other calls. It costs `malformed_penalty`, is answered
+with one sentence for each fault, and ends the task after `max_malformed` such turns in a row: the
+return is then negative or 0. A call beyond `max_calls` is not run; its answer says so.
 
-Components of the reward, by name: `precision`, `recall`, `f1` and `num_calls` (of the search tools,
-run ones) at the answer, of which `f1` alone is the reward; `malformed` at each malformed turn.
+Components of the reward, by name: at the answer `precision`, `recall`, `f1` and `num_calls` (of
+executed searches), of which only `f1` is the reward; `malformed` at each malformed turn.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ MAX_TRUE_FILES = 1_000
 
 
 class CodeSearchEnvironment:
-    """root: the directory that the tasks' repositories lie in, relative to the working directory.
+    """Questions about repositories, with search tools.
 
-    max_lines, max_chars: of one tool's answer. call_limit_s: of one call.
-    max_repository_mib: of an archive, unpacked.
+    root: the directory of the tasks' repositories, relative to the working directory. max_lines,
+    max_chars: size of a tool's answer. call_limit_s: seconds of a call. max_repository_mib: size of
+    an unpacked archive.
     """
 
     data_schema: Mapping[str, Any] = {
@@ -92,8 +93,7 @@ class CodeSearchEnvironment:
     ) -> None:
         if not isinstance(root, str) or not root:
             raise ValueError(
-                f"code_search: got root={root!r}; expected the directory that the tasks' "
-                "repositories lie in"
+                f"code_search: got root={root!r}; expected the directory of the tasks' repositories"
             )
         counts = (max_calls, max_lines, max_chars, max_repository_mib)
         if min(counts) < 1 or call_limit_s <= 0:
@@ -150,11 +150,11 @@ class CodeSearchEnvironment:
         ]
         most = playing.get().max_calls_per_turn
         if len(calls) > most:
-            told = TOO_MANY_AT_ONCE.format(most=most)
-            return self._malformed.result((_told(ERROR.format(message=told), calls[0]),))
+            error = ERROR.format(message=TOO_MANY_AT_ONCE.format(most=most))
+            return self._malformed.result((_tool_message(error, calls[0]),))
         if answers and len(calls) > 1:
-            told = ERROR.format(message=ANSWER_ALONE)
-            return self._malformed.result(tuple(_told(told, call) for call in calls))
+            error = ERROR.format(message=ANSWER_ALONE)
+            return self._malformed.result(tuple(_tool_message(error, call) for call in calls))
         return self._graded(answers[0]) if answers else await self._searched(calls)
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ class CodeSearchEnvironment:
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)
         if answered is None:
-            return self._malformed.result((_told(ERROR.format(message=BAD_ANSWER), call),))
+            return self._malformed.result((_tool_message(ERROR.format(message=BAD_ANSWER), call),))
         grade = grade_files(answered, self._truth)
         return StepResult(
             reward=grade.f1,
@@ -179,14 +179,14 @@ class CodeSearchEnvironment:
         for call in calls:
             content, is_bad = await self._content(call)
             is_malformed |= is_bad
-            messages.append(_told(content, call))
+            messages.append(_tool_message(content, call))
         if is_malformed:
             return self._malformed.result(tuple(messages))
         self._malformed.begin_anew()
         return StepResult(messages=tuple(messages))
 
     async def _content(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
-        """What a call gives, and whether it is malformed."""
+        """Return the answer to a call, and whether the call is malformed."""
         if isinstance(call, MalformedCall):
             return ERROR.format(message=call.message), True
         if self._num_calls >= self._max_calls:
@@ -199,7 +199,7 @@ class CodeSearchEnvironment:
 
 
 def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:
-    """The question, the repository and the true files of a task's data. Raises: ValueError."""
+    """Return the question, the repository and the true files of a task. Raises: ValueError."""
     data: Mapping[str, object] = task.data
     what = f"code_search: task {task.task_id}"
     question, repository, files = (data.get(key) for key in ("question", "repository", "files"))
@@ -217,28 +217,27 @@ def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:
     for path in files:
         if not isinstance(path, str) or not is_file_path(path):
             raise ValueError(
-                f"{what}: data.files: got an entry that is no path of a file, expected paths "
+                f"{what}: data.files: got an entry that is not the path of a file; expected paths "
                 "relative to the repository, without .."
             )
     return str(question), str(repository), tuple(files)
 
 
-def _told(content: str, call: ToolCall | MalformedCall) -> Message:
+def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
     if isinstance(call, MalformedCall):
         return Message(role=Role.TOOL, content=content)
     return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
 
 
-# How an answer's files are scored against the true ones: pure, for environment and agents alike.
+# Scoring an answer's files against the true ones: pure, for the environment and external agents.
 #
 # Stated choices. A path counts once, however often it is named; `./a` and `a//b` are `a` and `a/b`;
-# upper and lower case differ. Everything else that is not the path of a true file is a wrong
-# answer: a directory, a file that is not there, an absolute path, one with `..`. Where no file is
-# true, every score is 0, whatever is answered (also the empty answer: F1 of an empty truth is not
-# 1); the empty answer to a truth that is not empty scores 0 too.
+# upper and lower case differ. Everything else that is not the path of a true file is wrong: a
+# directory, a missing file, an absolute path, a path with `..`. Without true files every score is
+# 0, even of the empty answer; the empty answer always scores 0.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """Each part from 0 to 1."""
+    """The scores of an answer, each from 0 to 1."""
 
     precision: float
     """Share of the answered files that are true."""
@@ -252,7 +251,7 @@ class Grade:
 
 
 def canonical_path(path: str) -> str:
-    """The one spelling of a file's path within a repository; what is none stays as it is.
+    """Return the canonical spelling of a file's path within a repository; other texts unchanged.
 
     Example: canonical_path("./a//b.py") -> "a/b.py"; canonical_path("../a") -> "../a"
     """
@@ -264,7 +263,7 @@ def canonical_path(path: str) -> str:
 
 
 def is_file_path(path: str) -> bool:
-    """Whether a text can name a file within a repository, in whichever spelling."""
+    """Whether a text can name a file within a repository, in any spelling."""
     canonical = canonical_path(path)
     is_relative = bool(canonical) and not canonical.startswith("/")
     return is_relative and not set(canonical.split("/")) & {"", ".", ".."}

@@ -1,11 +1,12 @@
-"""Questions about a git repository, with answers that its history or its files tell.
+"""Questions about a git repository, with answers from its history or its files.
 
-`commits`: the subject of a commit is the question, the files that it changed are the truth; asked
-of the repository as it is at HEAD, with the change in it. Left out are merges, reverts and fixups;
-subjects of fewer than MIN_WORDS words, or that name one of the files; commits that changed more
-than `max_files` files, or one that is there no more; and the older ones of those with one subject.
-`docstrings`: the first sentence of a Python module's docstring is the question, the module the
-truth; easier, because the words stand in the file. Called by `rayloom tasks code-search`.
+`commits`: the subject of a commit is the question, the files that it changed are the truth; the
+policy searches the repository at HEAD, which has the change. Left out are merges, reverts and
+fixups; subjects with fewer than MIN_WORDS words, or with the name of one of the files; commits that
+changed more than `max_files` files, or a file that is gone; and all but the newest commit with the
+same subject. `docstrings`: the first sentence of a Python module's docstring is the question, the
+module the truth; easier, because the file contains the words. Called by `rayloom tasks
+code-search`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from pathlib import Path
 from actors.types import Task
 
 MIN_WORDS = 3
-# Changed by the way, with anything.
+# Files that change along with anything else.
 BY_THE_WAY = ("CHANGELOG*", "*.lock", "package-lock.json")
 _NO_QUESTION = re.compile(r"(merge|revert|fixup!|squash!|wip)\b", re.IGNORECASE)
 _GIT_LIMIT_S = 300.0
 
 
 class QuestionSource(StrEnum):
-    """Where questions come from."""
+    """The source of questions."""
 
     COMMITS = "commits"
     DOCSTRINGS = "docstrings"
 
 
 class GitFailed(ValueError):
-    """git is not there, or refuses; the text holds what it said."""
+    """git is missing, or failed; the text has its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,12 @@ class _Question:
 def tasks_of_repository(
     repository: Path, archive: Path, *, source: QuestionSource, count: int, max_files: int
 ) -> list[Task]:
-    """Write the repository's files at HEAD as `archive` (.tar.gz), and ask about them.
+    """Write the repository's files at HEAD as `archive` (.tar.gz), and make tasks about them.
 
-    Args: count: tasks at most, of the newest commits or the first modules. max_files: of a truth.
+    Args: count: most tasks to make, of the newest commits or the first modules. max_files: most
+    files of a true answer.
     Returns: tasks whose data name the archive by its file's name.
-    Raises: GitFailed; ValueError where nothing can be asked; OSError.
+    Raises: GitFailed; ValueError if there is no question; OSError.
     """
     archive.write_bytes(_git(repository, "archive", "--format=tar.gz", "HEAD"))
     with tarfile.open(archive) as packed:
@@ -69,7 +71,7 @@ def tasks_of_repository(
         Task(
             task_id=f"{archive.name.partition('.')[0]}-{question.name}",
             environment="code_search",
-            # Nothing of a search is left to chance.
+            # The environment draws nothing at random.
             seed=0,
             data={
                 "question": question.text,
@@ -124,7 +126,7 @@ def _of_docstrings(archive: Path) -> Iterator[_Question]:
 def _first_sentence(source: bytes) -> str:
     try:
         with warnings.catch_warnings():
-            # Of others' code, such as an unknown escape in a text.
+            # Warnings about the parsed code, such as an unknown escape in a string.
             warnings.simplefilter("ignore")
             text = ast.get_docstring(ast.parse(source)) or ""
     except (SyntaxError, ValueError, RecursionError, MemoryError):

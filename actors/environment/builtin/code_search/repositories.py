@@ -1,10 +1,10 @@
-"""Where a task's repository lies: a directory below a root, or an archive there, unpacked once.
+"""Locate the repository of a task: a directory below a root, or an archive there, unpacked once.
 
-Invariant: a repository that a task names lies below the root, links resolved. What is unpacked
-lies in a scratch directory of this process, which it removes when it ends; where it is killed, the
-next process of the same user that makes one removes it (each holds a lock on its own). Beyond
-KEPT_REPOSITORIES times the bytes that one may have, those that nobody uses and that were used least
-lately are removed. Called by `tools`.
+Invariant: a repository that a task names is below the root, after links are resolved. Archives are
+unpacked into a scratch directory of this process, which removes it at its end; if it is killed, the
+next process of the same user that makes a scratch directory removes it (each holds a lock on its
+own). Beyond KEPT_REPOSITORIES times the size limit of one repository, the least recently used ones
+without users are removed. Called by `tools`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from actors.environment.builtin.code_search.unpack import SUFFIXES, ArchiveLimit
 _PREFIX = "rayloom-code-search-"
 _LOCK = "lock"
 KEPT_REPOSITORIES = 8
-# A directory without a lock is being made, or was left in that moment.
+# A directory without a lock is just being made, or its process died at that moment.
 _LOCKLESS_S = 3600.0
 
 
@@ -45,7 +45,7 @@ class BadRepository(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class _Unpacked:
-    """An archive's directory, or what is becoming of it."""
+    """The directory of an archive that is unpacked or being unpacked."""
 
     directory: Future[str] = field(default_factory=Future)
     num_bytes: int = 0
@@ -56,7 +56,7 @@ _ArchiveKey = tuple[str, int, int, int]
 
 
 class Repositories:
-    """Of one root. Its methods may be called from several threads."""
+    """The repositories of one root; several threads may call its methods."""
 
     def __init__(self, root: str, *, limits: ArchiveLimits, unpack_limit_s: float) -> None:
         self._root = root
@@ -64,24 +64,24 @@ class Repositories:
         self._unpack_limit_s = unpack_limit_s
         self._lock = threading.Lock()
         self._programs: set[subprocess.Popen[bytes]] = set()
-        # The one that was used last stands last.
+        # In order of use; the most recent is last.
         self._unpacked: OrderedDict[_ArchiveKey, _Unpacked] = OrderedDict()
 
     def locate(self, name: str) -> str:
-        """The directory that holds the repository, unpacked where it has to be; blocks meanwhile.
+        """Return the repository's directory; unpacks its archive first if needed, and blocks.
 
-        It stays until `release`. Raises: BadRepository, ServerFailed.
+        The directory is kept until `release`. Raises: BadRepository, ServerFailed.
         """
         path = self._path(name)
         if path.is_dir():
             return str(path)
         if not path.is_file() or not str(path).endswith(SUFFIXES):
             raise BadRepository(
-                f"repository {name!r}: nothing of that name is in {self._root}; expected a "
-                f"directory, or an archive that ends in {', '.join(SUFFIXES)}"
+                f"repository {name!r}: not found in {self._root}; expected a directory, or an "
+                f"archive whose name ends in {', '.join(SUFFIXES)}"
             )
         status = path.stat()
-        # An archive that was replaced is another one.
+        # A replaced archive has another key, so that it is unpacked again.
         key = (str(path), status.st_ino, status.st_size, status.st_mtime_ns)
         with self._lock:
             is_mine = key not in self._unpacked
@@ -93,7 +93,7 @@ class Repositories:
                 directory, place.num_bytes = self._unpack(path, name)
             except BaseException as error:
                 with self._lock:
-                    # What failed for want of space or time may be tried again.
+                    # Allow another attempt: this one may have lacked space or time.
                     del self._unpacked[key]
                 place.directory.set_exception(error)
                 raise
@@ -102,20 +102,20 @@ class Repositories:
         return place.directory.result()
 
     def release(self, directory: str) -> None:
-        """Let go of what `locate` gave."""
+        """Release a directory that `locate` returned."""
         with self._lock:
             for place in self._unpacked.values():
                 if place.directory.done() and place.directory.result() == directory:
                     place.num_users -= 1
 
     def stop(self) -> None:
-        """Give up what is being unpacked."""
+        """Abort all unpacking."""
         with self._lock:
             for program in self._programs:
                 signal_group(program)
 
     def _make_room(self) -> None:
-        """Remove what nobody uses, beyond what is kept."""
+        """Remove unused repositories until their size is within the limit."""
         most = KEPT_REPOSITORIES * self._limits.max_bytes
         removed = []
         with self._lock:
@@ -134,8 +134,8 @@ class Repositories:
         root = Path(self._root).expanduser().resolve()
         if not root.is_dir():
             raise BadRepository(
-                f"tasks.options.root: {root} is no directory; expected the one that the tasks' "
-                "repositories lie in, on every node that plays"
+                f"tasks.options.root: {root} is not a directory; expected the directory of the "
+                "tasks' repositories, on every node that plays"
             )
         parts = name.split("/")
         if not name or name.startswith("/") or ".." in parts or "\0" in name:
@@ -145,11 +145,11 @@ class Repositories:
             )
         path = (root / name).resolve()
         if not path.is_relative_to(root):
-            raise BadRepository(f"repository {name!r}: it leads outside of {root} by a link")
+            raise BadRepository(f"repository {name!r}: a link leads outside of {root}")
         return path
 
     def _unpack(self, path: Path, name: str) -> tuple[str, int]:
-        """Returns: the directory, and how many bytes it holds."""
+        """Unpack an archive. Returns: the directory, and the number of bytes in it."""
         directory = tempfile.mkdtemp(dir=scratch())
         program = start_program("code_search.unpack", arguments(str(path), directory, self._limits))
         with self._lock:
@@ -174,7 +174,7 @@ _scratch_lock = threading.Lock()
 
 
 def scratch() -> str:
-    """This process's directory for what it unpacks, made at the first call."""
+    """Return this process's directory for unpacked archives; the first call makes it."""
     global _scratch
     with _scratch_lock:
         # A forked child has its parent's memory, but no right to its directory.
@@ -191,14 +191,14 @@ def _make_scratch() -> tuple[str, int]:
         lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have swept it between the two.
+            # Another process may have removed it before it was locked.
             if os.path.exists(os.path.join(directory, _LOCK)):
                 return directory, lock
         os.close(lock)
 
 
 def _sweep(where: str) -> None:
-    """Remove what processes that are gone have left."""
+    """Remove the directories of processes that have ended."""
     for entry in os.scandir(where):
         if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
             continue

@@ -1,11 +1,11 @@
-"""Takes from a process, for good, all that reading files does not need. Standard library alone.
+"""Confine a process, irrevocably, to what reading files needs. Standard library only.
 
-Two walls keep a confined process from the network; one of them has to stand. A filter of system
-calls (seccomp; x86-64 and AArch64) lets through what reading needs and refuses the rest: sockets,
-new processes and programs, signals, opening a file to write. An empty network namespace stands
-beside it where the kernel grants one: to root with CAP_SYS_ADMIN, or to users that may make user
-namespaces. Limits of the kernel bound memory, processor time, open files and files' sizes.
-Called by the programs of this package, before they look at anything that others wrote.
+Two walls keep a confined process from the network; at least one is required. A filter of system
+calls (seccomp; x86-64 and AArch64) allows what reading needs and refuses the rest: sockets, new
+processes and programs, signals, opening a file to write. An empty network namespace is added if the
+kernel grants one: to root with CAP_SYS_ADMIN, or to users that may create user namespaces. Limits
+of the kernel bound memory, processor time, open files and the size of files.
+Called by the programs of this package before they read anything that others wrote.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 
 
 class NotConfined(Exception):
-    """Nothing here keeps a process from the network; the text says what was tried."""
+    """The machine has no way to keep a process from the network; the text says what was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What a process is left with."""
+    """The resources that a confined process may use."""
 
     memory_bytes: int
-    """Of address space."""
+    """Bytes of address space."""
     cpu_s: int
-    """Of processor time, in all."""
+    """Seconds of processor time, in all."""
     file_bytes: int = 0
-    """Of each file that it writes; 0: it writes none."""
+    """Bytes of each file that it writes; 0: it may not write files."""
     open_files: int = 128
 
     @property
@@ -44,7 +44,7 @@ class Confinement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Machine:
-    """A processor's numbers."""
+    """Numbers of a processor's system calls, and of the processor itself."""
 
     audit_arch: int
     openat: int
@@ -76,18 +76,18 @@ _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 # Instructions of the filter: load a word, jump if equal, jump if any bit is set, return.
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
-# Offsets into what the kernel shows the filter: the call's number, the processor, and the lower
+# Offsets into the kernel's record for the filter: the call's number, the processor, and the lower
 # half of the third argument.
 _NUMBER, _ARCH, _FLAGS = 0, 4, 32
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def confine(limits: Confinement, *, processor: str = platform.machine()) -> list[str]:
-    """Confine this process; it dies with the one that started it, too.
+    """Confine this process, and have it die with the process that started it.
 
-    processor: for a test; of one that is not known there is no filter.
-    Returns: the walls that stand between it and the network: `namespace`, `seccomp`, or both.
-    Raises: NotConfined where neither can be had; OSError.
+    Args: processor: for tests; an unknown one gets no filter.
+    Returns: the walls that keep it from the network: `namespace`, `seccomp`, or both.
+    Raises: NotConfined if neither is available; OSError.
     """
     for what, most in (
         (resource.RLIMIT_CORE, 0),
@@ -101,19 +101,19 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     walls = []
     if not libc.unshare(_CLONE_NEWNET) or not libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
         walls.append("namespace")
-    # After the namespace: a change of rights takes the signal back.
+    # After the namespace, because a change of rights cancels the signal.
     _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
     machine = _MACHINES.get(processor)
     if machine is not None and _filter(libc, machine, may_write=limits.may_write):
         walls.append("seccomp")
-    # A limit on processes holds for a user's processes as a whole, and not for root's: where the
-    # filter stands, there are no new ones at all.
+    # The limit counts all processes of a user, and root ignores it; the filter allows no new ones
+    # at all.
     if "seccomp" not in walls:
         _lower(resource.RLIMIT_NPROC, 0)
     if not walls:
         raise NotConfined(
-            "neither a network namespace nor a filter of system calls can be had on this "
+            "neither a network namespace nor a filter of system calls is available on this "
             f"{processor}; expected one of them"
         )
     return walls
@@ -131,7 +131,7 @@ def _control(libc: ctypes.CDLL, option: int, value: int) -> None:
 
 
 def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
-    """Install the filter. Returns: whether the kernel took it."""
+    """Install the filter. Returns: whether the kernel accepted it."""
     code = _program(machine, may_write=may_write)
     buffer = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: the number of instructions, and where they are.
@@ -142,7 +142,7 @@ def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
 
 
 def _program(machine: _Machine, *, may_write: bool) -> bytes:
-    """What is allowed by name, one after the other; else the call fails with EPERM."""
+    """Return the filter's program: it allows the listed calls; others fail with EPERM."""
     steps: list[Sequence[int]] = [
         (_LOAD, 0, 0, _ARCH),
         (_JUMP_EQUAL, 1, 0, machine.audit_arch),

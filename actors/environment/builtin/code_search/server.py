@@ -1,8 +1,8 @@
-"""The program that the tools run in: requests come on its input, one answer each on its output.
+"""The program that the tools run in: it reads requests from its input and writes an answer to each.
 
-Standard library alone: it starts in some twenty milliseconds and holds ten MiB. It is confined
-before it reads a request (`sandbox`); the wall limit of a call is its caller's (`servers`), who
-kills it. It ends with its input. A request and an answer are one line of JSON each.
+It uses only the standard library, so that it starts in some twenty milliseconds and takes ten MiB.
+It is confined before it reads a request (`sandbox`); its caller (`servers`) enforces the time limit
+of a call by killing it. It ends with its input. Requests and answers are one line of JSON each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.environment.builtin.code_search.tree import (
 
 MEMORY_BYTES = 512 * 2**20
 CPU_S = 120
-# Its caller starts another one then, between two calls.
+# Its caller then starts another one, between two calls.
 RETIRES_AFTER_CPU_S = 60
 _TOOLS = {"list_files": list_files, "grep": grep, "read_file": read_file}
 
@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer requests with what is left to a confined process, until the input ends."""
-    # What a pattern warns of would go to nobody.
+    """Confine this process, then answer requests until the input ends."""
+    # No one would see the warnings that a pattern causes.
     warnings.simplefilter("ignore")
     try:
         walls = confine(Confinement(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S))

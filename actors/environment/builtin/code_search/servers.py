@@ -1,4 +1,4 @@
-"""The processes that the tools run in, seen from the process that plays: started, asked, killed.
+"""Start, call and kill the processes that the tools run in.
 
 Invariant: no call takes longer than its limit, and nothing here blocks an event loop: each server
 belongs to one thread, which waits for it. A server that does not answer in time, or ends, is killed
@@ -28,19 +28,19 @@ _MAX_ANSWER_BYTES = 2**22
 
 
 class ServerFailed(Exception):
-    """A server cannot be had, or cannot work here; the text says why."""
+    """A server cannot start or work on this machine; the text says why."""
 
 
 class NoAnswer(Exception):
-    """The call was beyond its limits of time, memory or size, and its server is gone."""
+    """The call exceeded a limit of time, memory or size, and its server is gone."""
 
 
 def start_program(
     name: str, arguments: Sequence[str] = (), *, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """Start a program: no environment, no site packages, a group of its own.
+    """Start a program without environment variables or site packages, in its own process group.
 
-    name: its module below the built-in environments, such as code_search.server.
+    Args: name: its module below the built-in environments, such as code_search.server.
     """
     code = (
         f"import sys; sys.path.insert(0, {str(_ROOT)!r}); "
@@ -68,14 +68,14 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, Any]:
-    """The next line that a program says. Raises: NoAnswer."""
+    """Return the next JSON line of a program's output. Raises: NoAnswer."""
     assert process.stdout is not None
     end = time.monotonic() + limit_s
     data = b""
     descriptor = process.stdout.fileno()
     while not data.endswith(b"\n"):
         left = end - time.monotonic()
-        # Not select.select: it takes no descriptor beyond 1023.
+        # Not select.select, which refuses descriptors above 1023.
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if left <= 0 or not poll.poll(left * 1000):
@@ -109,7 +109,7 @@ class _Server:
         assert self.process.stdin is not None
         data = json.dumps(request).encode() + b"\n"
         try:
-            # Between two calls a server reads, so that this does not wait for long.
+            # Between two calls a server reads its input, so that this does not block for long.
             while data:
                 data = data[os.write(self.process.stdin.fileno(), data) :]
         except OSError:
@@ -124,10 +124,10 @@ class _Server:
 
 
 class ServerThreads:
-    """What each thread of a pool asks its own server; from any thread it can all be ended."""
+    """A server for each thread of a pool; any thread may end them all."""
 
     def __init__(self, program: str, *, retires_after_cpu_s: float) -> None:
-        """program: as `start_program`; each of its answers has `cpu_s`."""
+        """Prepare servers of a program for `start_program` whose answers have the key `cpu_s`."""
         self._program = program
         self._retires_after_cpu_s = retires_after_cpu_s
         self._own = threading.local()
@@ -137,7 +137,7 @@ class ServerThreads:
         self._is_closed = False
 
     def ask(self, request: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """Ask this thread's server. Raises: NoAnswer, ServerFailed."""
+        """Send a request to this thread's server. Raises: NoAnswer, ServerFailed."""
         server = self._take()
         is_usable = False
         try:
@@ -153,7 +153,7 @@ class ServerThreads:
             self._is_closed = True
             idle, self._idle = self._idle, set()
             for server in self._busy:
-                # Its thread reads from it, and lets go of it then.
+                # Its thread, which reads from it, then drops it.
                 signal_group(server.process)
             busy = list(self._busy)
         for server in idle:
@@ -196,6 +196,6 @@ class ServerThreads:
 
 
 def signal_group(process: subprocess.Popen[bytes]) -> None:
-    """Have the kernel kill a program with its group; whoever reads from it waits for it."""
+    """Have the kernel kill a program with its group; its reader waits for its end."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

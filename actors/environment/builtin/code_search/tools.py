@@ -1,8 +1,8 @@
-"""The tools of code search: what a policy is told of them, and how a call is made.
+"""The tools of code search: their schemas for the policy, and how a call is made.
 
-`CodeTools` is all that an environment or an agent outside needs: it locates a repository, and runs
-calls in confined processes that all who use the same settings in this process share. Costs of a
-call, measured on one core: docs/code-search.md.
+An environment or an external agent needs only `CodeTools`: it locates a repository, and runs calls
+in confined processes, shared by all users of the same settings in this process. Costs of a call,
+measured on one core: docs/code-search.md.
 """
 
 from __future__ import annotations
@@ -65,37 +65,37 @@ SEARCH_TOOLS = (LIST_FILES, GREP, READ_FILE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAnswer:
-    """What a call gave."""
+    """The answer to a call."""
 
     text: str
-    """For the policy."""
+    """Text for the policy."""
     is_error: bool = False
     is_malformed: bool = False
-    """No repository could answer it: an argument is not of the form that the tool asks for."""
+    """An argument has a wrong form, so that no repository could answer the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSettings:
-    """Where repositories lie, and the bounds of every call."""
+    """The directory of the repositories, and the bounds of every call."""
 
     root: str
-    """The directory that repositories are named in, relative to it."""
+    """The directory that the names of repositories are relative to."""
     max_lines: int = 60
-    """Of one answer."""
+    """Lines of one answer."""
     max_chars: int = 4_000
-    """Of one answer."""
+    """Characters of one answer."""
     call_limit_s: float = 5.0
     """Wall time of one call, after which its process is killed."""
     unpack_limit_s: float = 45.0
     """Wall time of unpacking one archive."""
     max_repository_bytes: int = 512 * 2**20
-    """Of an archive, unpacked."""
+    """Size of an unpacked archive."""
     max_entries: int = 50_000
-    """Of an archive."""
+    """Entries of an archive."""
 
 
 def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
-    """The files of a call of `answer`; None where they are no list of paths within the limits."""
+    """Return the files of a call of `answer`; None unless they are paths within the limits."""
     files = arguments.get("files")
     if not isinstance(files, list) or len(files) > MAX_ANSWER_FILES:
         return None
@@ -104,7 +104,7 @@ def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
 
 
 class CodeTools:
-    """Use it as an asynchronous context manager, or call `close` or `aclose`."""
+    """Search tools; use it as an asynchronous context manager, or call `close` or `aclose`."""
 
     def __init__(self, settings: ToolSettings) -> None:
         self._settings = settings
@@ -130,13 +130,13 @@ class CodeTools:
     async def call(self, directory: str, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call one of SEARCH_TOOLS; the arguments satisfy its schema.
 
-        Raises: ServerFailed where no confined process can be had.
+        Raises: ServerFailed if a confined process cannot be started.
         """
         settings = self._settings
         bounds = Bounds(
             max_lines=settings.max_lines,
             max_chars=settings.max_chars,
-            # An answer in part is better than none.
+            # A partial answer is better than none.
             soft_limit_s=0.6 * settings.call_limit_s,
         )
         request = {
@@ -154,18 +154,18 @@ class CodeTools:
         )
 
     async def missing_files(self, directory: str, paths: Iterable[str]) -> list[str]:
-        """Those of the paths under which no file lies. Raises: ServerFailed, NoAnswer."""
+        """Return the paths that are not files. Raises: ServerFailed, NoAnswer."""
         request = {"tool": "missing_files", "repository": directory, "paths": list(paths)}
         answer = await self._pool.ask(request, limit_s=self._settings.call_limit_s)
         missing: list[str] = answer["missing"]
         return missing
 
     async def aclose(self) -> None:
-        """As `close`; the processes' ends are waited for in a thread."""
+        """Close in a thread, because it waits for processes to end."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Let go; with the last one of these settings, every process ends."""
+        """Release what it uses; the last user of these settings ends every process."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -175,10 +175,10 @@ class CodeTools:
 
 
 class _Pool:
-    """Processes and repositories of some settings, as long as somebody uses them."""
+    """Processes and repositories of the same settings, shared by their users."""
 
     _shared: ClassVar[dict[ToolSettings, _Pool]] = {}
-    # What was unpacked stays when nobody plays, until this process ends.
+    # Unpacked archives are kept without users too, until this process ends.
     _repositories: ClassVar[dict[ToolSettings, Repositories]] = {}
     _lock = threading.Lock()
 
@@ -189,7 +189,7 @@ class _Pool:
         self._threads = ThreadPoolExecutor(
             min(4, os.cpu_count() or 1), thread_name_prefix="code-search"
         )
-        # Apart: unpacking takes seconds, in which calls go on.
+        # Threads of its own: unpacking takes seconds and must not delay calls.
         self._unpacking = ThreadPoolExecutor(2, thread_name_prefix="code-search-unpack")
         self._located = repositories
 
@@ -223,7 +223,7 @@ class _Pool:
 
     @classmethod
     def pids(cls) -> list[int]:
-        """Of every server of this process."""
+        """Return the process ids of every server that this process started."""
         with cls._lock:
             return [pid for pool in cls._shared.values() for pid in pool._servers.pids()]
 
@@ -247,8 +247,8 @@ class _Pool:
             self._located.release(found.result())
 
     def _close(self) -> None:
-        # Idle threads end, and with them what they started; then nothing is left to kill but what
-        # calls that were given up still use.
+        # Idle threads end, and their servers with them; then only servers of abandoned calls are
+        # left to kill.
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._unpacking.shutdown(wait=False, cancel_futures=True)
         self._located.stop()

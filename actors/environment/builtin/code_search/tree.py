@@ -1,10 +1,10 @@
-"""Listing, searching and reading a directory's files, and nothing outside it. Standard library.
+"""List, search and read the files of a directory, and nothing outside it. Standard library only.
 
-Invariant: a path is opened part by part below the directory, and no link is followed at any of
-them, so that whatever a path says or a repository holds, only its own regular files are read. Links
-and git's own directory (`.git`, which holds what later commits tell) are as if they were not there.
-Every answer is bounded in lines, characters, files looked at and seconds, and says so where it was
-cut. Called by `server`, in a process that is confined.
+Invariant: a path is opened part by part below the directory, and no part may be a link, so that
+only the directory's own regular files are read, whatever the path or the repository contains. Links
+and git's own directory (`.git`, which reveals later commits) are treated as missing. Every answer
+has a bound on lines, characters, files read and seconds, and says so if it was cut. Called by
+`server`, in a confined process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HIDDEN = frozenset({".git"})
 MAX_PATH_CHARS = 1_024
 MAX_DEPTH = 48
 MAX_FILES_WALKED = 50_000
-# Longer files are listed but neither searched nor read: they are data.
+# Larger files are listed but not searched or read: they are data.
 MAX_FILE_BYTES = 2 * 2**20
 MAX_PATTERN_CHARS = 500
 MAX_LINE_CHARS = 240
-# Of a line, what a pattern is held against: the time of some patterns grows with its square.
+# A pattern is matched with this much of a line: some patterns take time quadratic in its length.
 MAX_SEARCHED_CHARS = 2_000
 _BINARY_PROBE_BYTES = 8_192
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -37,17 +37,17 @@ class ToolError(Exception):
 
 
 class BadArgument(ToolError):
-    """No repository could answer the call: an argument is not of the form that is asked for."""
+    """An argument has a wrong form, so that no repository could answer the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of one answer."""
+    """Bounds of one answer."""
 
     max_lines: int
     max_chars: int
     soft_limit_s: float
-    """After as long, what was found so far is the answer."""
+    """Time after which the search stops and its findings so far are the answer."""
 
 
 class _Page:
@@ -81,7 +81,7 @@ class _Page:
 
 
 def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """What a directory holds; with a glob, the files below it whose path or name it matches."""
+    """List a directory, or with a glob all files below it whose path or name matches."""
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)
     start = _opened(root, directory, is_directory=True)
@@ -101,7 +101,7 @@ def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
 
 
 def grep(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """The lines that a regular expression is found in, each as `path:number: line`."""
+    """Return the lines that a regular expression matches, each as `path:number: line`."""
     pattern = _pattern(arguments["pattern"])
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)
@@ -122,7 +122,7 @@ def grep(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
 
 
 def read_file(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """Lines of a file, from `first_line` on (1 where it is not given)."""
+    """Return the lines of a file, from `first_line` on (default 1)."""
     path = parts_of(arguments["path"])
     first = arguments.get("first_line", 1)
     if first < 1:
@@ -148,7 +148,7 @@ def read_file(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
 
 
 def missing_files(root: int, paths: Iterable[str]) -> list[str]:
-    """Those of the paths under which no regular file lies."""
+    """Return the paths that are not regular files."""
     missing = []
     for path in paths:
         try:
@@ -159,17 +159,20 @@ def missing_files(root: int, paths: Iterable[str]) -> list[str]:
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """The parts of a path below the repository. Raises: BadArgument for one that leads outside."""
+    """Split a path below the repository into its parts.
+
+    Raises: BadArgument for a path that leads outside.
+    """
     if len(path) > MAX_PATH_CHARS or "\0" in path:
         raise BadArgument("The path is not valid.")
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
     if path.startswith("/") or ".." in parts:
-        raise BadArgument("Paths are relative to the repository, without .. and no / first.")
+        raise BadArgument("Paths are relative to the repository, without .. or a leading /.")
     return parts
 
 
 def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
-    """A descriptor of what lies there; the caller closes it. Raises: ToolError."""
+    """Open a file or directory; the caller closes the descriptor. Raises: ToolError."""
     if HIDDEN & set(parts):
         raise ToolError("There is no such path.")
     current = os.dup(root)
@@ -181,19 +184,19 @@ def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
         mode = os.fstat(current).st_mode
     except OSError:
         os.close(current)
-        # What is not there, a link, and what may not be read: there is nothing to tell apart.
+        # Missing paths, links and unreadable files get the same answer on purpose.
         raise ToolError("There is no such path.") from None
     if is_directory and not stat.S_ISDIR(mode):
         os.close(current)
-        raise ToolError("That is no directory.")
+        raise ToolError("That is not a directory.")
     if not is_directory and not stat.S_ISREG(mode):
         os.close(current)
-        raise ToolError("That is a directory." if stat.S_ISDIR(mode) else "That is no file.")
+        raise ToolError("That is a directory." if stat.S_ISDIR(mode) else "That is not a file.")
     return current
 
 
 def _entries(directory: int) -> list[tuple[str, bool]]:
-    """Names of files and directories, sorted, and which are directories."""
+    """Return the names of files and directories, sorted, each with whether it is a directory."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -216,7 +219,7 @@ class _Walk:
         self._is_cut = False
 
     def files(self, wanted: Any = None) -> Iterator[tuple[str, int]]:
-        """The path and a descriptor of each file; of those that are wanted."""
+        """Yield the path and a descriptor of each wanted file."""
         yield from self._below(self._start, self._directory, wanted)
 
     def note(self) -> str:
@@ -257,13 +260,13 @@ def _text_lines(file: int) -> Iterator[str]:
 
 
 def _lines(content: str) -> list[str]:
-    """Without the empty one behind the last line's end."""
+    """Split a text into lines, without an empty one after the last line's end."""
     lines = content.split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 def _content(file: int) -> str | None:
-    """A file's text; None where it holds none."""
+    """Return the text of a file; None if it is binary."""
     chunks: list[bytes] = []
     left = MAX_FILE_BYTES
     while left > 0 and (chunk := os.read(file, min(left, 2**20))):
@@ -280,17 +283,17 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise BadArgument(f"The pattern is no regular expression: {error}.") from None
+        raise BadArgument(f"The pattern is not a regular expression: {error}.") from None
 
 
 def _glob(arguments: Mapping[str, Any]) -> Any:
-    """Whether a path is meant; None where every one is."""
+    """Return a function that reports whether a path matches the glob; None if all paths do."""
     glob = arguments.get("glob")
     if not glob:
         return None
     if len(glob) > MAX_PATTERN_CHARS:
         raise BadArgument(f"The glob must have at most {MAX_PATTERN_CHARS} characters.")
-    # A star takes slashes too: `**/` in front only says that the rest may lie at any depth.
+    # A star matches slashes too, so that a leading `**/` only allows the rest at any depth.
     while glob.startswith("**/"):
         glob = glob[3:]
     match = re.compile(fnmatch.translate(glob)).match
@@ -308,5 +311,5 @@ def _more(page: _Page, what: str) -> str:
 def _shown(line: str) -> str:
     line = line.rstrip("\r\n")
     cut = line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..."
-    # A file's name need not be UTF-8, and no message may hold half a character.
+    # A file's name may not be UTF-8, and a message must not contain lone surrogates.
     return cut.encode(errors="backslashreplace").decode()

@@ -1,11 +1,11 @@
 """The program that unpacks a repository's archive: `python unpack.py ARCHIVE DIRECTORY LIMITS`.
 
-Invariant: it makes regular files and directories below DIRECTORY, and nothing else anywhere. The
-names of an archive are held to that form before anything is written; an entry that leads outside,
-comes twice, or is beyond the limits makes the archive one that is refused as a whole. Links,
-devices and git's own directory are left out. What is counted are the bytes that come out, not those
-that the archive declares. Confined like the tools (`sandbox`), but for writing. It prints one line
-of JSON: `files`, `left_out` and `bytes`, or `refused`. Standard library alone.
+Invariant: it makes regular files and directories below DIRECTORY, and nothing else anywhere. Names
+are checked before anything is written; an entry that leads outside, occurs twice or exceeds a limit
+makes it refuse the whole archive. It leaves out links, devices and git's own directory. It counts
+the bytes that it unpacks, not the declared ones. It is confined like the tools (`sandbox`), except
+that it may write. It prints one line of JSON: `files`, `left_out` and `bytes`, or `refused`.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Refused(Exception):
-    """The archive is none that may be unpacked; the text says why."""
+    """The archive may not be unpacked; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveLimits:
-    """Of one archive."""
+    """Limits of one archive."""
 
     max_bytes: int
-    """Of all that it holds, unpacked."""
+    """Bytes of all its files, unpacked."""
     max_entries: int
-    """Files, directories and all else."""
+    """Number of files, directories and other entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,10 @@ def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int
                 counts["bytes"] += _write(target, parts, entry.content, room)
                 counts["files"] += 1
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        # RuntimeError: zipfile's, for an entry with a password.
+        # zipfile raises RuntimeError for an entry with a password.
         raise Refused(f"it cannot be read ({type(error).__name__}: {error})") from error
     except NotImplementedError as error:
-        raise Refused(f"its compression is not known here ({error})") from error
+        raise Refused(f"its compression is not supported ({error})") from error
     except (MemoryError, UnicodeError, OverflowError, ValueError) as error:
         raise Refused(f"it cannot be read ({type(error).__name__})") from error
     finally:
@@ -84,7 +84,7 @@ def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int
 
 
 def _entries(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
-    """Each entry, None for one that is left out."""
+    """Yield each entry, or None for an entry to leave out."""
     made = _of_zip(file, limits) if archive.endswith(".zip") else _of_tar(archive, file, limits)
     for number, entry in enumerate(made, start=1):
         if number > limits.max_entries:
@@ -97,7 +97,7 @@ def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_E
     num_declared = 0
     with tarfile.open(fileobj=file, mode=mode) as tar:  # type: ignore[call-overload]
         for member in tar:
-            # What is left out is unpacked all the same to get behind it.
+            # An entry that is left out is decompressed too, to get to the next one.
             num_declared += max(0, member.size)
             if num_declared > limits.max_bytes:
                 raise Refused(f"it holds more than {limits.max_bytes} bytes")
@@ -107,14 +107,14 @@ def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_E
                 yield _Entry(name=member.name, content=tar.extractfile(member))
             else:
                 yield None
-            # A stream's members are kept otherwise, each for nothing.
+            # Otherwise tarfile keeps every member in memory, unused.
             tar.members = []
 
 
 def _of_zip(file: IO[bytes], limits: ArchiveLimits) -> Iterator[_Entry | None]:
     with zipfile.ZipFile(file) as packed:
         for info in packed.infolist():
-            # The upper half holds Unix's kind of file, where the archive was made on Unix.
+            # The top four bits hold the type of the file if the archive was made on Unix.
             kind = info.external_attr >> 28
             if info.is_dir():
                 yield _Entry(name=info.filename, content=None)
@@ -134,7 +134,7 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _directory(target: int, parts: tuple[str, ...]) -> int:
-    """A descriptor of a directory below, made where it is not there; the caller closes it."""
+    """Open a directory below, after making it if needed; the caller closes the descriptor."""
     current = os.dup(target)
     for part in parts:
         try:
@@ -156,7 +156,7 @@ def _directory(target: int, parts: tuple[str, ...]) -> int:
 
 
 def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -> int:
-    """Write a file. Returns: its bytes. Raises: Refused beyond the room."""
+    """Write a file. Returns: its size in bytes. Raises: Refused if it exceeds the room."""
     if not parts:
         raise Refused("it holds a file without a name")
     directory = _directory(target, parts[:-1])
@@ -193,7 +193,7 @@ def main(archive: str, directory: str, limits: str) -> None:
 
 
 def arguments(archive: str, directory: str, limits: ArchiveLimits) -> tuple[str, str, str]:
-    """Of the program."""
+    """Return the arguments of the program."""
     return archive, directory, json.dumps(asdict(limits))
 
 

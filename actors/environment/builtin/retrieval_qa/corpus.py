@@ -1,7 +1,7 @@
 """Documents, and their search by BM25 with the optional package bm25s.
 
-One index serves all episodes of a process: it is made at the first use, and again where the file
-has changed. `index_of` and `search` block; called by `environment`, in threads.
+One index serves all episodes of a process: it is built at the first use, and again if the file
+has changed. `index_of` and `search` block; `environment` calls them in threads.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class BadCorpus(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusOptions:
-    """Where the documents are."""
+    """The source of the documents, and how to read it."""
 
     path: str | None = None
-    """JSONL or Parquet; None: made here."""
+    """JSONL or Parquet; None: generated documents."""
     num_generated: int = 200
     id_column: str = "id"
     text_column: str = "text"
     title_column: str = "title"
-    """A column that need not be there."""
+    """An optional column."""
     stopwords: str | None = "en"
-    """A language of bm25s, whose stop words no query finds; None: all words count."""
+    """A language of bm25s whose stop words are ignored; None: all words count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """What a search finds."""
+    """One document."""
 
     id: str
     text: str
@@ -57,7 +57,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A generated document, and what can be asked about it."""
+    """A generated document, with a question about it and the answer."""
 
     document: Document
     question: str
@@ -77,23 +77,23 @@ def import_bm25s() -> ModuleType:
 
 
 class Index:
-    """Documents by id and by BM25 (Lucene's variant, k1 1.5, b 0.75). Searches may run at once."""
+    """Documents by id and by BM25 (Lucene's variant, k1 1.5, b 0.75); thread-safe."""
 
     def __init__(self, documents: Iterable[Document], *, stopwords: str | None) -> None:
         self._bm25s = import_bm25s()
         self.by_id = {document.id: document for document in documents}
         self._documents = list(self.by_id.values())
         self._stopwords = stopwords
-        # Only numpy: what else is installed shall not decide what a search finds.
+        # Always numpy, so that results do not depend on which other packages are installed.
         self._ranking = self._bm25s.BM25(backend="numpy")
         texts = [f"{document.title} {document.text}" for document in self._documents]
         words = self._words(texts)
         if not any(words):
-            raise BadCorpus("corpus: got documents without a word, expected some with words")
+            raise BadCorpus("corpus: got only documents without words, expected some with words")
         self._ranking.index(words, show_progress=False)
 
     def search(self, query: str, *, most: int) -> list[Document]:
-        """The documents that share a word with the query, best first; of equal ones the first."""
+        """Return documents that share a word with the query, best first; ties by position."""
         (words,) = self._words([query])
         words = [word for word in words if word in self._ranking.vocab_dict]
         if not words:
@@ -115,7 +115,7 @@ class Index:
 
 
 def index_of(settings: CorpusOptions) -> Index:
-    """Raises: BadCorpus; ImportError without the package."""
+    """Return the index of a corpus. Raises: BadCorpus; ImportError without the package."""
     stamp: tuple[int, ...] = ()
     if settings.path is not None:
         try:
@@ -126,7 +126,7 @@ def index_of(settings: CorpusOptions) -> Index:
                 "a file of documents, on every node that plays"
             ) from error
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
-    # Episodes that begin together wait for one index, and do not make one each.
+    # Episodes that begin together wait for one index instead of building one each.
     with _building:
         return _index(settings, stamp, os.getpid())
 
@@ -145,7 +145,7 @@ def _read(path: Path, settings: CorpusOptions) -> Iterable[Document]:
     for where, row in _rows(path):
         document = _document(row, settings, where=where)
         if document.id in seen:
-            raise BadCorpus(f"{where}: the id {document.id!r} comes twice, expected unique ids")
+            raise BadCorpus(f"{where}: the id {document.id!r} occurs twice, expected unique ids")
         seen.add(document.id)
         yield document
     if not seen:
@@ -196,7 +196,7 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> tuple[Fact, ...]:
-    """The same ones everywhere: one about each of `count` names, at most NUM_NAMES."""
+    """Return a fact about each of `count` names, at most NUM_NAMES; equal on every machine."""
     dice = random.Random(count)
     names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]
     facts = []

@@ -1,15 +1,15 @@
 """Questions that documents answer, with a search by BM25 over them.
 
-A task's data: `question`, `answers` (a text or several, of which the best counts) and, where they
-are known, `documents`, the ids of those that answer it. Without data the question is made from the
-seed, about documents that are generated too. A turn is calls of `search` and `read`, each answered
-with documents or an error, or the final answer: what stands in the last `<answer>…</answer>` of the
-visible text, else all of it. It ends the task.
+A task's data: `question`, `answers` (a text or several, of which the best match counts) and, if
+known, `documents`, the ids of the documents with the answer. Without data the question is made from
+the seed, about generated documents. A turn is calls of `search` and `read`, each answered with
+documents or an error, or the final answer: the text of the last `<answer>…</answer>`, else the
+whole visible text. The answer ends the task.
 
-Reward: `f1` or `exact_match` (the option `reward`), as `grading` states them. Components: both,
-`num_searches`, and where documents are known `found_support`, the share of them that a search or a
-reading has shown; `malformed`, minus `malformed_penalty`, at a turn with a call that cannot be
-read, which ends the task after `max_malformed` in a row.
+Reward: `f1` or `exact_match` (the option `reward`), see `grade_answer`. Components: both,
+`num_searches`, and if `documents` are known `found_support`, the share of these documents that a
+tool has shown; `malformed`, minus `malformed_penalty`, at a turn with a call that cannot be read,
+which ends the task after `max_malformed` in a row.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ REWARDS = ("f1", "exact_match")
 
 
 class RetrievalQaEnvironment:
-    """corpus: JSONL or Parquet, relative to the working directory; None: num_generated documents.
+    """Questions with a search tool.
 
-    k: documents of a search that names no number. snippet_chars: of each in a search's answer.
-    max_chars: of a document that is read; where all of a document stands in a search's answer,
-    with `has_read` false, there is no tool for that. max_calls: searches and readings.
+    corpus: JSONL or Parquet, relative to the working directory; None: num_generated documents.
+    k: documents of a search without a number. snippet_chars: size of each document in a search's
+    answer. has_read: false to leave out the tool `read`, if snippets show whole documents.
+    max_chars: size of a document that `read` shows. max_calls: most calls of both tools together.
     """
 
     data_schema: Mapping[str, Any] = {
@@ -95,7 +96,7 @@ class RetrievalQaEnvironment:
             "documents": {
                 "type": "array",
                 "items": {"type": ["string", "integer"]},
-                "description": "ids of those that answer it",
+                "description": "ids of the documents with the answer",
             },
         },
         "additionalProperties": False,
@@ -169,7 +170,7 @@ class RetrievalQaEnvironment:
         self._truths = [answers] if isinstance(answers, str) else list(answers)
         if not any(map(normalised, self._truths)):
             raise ValueError(
-                f"retrieval_qa: task {task.task_id}: data.answers: nothing is left of them without "
+                f"retrieval_qa: task {task.task_id}: data.answers: they are empty without "
                 "punctuation and articles, expected one with a word; correct the task"
             )
         self._support = frozenset(map(str, data.get("documents", ())))
@@ -196,7 +197,7 @@ class RetrievalQaEnvironment:
         if self._corpus.path is not None:
             raise ValueError(
                 f"retrieval_qa: task {task.task_id} has no data, and questions about "
-                f"{self._corpus.path} cannot be made up; expected question and answers; give "
+                f"{self._corpus.path} cannot be generated; expected question and answers; set "
                 "tasks.file or tasks.dataset, or leave the corpus out"
             )
         facts = generated_facts(self._corpus.num_generated)
@@ -252,7 +253,7 @@ class RetrievalQaEnvironment:
         search = partial(self._index.search, query[:MAX_QUERY_CHARS], most=most)
         found = await in_thread(search)
         self._shown |= {document.id for document in found}
-        return "\n".join(map(self._told, found)) or NOTHING_FOUND
+        return "\n".join(map(self._snippet, found)) or NOTHING_FOUND
 
     def _read(self, name: str) -> str:
         assert self._index is not None
@@ -263,32 +264,32 @@ class RetrievalQaEnvironment:
         parts = (document.title, document.text[: self._max_chars])
         return "\n".join(part for part in parts if part)
 
-    def _told(self, document: Document) -> str:
+    def _snippet(self, document: Document) -> str:
         title = f"{document.title}: " if document.title else ""
         text = document.text
         cut = text if len(text) <= self._snippet_chars else f"{text[: self._snippet_chars]}..."
         return f"[{document.id}] {title}{' '.join(cut.split())}"
 
 
-# How a short answer is scored against the true ones: pure.
+# Scoring a short answer against the true ones: pure.
 #
-# As SQuAD's evaluation has it (Rajpurkar et al. 2016, evaluate-v1.1): texts are normalised, an
-# exact match is 1, and F1 is over the bag of words; the best of several true answers counts. Stated
-# deviation: where nothing is left of a text, it matches nothing, not even another empty one.
+# As in SQuAD's evaluation (Rajpurkar et al. 2016, evaluate-v1.1), texts are normalised, an exact
+# match is 1, and F1 is over the bag of words; the best of several true answers counts. Stated
+# deviation: a text that is empty after normalisation matches nothing, not even another empty one.
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """Each 0 to 1, of the true answer that fits best."""
+    """The scores of an answer, each from 0 to 1, against the true answer that fits best."""
 
     exact_match: float
     f1: float
 
 
 def normalised(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces.
+    """Return a text in lower case with single spaces, without punctuation and articles.
 
     Example: normalised("The  Eiffel-Tower!") -> "eiffeltower"
     """

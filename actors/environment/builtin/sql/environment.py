@@ -1,15 +1,15 @@
-"""Questions about an SQLite database, answered by a query; scored by what the query finds.
+"""Questions about an SQLite database, answered by a query and scored by the query's result.
 
 A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (a file below
 the option `root`); and the truth, as `query` or as `rows`. Without data the question is made from
 the seed (`generated`). A turn is calls of the tool `run_sql`, each answered with rows or an error,
-or the answer: the query in the last fenced block of the visible text, else all of it. It ends the
-task. With `max_queries` 0 there is no tool, and the first turn is the answer.
+or the answer: the query in the last fenced block of the visible text, else the whole visible text.
+The answer ends the task. With `max_queries` 0 there is no tool, and the first turn is the answer.
 
-Reward: 1 where the answer finds what is true (`grading` states what is equal), plus
-`executable_bonus` where it is a query that runs, right or wrong. Components: `correct` and
-`executable`, 0 or 1 each, and `num_queries` of the tool; `malformed`, minus `malformed_penalty`, at
-a turn with a call that cannot be read, which ends the task after `max_malformed` in a row.
+Reward: 1 if the answer finds the true rows (see `is_correct`), plus `executable_bonus` if the query
+runs, right or wrong. Components: `correct` and `executable`, 0 or 1 each, and `num_queries` of the
+tool; `malformed`, minus `malformed_penalty`, at a turn with a call that cannot be read, which ends
+the task after `max_malformed` in a row.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ _CELL = {"type": ["null", "number", "string"]}
 
 
 class SqlEnvironment:
-    """root: the directory that the tasks' databases lie in, relative to the working directory.
+    """Questions about databases, with a tool that runs queries.
 
-    database_path: of a task's database below it. level: of generated questions. sample_rows: of
-    each table in the prompt. max_rows, max_chars: of one answer of the tool. limit_s: of a query.
+    root: the directory of the tasks' databases, relative to the working directory. database_path:
+    path of a task's database below it. level: level of generated questions. sample_rows: rows of
+    each table in the prompt. max_rows, max_chars: size of a tool's answer. limit_s: seconds of a
+    query.
     """
 
     data_schema: Mapping[str, Any] = {
@@ -85,18 +87,18 @@ class SqlEnvironment:
             "database": {
                 "type": "string",
                 "minLength": 1,
-                "description": "in place of schema: an SQLite file, as database_path has it",
+                "description": "instead of schema: the name of an SQLite file in database_path",
             },
-            "query": {"type": "string", "minLength": 1, "description": "that is right"},
+            "query": {"type": "string", "minLength": 1, "description": "a right query"},
             "rows": {
                 "type": "array",
                 "items": {"type": "array", "items": _CELL},
                 "maxItems": MAX_TRUE_ROWS,
-                "description": "in place of query: what it finds",
+                "description": "instead of query: the rows that a right query finds",
             },
             "is_ordered": {
                 "type": "boolean",
-                "description": "rows in another order are wrong; left out: where query orders them",
+                "description": "rows in another order are wrong; default: if query orders them",
             },
         },
         "additionalProperties": False,
@@ -130,8 +132,8 @@ class SqlEnvironment:
             raise ValueError(f"sql: got level={level}; expected 1 to {LEVELS}")
         if "{database}" not in database_path:
             raise ValueError(
-                f"sql: got database_path={database_path!r}; expected a path that holds "
-                "{database}, such as {database}/{database}.sqlite"
+                f"sql: got database_path={database_path!r}; expected a path with {{database}}, "
+                "such as {database}/{database}.sqlite"
             )
         if min(max_queries, sample_rows, max_malformed) < 0 or min(max_rows, max_chars) < 1:
             raise ValueError(
@@ -178,7 +180,7 @@ class SqlEnvironment:
             raise ValueError(f"sql: task {task.task_id}: {error}; correct its data") from error
         self._is_ordered = data.get("is_ordered", orders_rows(data.get("query", "")))
         prompt = PROMPT.format(
-            schema="\n".join(map(_told_table, tables)),
+            schema="\n".join(map(_format_table, tables)),
             question=data["question"],
             instruction=ANSWER_AFTER_LOOKING if self._max_queries else ANSWER_AT_ONCE,
         )
@@ -203,20 +205,20 @@ class SqlEnvironment:
         return {"question": made.text, "schema": made.script, "query": made.query}
 
     def _database_of(self, data: Mapping[str, Any]) -> Database:
-        """Raises: ValueError for a file that is not below the root."""
+        """Return a task's database. Raises: ValueError for a file that is not below the root."""
         if "database" not in data:
             return Database(script=data["schema"])
         root = Path(self._root).expanduser().resolve()
         path = (root / self._database_path.replace("{database}", data["database"])).resolve()
         if not path.is_relative_to(root) or not path.is_file():
             raise ValueError(
-                f"sql: data.database: got {data['database']!r}, expected the name of a file below "
-                f"{root}, as database_path={self._database_path!r} says; no such file is there"
+                f"sql: data.database: got {data['database']!r}, which names no file below {root} "
+                f"by database_path={self._database_path!r}; expected a name that does"
             )
         return Database(path=str(path))
 
     async def _found(self, query: str) -> Sequence[Sequence[Any]]:
-        """What the true query finds. Raises: QueryFailed, BadDatabase."""
+        """Return the rows that the true query finds. Raises: QueryFailed, BadDatabase."""
         result = await self._run(query, max_rows=MAX_TRUE_ROWS)
         if result.is_cut:
             raise QueryFailed(
@@ -237,7 +239,7 @@ class SqlEnvironment:
         try:
             found = await self._run(query, max_rows=MAX_TRUE_ROWS)
         except QueryFailed:
-            # The answer's own fault; that the database works was seen at the reset.
+            # The answer is at fault: the database worked at the reset.
             pass
         else:
             executable = 1.0
@@ -271,45 +273,44 @@ class SqlEnvironment:
                 raise QueryFailed(NO_QUERIES_LEFT)
             self._num_queries += 1
             result = await self._run(call.arguments["query"], max_rows=self._max_rows)
-            content = _told_result(result)
+            content = _format_result(result)
         except QueryFailed as error:
             content = ERROR.format(message=error)
         content = content[: self._max_chars].encode(errors="replace").decode()
         return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
 
 
-def _told_table(table: Table) -> str:
-    lines = [f"{table.sql};", *(f"-- {_told_row(row)}" for row in table.rows)]
+def _format_table(table: Table) -> str:
+    lines = [f"{table.sql};", *(f"-- {_format_row(row)}" for row in table.rows)]
     return "\n".join(lines)
 
 
-def _told_result(result: Result) -> str:
-    lines = [" | ".join(result.columns), *map(_told_row, result.rows)]
+def _format_result(result: Result) -> str:
+    lines = [" | ".join(result.columns), *map(_format_row, result.rows)]
     if result.is_cut:
         lines.append("(more rows)")
     return "\n".join(lines)
 
 
-def _told_row(row: Sequence[Any]) -> str:
+def _format_row(row: Sequence[Any]) -> str:
     return " | ".join(
         "NULL" if cell is None else cell if isinstance(cell, str) else json.dumps(cell)
         for cell in row
     )
 
 
-# When two results of a query are equal: pure.
+# Whether two results of a query are equal: pure.
 #
-# Stated choices. Rows are compared as a multiset; in their order where the true query orders them
-# at its top level. Names of columns do not count, their number and order do. A whole number and a
-# float of the same value are equal; floats are equal where 12 significant digits are. A text is
-# never a number, upper and lower case differ, NULL equals NULL alone. An empty truth, which has no
-# rows or NULLs alone, cannot tell a right query from a wrong one: nothing is correct then, whatever
-# is found.
+# Stated choices. Rows are compared as a multiset, or in their order if the true query orders them
+# at its top level. The names of columns do not matter, their number and order do. A whole number
+# and a float of the same value are equal; floats are equal if 12 significant digits are. A text
+# never equals a number, upper and lower case differ, NULL equals only NULL. An empty truth, with no
+# rows or only NULLs, cannot distinguish right from wrong queries: no answer is correct then.
 Row = Sequence[Any]
 """Values of a row: None, numbers, strings, and {"blob": hexadecimal}."""
 _DIGITS = 12
 _MAX_ANSWER_CHARS = 2_000
-# Comments, texts and quoted names, which may hold anything.
+# Comments, strings and quoted names, which may contain anything.
 _OPAQUE = re.compile(
     r"--[^\n]*|/\*.*?(?:\*/|\Z)|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]", re.DOTALL
 )
@@ -318,7 +319,7 @@ _FENCE = re.compile(r"```(?:sql\b|[\w+-]*[ \t]*\n)?(.*?)```", re.DOTALL | re.IGN
 
 
 def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) -> bool:
-    """Whether a result is the true one, and that says something.
+    """Whether a result equals the truth, and the truth is not empty.
 
     Example: is_correct([[1.0], [2]], [[2], [1]], is_ordered=False) -> True
     """
@@ -328,18 +329,18 @@ def is_correct(found: Sequence[Row], truth: Sequence[Row], *, is_ordered: bool) 
 
 
 def is_empty(rows: Sequence[Row]) -> bool:
-    """Whether there are no rows, or NULLs alone."""
+    """Whether there are no rows, or only NULLs."""
     return all(cell is None for row in rows for cell in row)
 
 
 def result_key(rows: Sequence[Row], *, is_ordered: bool) -> tuple[Any, ...]:
-    """Equal for equal results."""
+    """Return a key that is equal for equal results."""
     keys = [tuple(_cell_key(cell) for cell in row) for row in rows]
     return tuple(keys) if is_ordered else tuple(sorted(Counter(keys).items()))
 
 
 def shown_result(rows: Sequence[Row], *, is_ordered: bool) -> str:
-    """A text that is equal for equal results, up to its length: for a majority vote."""
+    """Return a text that is equal for equal results, cut to a length, for majority votes."""
     keys = [[text for _, text in map(_cell_key, row)] for row in rows]
     return json.dumps(keys if is_ordered else sorted(keys))[:_MAX_ANSWER_CHARS]
 
@@ -376,7 +377,7 @@ def orders_rows(query: str) -> bool:
 
 
 def query_of(text: str) -> str:
-    """The last fenced block of an answer, else all of it; without white space around it.
+    """Return the last fenced block of an answer, else all of it; without white space around it.
 
     Example: query_of("So:\\n```sql\\nSELECT 1\\n```") -> "SELECT 1"
     """

@@ -1,7 +1,7 @@
-"""Queries run in confined processes, which all episodes of this process share.
+"""Run queries in confined processes, which all episodes of this process share.
 
-Nothing here blocks the event loop: each process belongs to a thread, which waits for it; one that
-does not answer in time is killed, and the next query starts another. Called by `environment`.
+Nothing here blocks the event loop: each process belongs to a thread, which waits for it; a process
+that does not answer in time is killed, and the next query starts another. Called by `environment`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
 from actors.environment.builtin.code_search.servers import NoAnswer, ServerThreads
 
 MAX_RESULT_BYTES = 2**20
-# A query ends by itself at its limit, but for what SQLite does in one step.
+# A query stops itself at its limit, except during a single step of SQLite.
 _GRACE_S = 1.0
 
 
@@ -33,12 +33,12 @@ class QueryFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Database:
-    """One of both."""
+    """A database, either in memory or in a file."""
 
     script: str | None = None
-    """SQL that makes it, in memory."""
+    """SQL that makes it in memory."""
     path: str | None = None
-    """Its file, absolute."""
+    """Absolute path of its file."""
 
     def request(self) -> dict[str, Any]:
         return {"script": self.script} if self.path is None else {"path": self.path}
@@ -46,12 +46,12 @@ class Database:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a query gave."""
+    """The rows that a query found."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     is_cut: bool
-    """There are more rows than were asked for."""
+    """Whether rows beyond the limits were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,13 @@ class Table:
 
     name: str
     sql: str
-    """That creates it."""
+    """The statement that creates it."""
     rows: Sequence[Sequence[Any]]
-    """The first ones, as many as were asked for."""
+    """The first rows, up to the requested number."""
 
 
 class Execution:
-    """Processes of this process's episodes: `Execution.shared()`, then `close`."""
+    """The processes that all episodes share; get it by `Execution.shared()`, then `close` it."""
 
     _current: ClassVar[Execution | None] = None
     _lock = threading.Lock()
@@ -87,7 +87,7 @@ class Execution:
             return cls._current
 
     def close(self) -> None:
-        """Let go; with the last one, every process ends. Blocks until they have."""
+        """Release the processes; the last user ends them and blocks until they have ended."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
@@ -100,17 +100,20 @@ class Execution:
     async def query(
         self, database: Database, query: str, *, max_rows: int, limit_s: float
     ) -> Result:
-        """Raises: QueryFailed, BadDatabase; ServerFailed where no confined process can be had."""
-        asked = {"query": query, "max_rows": max_rows}
-        answer = await self._ask(database, asked, limit_s=limit_s)
+        """Run a query.
+
+        Raises: QueryFailed, BadDatabase; ServerFailed if a confined process cannot be started.
+        """
+        request = {"query": query, "max_rows": max_rows}
+        answer = await self._ask(database, request, limit_s=limit_s)
         return Result(columns=answer["columns"], rows=answer["rows"], is_cut=answer["is_cut"])
 
     async def tables(
         self, database: Database, *, sample_rows: int, limit_s: float
     ) -> Sequence[Table]:
-        """As `query`."""
-        asked = {"query": None, "sample_rows": sample_rows, "max_rows": max(1, sample_rows)}
-        answer = await self._ask(database, asked, limit_s=limit_s)
+        """Return the tables of a database. Raises: as `query`."""
+        request = {"query": None, "sample_rows": sample_rows, "max_rows": max(1, sample_rows)}
+        answer = await self._ask(database, request, limit_s=limit_s)
         return [Table(**table) for table in answer["tables"]]
 
     async def _ask(

@@ -1,7 +1,7 @@
-"""Small databases with a question each, from a seed: pure.
+"""Make a small database and a question about it from a seed: pure.
 
 Level 1 asks for one number of a whole table, level 2 also for rows under a condition or in an
-order, level 3 also about two tables that are joined. No truth is empty, and none is a tie.
+order, level 3 also about two joined tables. No true answer is empty or ambiguous by a tie.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Question:
     """A question about a database."""
 
     script: str
-    """That makes the database."""
+    """The SQL that makes the database."""
     text: str
     query: str
-    """That answers it."""
+    """A query that answers the question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class _Shop:
 
     rows: Sequence[tuple[str, str, int]]
     cities: Sequence[str]
-    """Of each item, for the second table."""
+    """City of each item, for the second table."""
 
     def script(self, *, with_stores: bool) -> str:
         items = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price in self.rows)
@@ -54,7 +54,10 @@ class _Shop:
 
 
 def make_question(seed: int, *, level: int = 1) -> Question:
-    """The question of a seed. level: from 1 to LEVELS; each has those below it too."""
+    """Make the question of a seed.
+
+    Args: level: from 1 to LEVELS; each includes the questions of lower levels.
+    """
     dice = random.Random(seed)
     names = dice.sample(_NAMES, dice.randint(4, 8))
     prices = dice.sample(range(1, _MOST + 1), len(names))

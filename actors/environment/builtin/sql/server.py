@@ -1,9 +1,9 @@
-"""The program that queries run in: a database and one query come in, rows or an error go out.
+"""The program that queries run in: it reads a database and a query, and writes rows or an error.
 
-Standard library alone, confined before its first request as `code_search.server` is: no network, no
-file written, bounded memory and time. Within that, a query may select and nothing else: SQLite asks
-before each action, the connection is read-only, and no value is longer than MAX_VALUE_BYTES. Each
-request has a database of its own, from a script or a file, so that none leaves a trace.
+It uses only the standard library and is confined before its first request, as `code_search.server`
+is: no network, no writing of files, bounded memory and time. A query may only select: SQLite
+asks `_authorize` before each action, the connection is read-only, and no value is longer than
+MAX_VALUE_BYTES. Each request opens its own database, so that requests do not affect each other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
 }
-# Instructions of SQLite's machine between two looks at the clock.
-_BETWEEN_LOOKS = 10_000
+# Instructions of SQLite's machine between two checks of the time.
+_BETWEEN_CHECKS = 10_000
 
 
 def main() -> None:
@@ -41,43 +41,43 @@ def main() -> None:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Answer a request for a table of rows, or for the schema.
 
-    request: `script` or `path` of the database; `query`, or none for the schema with `sample_rows`
-    of each table; `max_rows` and `max_bytes` of the answer; `limit_s`.
-    Returns: `columns`, `rows`, `is_cut`; or `tables`; or `error`, with `is_database` where the
+    Args: request: `script` or `path` of the database; `query`, or None for the schema with
+    `sample_rows` of each table; `max_rows` and `max_bytes` of the answer; `limit_s`.
+    Returns: `columns`, `rows`, `is_cut`; or `tables`; or `error`, with `is_database` true if the
     database itself cannot be used.
     """
     end = time.monotonic() + request["limit_s"]
     try:
         connection = _opened(request, end=end)
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        return {"error": _told(error), "is_database": True}
+        return {"error": _error_text(error), "is_database": True}
     try:
         if request.get("query") is None:
             return {"tables": _tables(connection, request)}
         return _rows(connection, request["query"], request)
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-        return {"error": _told(error), "is_database": False}
+        return {"error": _error_text(error), "is_database": False}
     finally:
         connection.close()
 
 
 def _opened(request: dict[str, Any], *, end: float) -> sqlite3.Connection:
     if "path" in request:
-        # Immutable: no locks and no journal, which this process could not write.
+        # Immutable: without locks and a journal, which this process could not write.
         place = f"file:{quote(request['path'])}?mode=ro&immutable=1"
         connection = sqlite3.connect(place, uri=True, isolation_level=None)
     else:
         connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.text_factory = lambda data: data.decode(errors="replace")
-    connection.set_progress_handler(lambda: time.monotonic() > end, _BETWEEN_LOOKS)
+    connection.set_progress_handler(lambda: time.monotonic() > end, _BETWEEN_CHECKS)
     try:
         connection.execute("PRAGMA temp_store = MEMORY")
-        # The script comes with the task, whose author may not read other files either.
+        # No ATTACH: the author of the script, which is part of a task, may not read files either.
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         if "script" in request:
             connection.executescript(request["script"])
         connection.execute("PRAGMA query_only = 1")
-        # Reads the file's head: what is no database is told from a query at fault.
+        # Read the file's header, so that a bad file is not taken for a bad query.
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     except BaseException:
         connection.close()
@@ -125,7 +125,7 @@ def _tables(connection: sqlite3.Connection, request: dict[str, Any]) -> list[dic
     return tables
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     if isinstance(error, sqlite3.DatabaseError) and "not authorized" in str(error):
