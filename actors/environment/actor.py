@@ -1,7 +1,7 @@
-"""The Ray actor that plays many episodes at once: rollouts of the queue's, and evaluations.
+"""The Ray actor that plays many episodes at once: the queue's rollouts, and evaluations.
 
-Rollouts are taken and handed over by `RolloutExchange`, whose invariant holds for it. Evaluations
-are played beside them and go back to the caller.
+`RolloutExchange` takes rollouts from the queue and hands over their trajectories; see its
+invariant. Evaluations are played at the same time and returned to the caller.
 Started by the supervisor: `ray.remote(EnvironmentActor).options(...).remote(...)`.
 """
 
@@ -50,7 +50,7 @@ from actors.types import (
 )
 from actors.user_code import CallFailed, CallTimedOut, bounded
 
-# Trajectories of an evaluation, and characters of each of their texts, that are shown as text.
+# Trajectories of an evaluation that are shown as text, and the characters of each text.
 SHOWN_SAMPLES = 8
 SHOWN_CHARACTERS = 2000
 
@@ -58,7 +58,7 @@ PolicyFactory = Callable[[], PolicyClient]
 
 
 class EnvironmentActor:
-    """An asynchronous Ray actor; plain arguments, so that it can be started anywhere."""
+    """An asynchronous Ray actor with plain arguments, so that it can be started anywhere."""
 
     def __init__(
         self,
@@ -69,8 +69,9 @@ class EnvironmentActor:
         make_policy: PolicyFactory,
         queue: Any,
     ) -> None:
-        """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+        """Prepare the environments and the exchange with the queue.
 
+        Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         self._settings = settings
@@ -109,14 +110,15 @@ class EnvironmentActor:
         self._evaluations: set[asyncio.Task[Played]] = set()
         self._num_evaluated = 0
         self._newest_step = 0
-        # What was imported never dies; collections, which stop all episodes, need not visit it.
+        # Imported objects live until the end: garbage collections, which stop all episodes, skip
+        # them.
         gc.collect()
         gc.freeze()
 
     async def run(self) -> None:
-        """Take, play and hand over until `stop`.
+        """Take rollouts, play them and hand over their trajectories until `stop`.
 
-        Raises: QueueUnreachable; RuntimeError when it runs already.
+        Raises: QueueUnreachable; RuntimeError if it runs already.
         """
         scoring = [asyncio.create_task(each.run()) for each in self._scorings]
         try:
@@ -127,11 +129,11 @@ class EnvironmentActor:
             await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
-        """Return `workers.report()`. An actor whose event loop is blocked does not answer."""
+        """Return `workers.report()`; an actor with a blocked event loop does not answer."""
         return workers.report()
 
     async def num_evaluated(self) -> int:
-        """A number that grows while an evaluation gets on: the episodes of all that have ended."""
+        """Return the number of ended evaluation episodes, which shows progress of an evaluation."""
         return self._num_evaluated
 
     async def opening_prompts(
@@ -139,8 +141,8 @@ class EnvironmentActor:
     ) -> tuple[TokenIds, ...]:
         """Render the first prompts of tasks, until they are num_tokens long or limit_s has passed.
 
-        An environment that fails or is slow gives no prompt here; it is asked again when it is
-        played.
+        An environment that fails or is slow gives no prompt here; its tasks are played all the
+        same.
         """
         prompts: list[TokenIds] = []
         end = time.monotonic() + limit_s
@@ -162,7 +164,7 @@ class EnvironmentActor:
         try:
             start = await bounded(reset, limit_s=limit_s)
             if not isinstance(start, Observation):
-                raise CallFailed(TypeError("reset gave no Observation"))
+                raise CallFailed(TypeError("reset returned no Observation"))
             return self._renderer.first_prompt(start.messages, start.tools)
         finally:
             for environment in made:
@@ -172,13 +174,13 @@ class EnvironmentActor:
     async def stop(
         self, *, drain_s: float = 0.0, limit_s: float = 30.0
     ) -> tuple[tuple[LostCalls, ...], int]:
-        """Take nothing more; give episodes drain_s to end, cancel the rest, hand all of it over.
+        """Take no more rollouts; after drain_s cancel the running ones, and hand all over.
 
         Returns: `workers.report()`, as soon as `run` has ended, or limit_s after the drain.
         """
         await self._exchange.stop(drain_s=drain_s, limit_s=limit_s)
         for play in self._evaluations:
-            # Once each: a second cancellation would cut the environment's closing short.
+            # Cancel each once: a second cancellation would interrupt the environment's `close`.
             if not play.cancelling():
                 play.cancel()
         return workers.report()
@@ -192,13 +194,12 @@ class EnvironmentActor:
         slots_share: float = 1.0,
         keeps_tokens: bool = False,
     ) -> list[Played]:
-        """Play, beside the training episodes and counted apart from them.
+        """Play an evaluation beside training episodes; nothing of it goes to the queue.
 
-        kept: which tokens may be sampled; None: every token.
-        slots_share: of rollouts.slots_per_actor, so many are played at once. keeps_tokens: put a
-        line of each into the object store, so that no more than those in play are held here.
-        Returns: one for each, in their order, the first SHOWN_SAMPLES with their text; nothing goes
-        to the queue.
+        Args: kept: the tokens that may be sampled; None: every token. slots_share: share of
+        rollouts.slots_per_actor to play at once. keeps_tokens: put a line of each into the object
+        store, so that this process keeps only the episodes in play.
+        Returns: a result for each play, in order, the first SHOWN_SAMPLES with their text.
         """
         slots = asyncio.Semaphore(
             max(1, int(slots_share * self._settings.rollouts.slots_per_actor))
@@ -235,7 +236,7 @@ class EnvironmentActor:
         ]
 
     def _text_of(self, trajectory: Trajectory) -> SampledText | None:
-        """None where nothing was sampled."""
+        """Return the text of the first sample; None if there is no sample."""
         if not trajectory.samples:
             return None
         sample = trajectory.samples[0]
@@ -289,8 +290,8 @@ class EnvironmentActor:
     def _state_of(self, group_number: int) -> TrainerState:
         """Return the trainer's state for a group.
 
-        The group of an evaluation, whose number is negative, gets that of the newest step whose
-        groups this actor has seen.
+        Groups of evaluations have negative numbers; they get the state of the newest step that this
+        actor has seen.
         """
         step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)
@@ -325,7 +326,7 @@ class EnvironmentActor:
         return self._makers.get(name, refuse)
 
     def _client(self) -> PolicyClient:
-        # Made within the event loop that uses it, and only when there is something to play.
+        # Made within the event loop that uses it, and not before the first episode.
         if self._policy is None:
             self._policy = self._make_policy()
         return self._policy
@@ -361,6 +362,6 @@ class EnvironmentActor:
 
 
 def _shown(text: str) -> str:
-    """The text, of a long one beginning and end."""
+    """Return a text; if it is long, only its beginning and its end."""
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]}\n[…]\n{text[-half:]}"

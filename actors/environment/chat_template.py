@@ -1,4 +1,4 @@
-"""A model's chat template: how it takes calls and contents, and what it makes of a chat.
+"""A model's chat template: the form in which it takes calls and contents, and its renderings.
 
 Templates differ in the form of a message that calls tools: arguments as a mapping or as JSON text,
 no content or an empty one, text and calls in one message or in two. The form is found by rendering
@@ -21,7 +21,7 @@ from actors.environment.tokenizer import ChatTokenizer
 
 _ARGUMENT = "qzprobezq"
 _CONTENT = "qzbesidezq"
-# The id has nine letters, as Mistral's templates want it.
+# Mistral's templates require an id of nine letters.
 _PROBE = (
     Message(role=Role.USER, content="probe"),
     Message(
@@ -35,18 +35,18 @@ _SPEAKING_PROBE = (_PROBE[0], replace(_PROBE[1], content=_CONTENT))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """How a template wants a message that calls; most want the defaults."""
+    """The form of a message with calls that a template takes; most take the defaults."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
     null_content: bool = False
     """Whether a message without text has no content; otherwise it has an empty one."""
     splits: bool = False
-    """Whether a message with text and calls is rendered as two, of which the second calls."""
+    """Whether a message with text and calls is rendered as two, the second with the calls."""
 
 
 _USUAL_CALL_FORM = _CallForm()
-# The first form with which a call is shown is the template's.
+# A template's form is the first one with which it shows a call.
 _CALL_FORMS = (
     _USUAL_CALL_FORM,
     _CallForm(arguments_as_text=True),
@@ -59,16 +59,16 @@ class RenderError(Exception):
     """The chat template cannot render this chat, or does not show a part of it."""
 
     def __init__(self, message: str, *, param: str = "messages") -> None:
-        """param: what is at fault, messages or tools."""
+        """Make the error. Args: param: the part at fault, messages or tools."""
         super().__init__(message)
         self.param = param
 
 
 class ChatTemplate:
-    """The chat template of one model, under one set of options."""
+    """The chat template of one model, with one set of options."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, options: Mapping[str, Any]) -> None:
-        """options: passed to the template, such as {"enable_thinking": False}."""
+        """Keep the options that the template gets, such as {"enable_thinking": False}."""
         self._tokenizer = tokenizer
         self._options = dict(options)
 
@@ -79,7 +79,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the rendering of a chat, whatever it shows. Raises: RenderError."""
+        """Render a chat, without a check of what it shows. Raises: RenderError."""
         calls = any(message.call_texts for message in messages)
         return self._apply(
             _conversation(messages, self._call_form if calls else _USUAL_CALL_FORM),
@@ -89,18 +89,18 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The Jinja text; if a model has several templates by name, all of them."""
+        """Return the Jinja text; if a model has several templates by name, all of them."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @cached_property
     def rendered_call(self) -> str:
-        """The rendering of a chat that ends in a call; empty if the template refuses it."""
+        """Return the rendering of a chat that ends in a call; empty if the template refuses it."""
         return self._try_form(self._call_form)
 
     @cached_property
     def shows_calls(self) -> bool:
-        """Whether the template shows what an assistant calls."""
+        """Whether the template shows an assistant's calls."""
         return _ARGUMENT in self.rendered_call
 
     @property
@@ -129,7 +129,7 @@ class ChatTemplate:
     def _call_form(self) -> _CallForm:
         """Find the form of a message that calls, by how the template renders one."""
         rendered = {form: self._try_form(form) for form in _CALL_FORMS}
-        # A template that takes a mapping for text shows it in Python's own spelling.
+        # A template that expects text shows a mapping in Python's own spelling.
         taken = [form for form, text in rendered.items() if text and "{'probe'" not in text]
         shown = [form for form in taken if _ARGUMENT in rendered[form]]
         form = next(iter(shown or taken), _USUAL_CALL_FORM)
@@ -137,7 +137,7 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Whether a message with text and calls is shown in full only as two messages."""
+        """Whether a message with text and calls is shown completely only as two messages."""
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)
         return not all(mark in together for mark in marks) and all(mark in apart for mark in marks)
@@ -166,20 +166,20 @@ class ChatTemplate:
                 conversation, tokenize=False, **options, **self._options
             )
         except (jinja2.TemplateError, ValueError, TypeError) as error:
-            told = str(error)
+            problem = str(error)
             if getattr(self._tokenizer, "chat_template", "") is None:
-                told = (
+                problem = (
                     "the model's tokenizer has none; set model.chat_template to the path of one, "
                     "or to none for raw prompts, as base models take them"
                 )
-            raise RenderError(f"chat template: {told}") from error
+            raise RenderError(f"chat template: {problem}") from error
         return text
 
 
 def template_variables(template: object) -> frozenset[str] | None:
-    """The variables that a chat template is given from outside; None where they cannot be found.
+    """Return the variables that a chat template reads from its options; None if unknown.
 
-    Args: template: Jinja's text. None for several templates by name, or none.
+    Args: template: Jinja's text. For anything else, such as several templates, the result is None.
     Example: template_variables("{% if enable_thinking %}…{% endif %}") -> {"enable_thinking"}
     """
     if not isinstance(template, str):
@@ -188,7 +188,7 @@ def template_variables(template: object) -> frozenset[str] | None:
     try:
         return frozenset(jinja2.meta.find_undeclared_variables(language.parse(template)))
     except jinja2.TemplateError:
-        # Tags that only the tokenizer's own library knows.
+        # It has tags that only the tokenizer's library knows.
         return None
 
 
@@ -202,7 +202,7 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """The form that chat templates expect: OpenAI's, but for the arguments of calls."""
+    """Return messages in the form that templates expect: OpenAI's, except calls in their form."""
     found = []
     for message in messages:
         if form.splits and message.call_texts and message.content:
@@ -222,7 +222,7 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """A field that a message lacks is left out: templates check whether it is present."""
+    """Return a message for a template, without absent fields: templates check their presence."""
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,
@@ -233,7 +233,7 @@ def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
-        # Templates know it under either name.
+        # Some templates use the first name, some the second.
         rendered["reasoning_content"] = rendered["reasoning"] = message.reasoning
     if message.call_texts:
         rendered["tool_calls"] = [

@@ -1,13 +1,13 @@
-"""Task sets that were made for something else: rows with columns of their own, mapped by name.
+"""Make tasks of existing data sets, whose columns are mapped by name.
 
-A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, the first ones also compressed by
-gzip (`.jsonl.gz`), a directory (what `datasets.save_to_disk` writes,
-or a data set's own files), or a name on the Hugging Face hub. The `datasets` library reads them,
-but for a single file of JSON or CSV: it gives a column one type, and would make the text "007" a
-number. Values of a CSV file are texts, and spaces around the names in its first line are removed.
-A column becomes an entry of the task's data, except one whose name is empty; `task_id` and `seed`
-also make the task's own. A row without an id gets one by its content, so that the
-same rows in any order are the same tasks. Called by the configuration.
+A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, all but Parquet also compressed by
+gzip (`.jsonl.gz`), a directory (written by `datasets.save_to_disk`, or with a data set's files), or
+a name on the Hugging Face hub. The `datasets` library reads them, except single files of JSON or
+CSV: it gives a column one type, and would turn the text "007" into a number. Values of a CSV file
+are texts, and spaces around the names in its first line are removed. A column becomes an entry of
+the task's data, unless its name is empty; `task_id` and `seed` also become the task's id and seed.
+A row without an id gets one by its content, so that the same rows in any order are the same tasks.
+Called by the configuration.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from actors.environment.tasks import (
 from actors.types import Task
 
 if TYPE_CHECKING:
-    # Seconds of import, for those runs alone that have a data set.
+    # The import takes seconds; only runs with a data set need it.
     from datasets import Dataset
 
 _TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _SUFFIXES = (*_TEXT_SUFFIXES, ".parquet")
-# What datasets.save_to_disk writes: of one split, and of several.
+# Files that datasets.save_to_disk writes: for one split, and for several.
 _SAVED = ("state.json", "dataset_dict.json")
 _logger = logging.getLogger(__name__)
 _OWN = ("task_id", "seed")
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 MAX_ID = 512
 _BATCH_ROWS = 1000
-# The library itself does not expect a file without rows, and stops there.
+# StopIteration: the library does not handle a file without rows.
 _UNREADABLE = (OSError, ValueError, KeyError, ImportError, StopIteration, pa.ArrowException)
 
 
@@ -66,12 +66,12 @@ def read_data_set(
     """Make tasks of a data set's rows.
 
     Args: source: a file, a directory or a hub's name. columns: the column of each entry of a task's
-    data, by the entry's name; None: that column is left out. Every other column keeps its name,
-    if the environment takes it; `task_id` and `seed` make the task's own too. split: of a directory
-    or a hub's data set; a file is taken whole. subset: which of several configurations of a data
-    set. check: what every task's data have to satisfy.
-    Raises: BadTaskFile, with the columns that there are where one is missing.
-    Example: columns={"question": "query"} makes of the row {"query": "Where?", "score": 3} a task
+    data, by the entry's name; None: leave that column out. Every other column keeps its name, if
+    the environment accepts it; `task_id` and `seed` also become the task's. split: the split of a
+    directory or a hub's data set; a file is read whole. subset: one of several configurations of a
+    data set. check: the check of every task's data.
+    Raises: BadTaskFile; if a column is missing, its text lists the existing columns.
+    Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
@@ -84,7 +84,7 @@ def read_data_set(
     num_same: dict[str, int] = {}
     left_out: set[str] = set()
     for number, row in enumerate(_checked(rows, what), start=1):
-        # A column that the configuration names is an error instead.
+        # If the configuration names such a column, it is an error instead.
         for column in _not_json(row, entries.values()) - left_out - set(columns.values()):
             left_out.add(column)
             _logger.warning("%s: column %s is left out: it holds bytes", what, column)
@@ -98,12 +98,12 @@ def read_data_set(
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
                 f"{where}: {problem}; the data set has the columns {_listed(names)}: map "
-                "them by tasks.columns, or remove the row"
+                "them in tasks.columns, or remove the row"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:
                 raise BadTaskFile(
-                    f"{where}: task_id {task.task_id!r} stands there a second time; expected "
+                    f"{where}: task_id {task.task_id!r} occurs a second time; expected "
                     "unique ids; leave task_id out of the columns, and rows get ids by content"
                 )
             num_same[task.task_id] = again = num_same.get(task.task_id, 1) + 1
@@ -116,12 +116,12 @@ def read_data_set(
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:
-    """Whether a column has no name, as the index has that pandas writes into a CSV file."""
+    """Whether a column has no name, such as the index that pandas writes into a CSV file."""
     return any(not name.strip() for name in names)
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the names of columns for a message; quoted if a space would not be seen."""
+    """Return the names of columns for a message; quoted if they begin or end with a space."""
     return ", ".join(name if name and name == name.strip() else repr(name) for name in names)
 
 
@@ -156,7 +156,7 @@ _Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 
 
 def _open(source: str, *, split: str, subset: str | None) -> _Rows:
-    """The names of the columns, and the rows. Raises: BadTaskFile."""
+    """Return the names of the columns, and the rows. Raises: BadTaskFile."""
     path = Path(source).expanduser()
     if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
         return _read_text(path)
@@ -165,7 +165,7 @@ def _open(source: str, *, split: str, subset: str | None) -> _Rows:
 
 
 def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows, which are read in batches: reading them singly takes five times as long."""
+    """Yield the rows, read in batches: reading them one by one takes five times as long."""
     for batch in found.iter(batch_size=_BATCH_ROWS):
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
@@ -173,11 +173,11 @@ def _in_batches(found: Dataset) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_text(path: Path) -> _Rows:
-    """Of a JSONL, JSON or CSV file, as they are written. Raises: BadTaskFile."""
+    """Return the names and rows of a JSONL, JSON or CSV file. Raises: BadTaskFile."""
     names: dict[str, None] = {}
     num_rows = 0
     try:
-        # Not kept: as objects, 100,000 rows are a million. They are read again, one by one.
+        # Do not keep the rows: 100,000 are a million objects. They are read again, one by one.
         for where, row in _written(path):
             if not isinstance(row, dict):
                 raise BadTaskFile(f"{where}: got a {type(row).__name__}, expected an object")
@@ -197,7 +197,7 @@ def _read_text(path: Path) -> _Rows:
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows, and where each stands. Raises: BadTaskFile, OSError, ValueError, csv.Error."""
+    """Yield each row with its location. Raises: BadTaskFile, OSError, ValueError, csv.Error."""
     suffix = _suffix(path)
     if suffix in (".jsonl", ".ndjson"):
         yield from json_rows(path)
@@ -217,25 +217,24 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
             raise BadTaskFile(
                 f"data set {path}: the first line is one name with {found!r} in it, expected names "
-                f"separated by {reader.reader.dialect.delimiter!r}, as {suffix} files have them; "
-                "save it so"
+                f"separated by {reader.reader.dialect.delimiter!r} in a {suffix} file; save it "
+                "with this separator"
             )
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
                 raise BadTaskFile(
-                    f"{where}: got another number of values than the first line has names, "
-                    f"expected {len(reader.fieldnames or ())}; quote values that hold a comma"
+                    f"{where}: the number of values differs from the names in the first line, "
+                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma"
                 )
             yield where, row
 
 
 def _check_names(names: Sequence[str], *, what: str) -> None:
-    """Raise BadTaskFile if two columns have the same name; columns without a name may."""
+    """Raise BadTaskFile if two columns have the same name, unless the name is empty."""
     if twice := sorted({name for name in names if name.strip() and names.count(name) > 1}):
         raise BadTaskFile(
-            f"{what}: the column {_listed(twice)} is there twice, expected names of their own; "
-            "rename one"
+            f"{what}: the column {_listed(twice)} occurs twice, expected unique names; rename one"
         )
 
 
@@ -246,7 +245,7 @@ def _suffix(path: Path) -> str:
 
 
 def _check_parquet(path: Path, *, what: str) -> None:
-    """Check what `datasets` reports without a reason.
+    """Check for faults that `datasets` reports without a reason.
 
     Raises: BadTaskFile if the file has no rows or a name twice; OSError, pa.ArrowException.
     """
@@ -257,7 +256,7 @@ def _check_parquet(path: Path, *, what: str) -> None:
 
 
 def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Dataset:
-    """Raises: BadTaskFile."""
+    """Open a data set by the `datasets` library. Raises: BadTaskFile."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -284,7 +283,7 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
         )
         if not path.is_dir() and looks_local:
             raise BadTaskFile(
-                f"{what}: not there; expected a file, a directory, or a hub's name such as "
+                f"{what}: not found; expected a file, a directory, or a hub's name such as "
                 "openai/gsm8k"
             )
         return load_dataset(str(path) if path.is_dir() else source, subset, split=split)
@@ -296,8 +295,8 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
             for file in sorted(path.rglob("*.parquet")):
                 with suppress(OSError, pa.ArrowException):
                     _check_parquet(file, what=f"{what}, file {file.relative_to(path)}")
-        told = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
-        raise BadTaskFile(f"{what}: cannot be read: {told:.300}") from error
+        reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
+        raise BadTaskFile(f"{what}: cannot be read: {reason:.300}") from error
 
 
 def _split_of(found: Mapping[str, Dataset], split: str, what: str) -> Dataset:
@@ -309,7 +308,7 @@ def _split_of(found: Mapping[str, Dataset], split: str, what: str) -> Dataset:
 
 
 def _checked(rows: Iterable[Mapping[str, Any]], what: str) -> Iterable[Mapping[str, Any]]:
-    """Raises: BadTaskFile."""
+    """Yield the rows. Raises: BadTaskFile if reading them fails."""
     try:
         yield from rows
     except _UNREADABLE as error:
@@ -322,7 +321,7 @@ def _entries(
     check: DataCheck | None,
     what: str,
 ) -> dict[str, str]:
-    """The column of each entry. Raises: BadTaskFile."""
+    """Return the column of each entry. Raises: BadTaskFile."""
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
@@ -359,7 +358,7 @@ def _task(
     except (TypeError, ValueError, RecursionError) as error:
         column = next((name for name, value in row.items() if not _is_json(value)), "")
         raise BadTaskFile(
-            f"{where}{f', column {column}' if column else ''}: got a value that is no JSON "
+            f"{where}{f', column {column}' if column else ''}: got a value that is not JSON "
             f"({error}), expected texts, finite numbers, true, false, null, lists and objects; "
             "leave its column out, by null in tasks.columns"
         ) from None
@@ -369,11 +368,11 @@ def _task(
     task_id = str(task_id)
     if len(task_id) > MAX_ID or not task_id.isprintable():
         raise BadTaskFile(
-            f"{where}: task_id: expected at most {MAX_ID} characters that can be printed; leave "
-            "the column out, and rows get ids by content"
+            f"{where}: task_id: expected at most {MAX_ID} printable characters; leave the column "
+            "out, and rows get ids by content"
         )
     seed = row.get("seed", derived_seed("seed", task_id))
-    # A CSV file's are texts.
+    # A CSV file has texts.
     seed = int(seed) if isinstance(seed, str) and seed.isascii() and seed.isdigit() else seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise BadTaskFile(f"{where}: seed: expected a whole number from 0 to 2^63 - 1")

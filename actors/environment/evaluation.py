@@ -1,8 +1,8 @@
-"""A rollout of an evaluation: how it is asked for, and the line of JSON that is kept of it.
+"""A rollout of an evaluation: its request, and the line of JSON that is kept of it.
 
-A line has every token that was sent to the engine or came back, as the journal has them of what was
-trained. Made by the environment actor, which has the tokenizer; written by
-`service.run.evaluation`.
+A line has every token that was sent to the engine or came back, as the journal has for trained
+rollouts. The environment actor, which has the tokenizer, makes it; `service.run.evaluation` writes
+it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class EvaluationSet:
     """Tasks that are evaluated together."""
 
     name: str
-    """Empty: the run's own held-out tasks."""
+    """The name of the set; empty: the run's own held-out tasks."""
     tasks: Sequence[Task]
     sampling: Sampling
     is_part: bool = False
-    """Of a mixture: such sets together are the run's own held-out tasks."""
+    """Whether it is one part of a mixture; all parts together are the run's held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Play:
 
     task: Task
     sample: int
-    """0, 1, … of the task."""
+    """Number of the sample among those of its task, from 0."""
 
     @property
     def assignment(self) -> RolloutAssignment:
@@ -52,22 +52,22 @@ class Play:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What became of a play."""
+    """The result of a play."""
 
     summary: TrajectorySummary
     line: Any = None
-    """Reference to the bytes of `rollout_line` in the object store; None: not asked for."""
+    """Reference to the bytes of `rollout_line` in the object store; None: not requested."""
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:
-    """Each task so often. A task's samples come behind each other, so that actors share them."""
+    """Return num_samples plays of each task, which are adjacent so that actors share them."""
     return [Play(task=task, sample=number) for task in tasks for number in range(num_samples)]
 
 
 def rollout_line(
     trajectory: Trajectory, sample: int, *, decode: Callable[[TokenIds], str]
 ) -> bytes:
-    """One line of JSON without its end. sample: as in `Play`. decode: ids to text."""
+    """Return a line of JSON without its newline. sample: as in `Play`. decode: ids to text."""
     components: Counter[str] = Counter()
     for turn in trajectory.turns:
         components.update(turn.reward_components)
@@ -93,7 +93,7 @@ def rollout_line(
 
 
 def _sample(sample: Sample, decode: Callable[[TokenIds], str]) -> dict[str, Any]:
-    """mask: 1 where a token was sampled; logprobs: nats, 0 where it was not."""
+    """Return a sample as JSON: `mask` is 1 for sampled tokens; `logprobs` (nats) 0 for others."""
     return {
         "token_ids": sample.token_ids.tolist(),
         "mask": sample.mask.tolist(),

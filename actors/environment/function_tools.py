@@ -8,11 +8,11 @@
         \"\"\"
 
 The schema that the policy is shown comes from the signature, the descriptions from the docstring.
-Arguments are held to the types and converted before the call. Of a class each public method is a
-tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
-`reset(**columns)` is called first. That is what TRL's trainers take as `environment_factory`. A
-function without arguments whose annotation is the class that it returns makes the instances:
-`def make() -> Desk`. Called by `actors.environment.builtin.tools`.
+Arguments are checked against the types and converted before the call. Each public method of a class
+is a tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
+`reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. A function
+without arguments that is annotated to return a class makes its instances: `def make() -> Desk`.
+Called by `actors.environment.builtin.tools`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _NOT_TAKEN = (
     inspect.Parameter.VAR_KEYWORD,
     inspect.Parameter.POSITIONAL_ONLY,
 )
-# Methods of a class that are not the policy's to call.
+# Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
 
 
 class BadTool(ValueError):
-    """There is no such tool, or none that a policy can be told how to call."""
+    """There is no such tool, or its form cannot be described to a policy."""
 
 
 class BadArguments(Exception):
-    """What the policy gave does not fit; the message is one short sentence for it."""
+    """The policy's arguments do not fit; the message is one short sentence for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +120,13 @@ class FunctionTool:
     async def _call_in_worker(self, arguments: Mapping[str, Any], *, limit_s: float) -> str:
         if self.instance is None:
             # The worker reads the arguments, because their types may run the user's code too.
-            told = {"target": self.target, "arguments": dict(arguments)}
+            given = {"target": self.target, "arguments": dict(arguments)}
             place: workers.Pool | workers.Home = workers.pool()
         else:
-            told = {"target": self.target, "arguments": dict(arguments), "instance": self.instance}
+            given = {"target": self.target, "arguments": dict(arguments), "instance": self.instance}
             place = self.instance.home
         text, is_refusal = await place.call(
-            f"{__name__}:answer_of", told, limit_s=limit_s, about=self.target
+            f"{__name__}:answer_of", given, limit_s=limit_s, about=self.target
         )
         if is_refusal:
             raise BadArguments(text)
@@ -203,7 +203,7 @@ class ToolClass:
     name: str
     make: Callable[[], Any]
     tools: tuple[FunctionTool, ...]
-    """Not bound to an instance."""
+    """The tools, not bound to an instance."""
     has_reward: bool
     """Whether its method `get_reward` scores the episode."""
     made: type
@@ -266,7 +266,7 @@ class ToolClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolset:
-    """What an environment declares."""
+    """The tools that an environment declares."""
 
     functions: tuple[FunctionTool, ...]
     classes: tuple[ToolClass, ...]
@@ -291,14 +291,13 @@ def load_tools(names: Sequence[str]) -> Toolset:
     taken = [schema.name for schema in tools.schemas]
     if twice := sorted({name for name in taken if taken.count(name) > 1}):
         raise BadTool(
-            f"tools: {', '.join(twice)} is the name of two tools, expected names of their own; "
-            "rename one"
+            f"tools: {', '.join(twice)} is the name of two tools, expected unique names; rename one"
         )
     return tools
 
 
 def as_text(found: object) -> str:
-    """What a tool gave, as the policy reads it: a text as it is, anything else as JSON."""
+    """Return a tool's answer as text for the policy: a text unchanged, anything else as JSON."""
     if isinstance(found, str):
         return found
     if isinstance(found, BaseModel):
@@ -311,7 +310,7 @@ def as_text(found: object) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _load(name: str) -> FunctionTool | ToolClass:
-    """Once for the process: an environment is made for each episode."""
+    """Load a tool once for the process, because each episode makes an environment."""
     try:
         found = find(name, what="tools")
     except BadName as error:
@@ -343,12 +342,12 @@ def _class_made_by(function: Callable[..., Any], name: str) -> type | None:
         returned = get_type_hints(function).get("return")
     except Exception as error:
         raise BadTool(
-            f"tool {name}: its annotations cannot be read ({error}); mend them"
+            f"tool {name}: its annotations cannot be read ({error}); correct them"
         ) from error
     if returned is None and "return" not in function.__annotations__:
         raise BadTool(
-            f"tool {name} takes no argument and does not say what it returns, expected "
-            f"`def {function.__name__}() -> str` for a tool, or the class that it returns for a "
+            f"tool {name} takes no argument and has no return annotation, expected "
+            f"`def {function.__name__}() -> str` for a tool, or a class as annotation for a "
             "factory whose instances have the tools; annotate it, or name the class"
         )
     if inspect.iscoroutinefunction(function):
@@ -372,7 +371,7 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
     if required:
         raise BadTool(
             f"tool {name}: {found.__name__} needs {', '.join(required)} to be made, expected a "
-            "class that is made without arguments: one is made for each episode; give defaults"
+            "class that needs no arguments, because each episode makes an instance; give defaults"
         )
     methods = [
         method
@@ -382,7 +381,7 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
     if not methods:
         raise BadTool(
             f"tool {name}: {found.__name__} has no public method besides reset, close and "
-            "get_reward, expected one or more, which are its tools"
+            "get_reward, expected one or more as its tools"
         )
     tools = tuple(
         read_function(
@@ -421,25 +420,25 @@ def _required_columns(found: type) -> frozenset[str]:
 def read_function(
     function: Callable[..., Any], *, where: str, is_method: bool = False
 ) -> FunctionTool:
-    """Read a function's signature and docstring. where: names it in errors. Raises: BadTool."""
+    """Read a function's signature and docstring. where: its name in errors. Raises: BadTool."""
     name = getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
-    told = parse_docstring(inspect.getdoc(function) or "")
+    docs = parse_docstring(inspect.getdoc(function) or "")
     description = "\n\n".join(
-        part for part in (told.short_description, told.long_description) if part
+        part for part in (docs.short_description, docs.long_description) if part
     )
     if not description:
         raise BadTool(
-            f"{where} has no docstring, expected one: it is what the policy is told of the tool"
+            f"{where} has no docstring, expected one: the policy is shown it as description"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise BadTool(f"{where} yields, expected a function that returns its answer; return it")
     try:
         types = get_type_hints(function, include_extras=True)
     except Exception as error:
-        # A name in an annotation that is not there, or whatever its evaluation raises.
-        raise BadTool(f"{where}: its annotations cannot be read ({error}); mend them") from error
-    arguments = _arguments(name, parameters, types, told=told, where=where, function=function)
+        # An undefined name in an annotation, or any exception of its evaluation.
+        raise BadTool(f"{where}: its annotations cannot be read ({error}); correct them") from error
+    arguments = _arguments(name, parameters, types, docs=docs, where=where, function=function)
     try:
         schema = arguments.model_json_schema()
     # pydantic raises KeyError if a default contains "$ref".
@@ -457,31 +456,31 @@ def _arguments(
     parameters: Sequence[inspect.Parameter],
     types: Mapping[str, Any],
     *,
-    told: Docstring,
+    docs: Docstring,
     where: str,
     function: Callable[..., Any],
 ) -> type[BaseModel]:
-    """A model of the arguments, by whose aliases they go: pydantic keeps some names for itself.
+    """Return a model of the arguments, with their names as aliases: pydantic reserves some names.
 
     Raises: BadTool.
     """
-    described = {each.arg_name: each.description for each in told.params}
+    described = {each.arg_name: each.description for each in docs.params}
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind in _NOT_TAKEN:
             named = str(parameter).partition(":")[0]
             raise BadTool(
-                f"{where} takes {named}, expected arguments that can be given by their names; "
+                f"{where} takes {named}, expected arguments that can be passed by name; "
                 f"{HIDES if hides_arguments(function) else 'name them'}"
             )
         if parameter.name not in types:
             raise BadTool(
                 f"{where}: the argument {parameter.name} has no type, expected one such as "
-                f"{parameter.name}: str; the policy is told it"
+                f"{parameter.name}: str, which the policy is shown"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         field = Field(default, alias=parameter.name)
-        # If the docstring has no description, the one by Annotated stays.
+        # Without a description in the docstring, use the one of Annotated.
         if (
             text := described.get(parameter.name) or _plain_note(types[parameter.name])
         ) is not None:
@@ -509,8 +508,10 @@ def _no_schema(where: str, error: Exception) -> BadTool:
 
 
 def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as people write one, for templates show it as it stands: in their order, which is
-    also that of transformers' own schemas, and without titles that repeat the names.
+    """Return a schema as people write one, because templates show it unchanged.
+
+    The keys are in the usual order (also that of transformers' schemas), without titles that repeat
+    the names.
     """
     plain = {"type": "object", "properties": {}, **_plain(dict(schema))}
     first = {name: plain[name] for name in ("type", "properties", "required") if name in plain}

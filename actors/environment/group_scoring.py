@@ -1,4 +1,4 @@
-"""Scores the trajectories of a group together, once all of its rollouts have ended.
+"""Score the trajectories of a group together, once all of its rollouts have ended.
 
 The group's reward for a trajectory is added to its last turn. If the environment cannot score the
 group, each trajectory ends as `reward_error`. Called by the environment actor, for groups that the

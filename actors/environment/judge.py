@@ -1,9 +1,9 @@
 """A model as judge, over OpenAI's chat completions: a prompt, a number in the reply, its cost.
 
-A judgement that cannot be had raises `RewardError`, after retries: it is never 0. Equal questions
-are asked once: what is under way is shared, what was answered is kept, in memory or in an SQLite
-file that all processes on a node share. Called by `single_turn` and `tools` as a reward function,
-and by a user's own functions.
+A failed judgement raises `RewardError` after retries; it is never 0. Equal questions are sent once:
+pending requests are shared, and replies are kept in memory or in an SQLite file that all processes
+on a node share. Called by `single_turn` and `tools` as a reward function, and by a user's own
+functions.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from actors.user_code import describe
 MAX_DELAY_S = 30.0
 MAX_REPLY_CHARS = 100_000
 _RETRIED = frozenset({408, 409, 425, 429})
-"""And all from 500."""
+"""Besides all statuses from 500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the judge said of one answer."""
+    """The judge's reply to one answer, read as a score."""
 
     score: float
     reply: str
     num_tokens: int
-    """Of question and reply; 0 where it was answered before."""
+    """Tokens of question and reply; 0 for a kept or shared reply."""
     cost: float
-    """In the currency of the prices; 0 where it was answered before."""
+    """In the currency of the prices; 0 for a kept or shared reply."""
 
 
 class Judge:
-    """One judge of one process. May be called from several event loops, one after the other."""
+    """One judge of one process; event loops may use it one after the other."""
 
     def __init__(self, settings: JudgeOptions) -> None:
         self.settings = settings
@@ -67,36 +67,36 @@ class Judge:
         self._of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     async def judge(self, completion: str, /, **columns: Any) -> Judgement:
-        """Ask for a judgement.
+        """Judge an answer.
 
-        Args: columns: what the prompt needs of the task's data. $completion is the answer, also if
-        there is a column of that name.
+        Args: columns: the columns of the task's data that the prompt names. $completion is always
+        the answer, even if there is a column of that name.
         Raises: RewardError if there is no judgement.
         """
         question = question_of(self.settings, completion, columns)
-        # Two services may have models of one name.
-        asked_of = json.dumps([self.settings.url, question], sort_keys=True)
-        key = blake2b(asked_of.encode(), digest_size=20).hexdigest()
+        # With the address: two services may have models of the same name.
+        identity = json.dumps([self.settings.url, question], sort_keys=True)
+        key = blake2b(identity.encode(), digest_size=20).hexdigest()
         line = self._of_loop.setdefault(
             asyncio.get_running_loop(), _Line(self.settings.concurrency)
         )
-        if (asked := line.under_way.get(key)) is not None:
-            reply, _, _ = await asyncio.shield(asked)
+        if (pending := line.pending.get(key)) is not None:
+            reply, _, _ = await asyncio.shield(pending)
             return self._read(reply, (0, 0))
         if (known := await self._replies.find(key)) is not None:
-            # Kept by a run that read its score in another way, it may have none here.
+            # A run with other options for reading scores may have kept a reply without one.
             with suppress(RewardError):
                 return self._read(known, (0, 0))
-        asking = asyncio.ensure_future(self._ask_and_keep(key, question, line))
-        line.under_way[key] = asking
-        asking.add_done_callback(partial(line.forget, key))
-        reply, num_in, num_out = await asyncio.shield(asking)
+        request = asyncio.ensure_future(self._ask_and_keep(key, question, line))
+        line.pending[key] = request
+        request.add_done_callback(partial(line.forget, key))
+        reply, num_in, num_out = await asyncio.shield(request)
         return self._read(reply, (num_in, num_out))
 
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
     ) -> tuple[str, int, int]:
-        """Keep a reply that has a score, also where nobody waits for it any more."""
+        """Ask, and keep a reply with a score even if no caller waits for it any longer."""
         found = await self._ask(question, line)
         with suppress(RewardError):
             self._read(found[0], (0, 0))
@@ -110,7 +110,7 @@ class Judge:
             await line.client.aclose()
 
     def _read(self, reply: str, tokens: tuple[int, int]) -> Judgement:
-        """Raises: RewardError for a reply without a score."""
+        """Read the score in a reply. Raises: RewardError if it has none."""
         settings = self.settings
         num_in, num_out = tokens
         return Judgement(
@@ -121,27 +121,27 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Returns: the reply, and the tokens in and out. Raises: RewardError."""
+        """Return the reply and its numbers of tokens in and out. Raises: RewardError."""
         settings = self.settings
-        async with line.places:
+        async with line.slots:
             for attempt in range(settings.max_retries + 1):
                 try:
                     return await self._request(question, line)
                 except _Passing as passing:
                     problem = passing
                 if attempt < settings.max_retries:
-                    # Jittered, so that those that failed together do not come together again.
+                    # Jittered, so that requests that failed together are not repeated together.
                     delay_s = max(problem.after_s, random.uniform(0.5, 1.0) * 2**attempt)
                     await asyncio.sleep(min(MAX_DELAY_S, delay_s))
         raise RewardError(f"judge {settings.model}: {problem}, {settings.max_retries + 1} times")
 
     async def _request(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Raises: _Passing; RewardError for what a repetition would not change."""
+        """Send one request. Raises: _Passing; RewardError if a repetition would fail too."""
         settings = self.settings
         key = key_of(settings)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            # The client's own limit begins anew with each byte.
+            # The client's own limit begins again with each byte.
             async with asyncio.timeout(settings.timeout_s):
                 answer = await line.client.post(
                     f"{settings.url.rstrip('/')}/chat/completions",
@@ -150,7 +150,7 @@ class Judge:
                     timeout=None,
                 )
         except httpx.LocalProtocolError:
-            # Its text may have the key in it.
+            # The error's text may contain the key.
             raise RewardError(f"judge {settings.model}: the request cannot be sent") from None
         except (httpx.RequestError, TimeoutError) as error:
             raise _Passing(describe(error)) from error
@@ -158,7 +158,7 @@ class Judge:
             raise _Passing(f"status {answer.status_code}", after_s=_retry_after(answer))
         if answer.status_code != 200:
             raise RewardError(
-                f"judge {settings.model}: status {answer.status_code} of {settings.url}; look at "
+                f"judge {settings.model}: status {answer.status_code} of {settings.url}; check "
                 "its key, its model and its address"
             )
         try:
@@ -166,37 +166,37 @@ class Judge:
             choice = body["choices"][0]
             reply, ended_by = choice["message"]["content"], choice.get("finish_reason")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise _Passing("an answer that is no chat completion") from error
+            raise _Passing("an answer that is not a chat completion") from error
         if not isinstance(reply, str):
             raise _Passing("a reply without text")
         if ended_by == "length" or len(reply) > MAX_REPLY_CHARS:
-            # What it says last is not what it would have said in the end.
+            # The last number of a cut-off reply is not its final score.
             raise RewardError(
                 f"judge {settings.model}: its reply of {len(reply)} characters was cut off, or is "
-                f"longer than {MAX_REPLY_CHARS}; raise max_tokens, or ask for less"
+                f"longer than {MAX_REPLY_CHARS}; raise max_tokens, or request a shorter reply"
             )
         usage = body.get("usage")
         counts = usage if isinstance(usage, dict) else {}
         tokens = (_count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens")))
-        # Lone halves of pairs can neither be stored nor sent.
+        # Lone surrogates can be neither stored nor sent.
         return reply.encode(errors="replace").decode(), *tokens
 
 
 def _count(value: object) -> int:
-    """Tokens, as a service tells them; 0 for what is no count."""
+    """Return a service's number of tokens; 0 if it is not a count."""
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReward:
-    """A judge in the place of a reward function."""
+    """A judge that is called as a reward function."""
 
     name: str
     weight: float
     judge: Judge
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
-        """Raises: ValueError where the data have not what its prompt needs."""
+        """Check that the data have the prompt's columns. Raises: ValueError if they do not."""
         if missing := sorted(self.judge.settings.fields - columns.keys() - extras):
             raise ValueError(
                 f"judge {self.name}: its prompt needs {', '.join(missing)}, got the columns "
@@ -211,25 +211,28 @@ class JudgeReward:
         *,
         extras: Mapping[str, Any] | None = None,
     ) -> Score:
-        """With what it cost, in the parts. Raises: RewardError."""
+        """Return the score, with tokens and cost among its parts. Raises: RewardError."""
         found = await self.judge.judge(completion, **{**columns, **(extras or {})})
         parts = {"score": found.score, "tokens": float(found.num_tokens), "cost": found.cost}
         return Score(value=found.score, parts=parts)
 
 
 def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
-    """Of each name its options, as `JudgeOptions` and a weight. Raises: BadJudge."""
+    """Make judges of their options by name: those of `JudgeOptions`, and a weight.
+
+    Raises: BadJudge.
+    """
     if not isinstance(given, Mapping):
         raise BadJudge(
             f"judges: got {given!r:.80}, expected options by the judge's name; correct it"
         )
-    # A date of YAML in the body is sent as its text.
+    # A date of YAML in the body is sent as text.
     return tuple(_load(name, json.dumps(options, default=str)) for name, options in given.items())
 
 
 @lru_cache(maxsize=64)
 def _load(name: str, options: str) -> JudgeReward:
-    """Once for the process: an environment is made for each episode."""
+    """Make a judge once for the process, because each episode makes an environment."""
     given = json.loads(options)
     weight = given.pop("weight", 1.0) if isinstance(given, dict) else 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_moderate(weight):
@@ -238,7 +241,7 @@ def _load(name: str, options: str) -> JudgeReward:
 
 
 class _Passing(Exception):
-    """A failure that may pass."""
+    """A failure that a repetition may avoid."""
 
     def __init__(self, problem: str, *, after_s: float = 0.0) -> None:
         super().__init__(problem)
@@ -246,35 +249,35 @@ class _Passing(Exception):
 
 
 class _Line:
-    """What belongs to one event loop."""
+    """The connections and pending requests of one event loop."""
 
     def __init__(self, concurrency: int) -> None:
-        self.places = asyncio.Semaphore(concurrency)
+        self.slots = asyncio.Semaphore(concurrency)
         self.client = httpx.AsyncClient(limits=httpx.Limits(max_connections=concurrency))
-        self.under_way: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
+        self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
-    def forget(self, key: str, asked: asyncio.Future[tuple[str, int, int]]) -> None:
-        """What was asked is answered, or failed; who asked may have gone by then."""
-        self.under_way.pop(key, None)
-        if not asked.cancelled():
-            asked.exception()
+    def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
+        """Remove an ended request; read its error, because no caller may wait for it."""
+        self.pending.pop(key, None)
+        if not request.cancelled():
+            request.exception()
 
 
 def _retry_after(answer: httpx.Response) -> float:
-    """Seconds that the header asks for; 0 where it says nothing that is a number."""
+    """Return the seconds that the Retry-After header requests; 0 if it has no number."""
     try:
-        asked_s = float(answer.headers.get("Retry-After", ""))
+        delay_s = float(answer.headers.get("Retry-After", ""))
     except ValueError:
         return 0.0
-    return asked_s if 0 <= asked_s < math.inf else 0.0
+    return delay_s if 0 <= delay_s < math.inf else 0.0
 
 
-# Replies of judges that are kept, in memory or in an SQLite file that a node's processes share.
+# Kept replies of judges, in memory or in an SQLite file that a node's processes share.
 KEPT_REPLIES = 20_000
 LOCK_LIMIT_S = 2.0
-"""To wait for another process that has the file."""
+"""Time to wait for another process that has locked the file."""
 PAUSE_S = 60.0
-"""Without the file after it could not be used: a judgement is not to wait for it each time."""
+"""Time not to use the file after an error, so that not every judgement waits for it."""
 _log = logging.getLogger(__name__)
 
 
@@ -284,7 +287,7 @@ class ReplyCache:
     def __init__(self, file: str | None) -> None:
         self._file = None if file is None else Path(file).expanduser()
         self._newest: OrderedDict[str, str] = OrderedDict()
-        self._is_told = False
+        self._has_warned = False
         self._unused_until = 0.0
 
     async def find(self, key: str) -> str | None:
@@ -293,7 +296,7 @@ class ReplyCache:
         try:
             return await asyncio.to_thread(self._stored, key)
         except sqlite3.Error as error:
-            self._tell(error)
+            self._pause(error)
             return None
 
     async def keep(self, key: str, reply: str) -> None:
@@ -304,16 +307,16 @@ class ReplyCache:
             try:
                 await asyncio.to_thread(self._store, key, reply)
             except sqlite3.Error as error:
-                self._tell(error)
+                self._pause(error)
 
     def _is_used(self) -> bool:
         return self._file is not None and time.monotonic() >= self._unused_until
 
-    def _tell(self, error: sqlite3.Error) -> None:
-        """Once: without the file a judgement costs what it costs, and is had all the same."""
+    def _pause(self, error: sqlite3.Error) -> None:
+        """Do without the file for PAUSE_S, and log the first such error."""
         self._unused_until = time.monotonic() + PAUSE_S
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning("judge: the cache %s cannot be used: %s", self._file, error)
 
     def _stored(self, key: str) -> str | None:

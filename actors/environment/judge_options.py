@@ -1,6 +1,6 @@
-"""Whom a judge asks, what, and how its reply becomes a score.
+"""The options of a judge: the service, the question, and how a reply becomes a score.
 
-Pure: `actors.environment.judge` asks. What is configured is refused before a run starts.
+Pure: `actors.environment.judge` sends the requests. Bad options are refused before a run starts.
 """
 
 from __future__ import annotations
@@ -20,61 +20,60 @@ from actors.environment.protocol import RewardError
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.variables import expanded
 
-# With this pattern a reply may have only one number: which of several is the score is a guess.
+# With this pattern a reply must have only one number, because any of several may be the score.
 ONLY_NUMBER = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 _OWN = frozenset({"prompt", "completion"})
 _TEXTS = ("url", "model", "prompt", "parse", "json_field", "system", "cache", "api_key")
-# Of the request, what no service may be told otherwise.
+# Fields of the request that `body` must not change.
 _KEPT = frozenset({"messages", "model", "n", "stream"})
 
 
 class BadJudge(ValueError):
-    """What is configured cannot judge."""
+    """The options of a judge are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """Whom to ask, what, and how the reply is read."""
+    """The service, the question, and how to read the reply."""
 
     url: str
-    """Where /chat/completions lies, such as https://api.openai.com/v1."""
+    """The address without /chat/completions, such as https://api.openai.com/v1."""
     model: str
     prompt: str
-    """$completion, $prompt and the columns stand for their values; $$ for a dollar."""
+    """$completion, $prompt and $COLUMN are replaced by their values; $$ gives a dollar."""
     system: str | None = None
     parse: str = ONLY_NUMBER
-    """A regular expression with one group, the score; of several matches the last counts. The
-    default needs a reply with exactly one number: "7/10", "9 or 10" and "1,000" give no
-    score."""
+    """A regular expression with one group, the score; the last match counts. The default needs a
+    reply with exactly one number: "7/10", "9 or 10" and "1,000" give no score."""
     json_field: str | None = None
-    """In the place of `parse`: the score is this field of the JSON object in the reply, of several
-    objects of the last that has it; a dot leads into an object (grades.helpful). true is 1."""
+    """Instead of `parse`: the score is this field of the last JSON object in the reply that has it;
+    a dot leads into an object (grades.helpful). true is 1."""
     scale: tuple[float, float] | None = None
-    """[low, high] become 0 and 1, and what lies outside is no score; None: as the judge says."""
+    """[low, high] become 0 and 1, and a number outside is an error; None: the number unchanged."""
     temperature: float = 0.0
     max_tokens: int = 512
     timeout_s: float = 60.0
-    """Of one request."""
+    """Limit of one request."""
     max_retries: int = 3
-    """Of requests that fail on the way, or with a status that may pass (429, 503, …)."""
+    """Retries after a lost request, or a status that may pass (429, 503, …)."""
     concurrency: int = 16
-    """Requests at once, of one environment actor."""
+    """Concurrent requests of one environment actor."""
     cache: str | None = None
-    """An SQLite file; None: replies are kept in memory, the newest KEPT_REPLIES."""
+    """An SQLite file for replies; None: the newest KEPT_REPLIES are kept in memory."""
     api_key: str | None = None
-    """$NAME: of the environment of the run's processes; sent as a bearer token. None:
-    $OPENAI_API_KEY, where it is set; empty: none is sent."""
+    """Sent as a bearer token; $NAME is a variable of the run's processes. None: $OPENAI_API_KEY, if
+    it is set; empty: no key is sent."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """More of the request, as the service wants it; null leaves one of ours out."""
+    """More fields of the request, as the service requires; null removes one of ours."""
     input_price: float = 0.0
-    """Of a million tokens."""
+    """Price of a million tokens."""
     output_price: float = 0.0
-    """Of a million tokens."""
+    """Price of a million tokens."""
 
     @property
     def fields(self) -> frozenset[str]:
-        """The columns that the prompt needs."""
+        """Return the columns that the prompt needs."""
         return frozenset(Template(self.prompt).get_identifiers()) - _OWN
 
 
@@ -82,10 +81,8 @@ def judge_options(name: str, given: Any) -> JudgeOptions:
     """Read a judge's options. Raises: BadJudge."""
     known = list(JudgeOptions.__dataclass_fields__)
     if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(known))):
-        told = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
-        raise BadJudge(
-            f"judges.{name}: got {told}, expected some of {', '.join(known)}; correct it"
-        )
+        got = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
+        raise BadJudge(f"judges.{name}: got {got}, expected some of {', '.join(known)}; correct it")
     if missing := [key for key in ("url", "model", "prompt") if not given.get(key)]:
         raise BadJudge(f"judges.{name}: {', '.join(missing)} missing; give it")
     if given.get("json_field") is not None and "parse" in given:
@@ -120,15 +117,15 @@ def _problems(settings: JudgeOptions) -> list[str]:
 
 
 def key_of(options: JudgeOptions) -> str:
-    """What is sent as a bearer token; empty: none. Raises: ValueError, without the key."""
+    """Return the key to send; empty: none. Raises: ValueError, without the key in its text."""
     if options.api_key is None:
         key = os.environ.get("OPENAI_API_KEY", "")
     else:
         key = expanded(options.api_key, what="api_key")
-    # Of a file that ends with its line.
+    # A key that was read from a file may end with a newline.
     key = key.strip()
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("api_key: it has characters that no header can have, expected a key")
+        raise ValueError("api_key: it has characters that are not allowed in a header; correct it")
     return key
 
 
@@ -141,24 +138,24 @@ def _bad_cache(cache: str) -> Iterator[str]:
     elif file.is_file():
         with file.open("rb") as opened:
             if opened.read(16) not in (b"", b"SQLite format 3\0"):
-                yield f"cache: {file} is there and no SQLite file, expected one, or another name"
+                yield f"cache: {file} is not an SQLite file, expected one, or a new name"
 
 
 def _bad_texts(settings: JudgeOptions) -> Iterator[str]:
-    """Of the address, the prompt, of how the reply is read and of the request."""
+    """Yield what is wrong with the address, the prompt, the reading of replies and the body."""
     if not settings.url.startswith(("http://", "https://")):
         yield f"url: got {settings.url!r}, expected http:// or https://"
     elif not _is_address(settings.url):
-        yield f"url: got {settings.url!r}, expected a host, and a port to 65535 if any"
+        yield f"url: got {settings.url!r}, expected a host, and a port from 1 to 65535 if any"
     template = Template(settings.prompt)
     if not template.is_valid():
         yield "prompt: it has a $ without a name, expected $NAME, or $$ for a dollar"
     elif "completion" not in template.get_identifiers():
-        yield "prompt: it lacks $completion, which is what is to be judged"
+        yield "prompt: it lacks $completion, expected it: it is the answer to judge"
     if (problem := problem_of(settings.parse)) is not None:
         yield f"parse: {problem}"
     if settings.json_field is not None and not all(settings.json_field.split(".")):
-        yield f"json_field: got {settings.json_field!r}, expected names with dots between"
+        yield f"json_field: got {settings.json_field!r}, expected names separated by dots"
     yield from _bad_body(settings.body)
 
 
@@ -172,8 +169,8 @@ def _is_address(url: str) -> bool:
 
 def _bad_body(body: object) -> Iterator[str]:
     if not isinstance(body, Mapping) or (kept := sorted(_KEPT & set(body))):
-        told = ", ".join(kept) if isinstance(body, Mapping) else repr(body)[:80]
-        yield f"body: got {told}, expected fields of the request other than these"
+        got = ", ".join(kept) if isinstance(body, Mapping) else repr(body)[:80]
+        yield f"body: got {got}, expected other fields of the request"
         return
     try:
         json.dumps(body, allow_nan=False)
@@ -182,7 +179,7 @@ def _bad_body(body: object) -> Iterator[str]:
 
 
 def is_moderate(number: float) -> bool:
-    """Finite, also as a float: a whole number may be too large for one."""
+    """Whether a number is finite as a float; a whole number may be too large for one."""
     return -1e300 <= number <= 1e300
 
 
@@ -214,7 +211,7 @@ def _bad_numbers(settings: JudgeOptions) -> Iterator[str]:
 def question_of(
     options: JudgeOptions, completion: str, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The body of the request. Raises: RewardError where the task has not what the prompt needs."""
+    """Return the body of the request. Raises: RewardError if the task lacks a column."""
     values = {**columns, "completion": completion}
     template = Template(options.prompt)
     named = {name: _shown(values[name]) for name in template.get_identifiers() if name in values}
@@ -236,14 +233,14 @@ def question_of(
 
 
 def score_of(options: JudgeOptions, reply: str) -> float:
-    """The score in a reply, scaled. Raises: RewardError where there is none."""
+    """Return the scaled score in a reply. Raises: RewardError if there is none."""
     where = f"judge {options.model}"
     found: Any
     if options.json_field is None and options.parse == ONLY_NUMBER:
         if (num_numbers := len(_DIGITS.findall(reply))) > 1:
             raise RewardError(
-                f"{where}: {num_numbers} numbers in its reply, expected one; have it answer with "
-                "the score alone, or set parse or json_field"
+                f"{where}: {num_numbers} numbers in its reply, expected one; have it answer only "
+                "with the score, or set parse or json_field"
             )
     if options.json_field is None:
         found, how = last_of(options.parse, reply, what=where), f"parse {options.parse!r}"
@@ -266,13 +263,13 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Of the last JSON object in the text that has it; None: of none."""
+    """Return a field of the last JSON object in a text that has it; None if none has."""
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:
         try:
             value, end = decoder.raw_decode(reply, start)
         except json.JSONDecodeError as error:
-            # A brace of the text, or an object that is broken: no part of it is an answer.
+            # A brace in prose, or a broken object, of which no part is an answer.
             end = max(start + 1, error.pos)
         except (ValueError, RecursionError):
             break
@@ -285,7 +282,7 @@ def _field_of(reply: str, path: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A column as a person reads it; of a chat each message behind its role."""
+    """Return a column as readable text; a chat as its messages, each after its role."""
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and all(

@@ -1,7 +1,7 @@
-"""How actors reach the inference deployment: a Protocol, token ids in, token ids out.
+"""The interface from actors to the inference deployment: a Protocol, token ids in, token ids out.
 
 `service.inference` implements it over Ray Serve; tests replace it with a ten-line fake.
-`check_reply` is the border: the turn loop trusts a reply that has passed it.
+`check_reply` checks replies at this border: the turn loop trusts those that pass.
 """
 
 from __future__ import annotations
@@ -35,48 +35,42 @@ class GenerateRequest:
     prompt_token_ids: TokenIds
     """[P] int32."""
     max_tokens: int
-    """Sampled tokens at most, >= 1."""
+    """Most tokens to sample, 1 or more."""
     temperature: float
-    """0 is greedy; training uses rollouts.temperature, or that of the part of a mixture."""
+    """0 is greedy; training uses rollouts.temperature, or that of a mixture's part."""
     deadline_s: float
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None
     """The salt in the trajectory's first reply; None on its first turn."""
     tenant: str = ""
-    """The tenant that owns it: no prefix is shared between tenants' caches; empty: the run's
-    own.
-    """
+    """The tenant that owns it; tenants share no cached prefixes. Empty: the run itself."""
     replica: str = ""
-    """The replica that gave the trajectory's last reply, and has its prefix cached; empty on the
-    first turn.
-    """
+    """The replica that sampled the trajectory's last reply and has its prefix cached; empty on the
+    first turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end the reply: it ends with the token that completes one of them."""
+    """Strings that end the reply, with the token that completes one of them."""
     kept: KeptTokens | None = None
     """The tokens that may be sampled; None means every token, as in training."""
     tools: tuple[ToolSchema, ...] | None = None
-    """The tools that the prompt declares: the reply is parsed for calls of them, and for its
-    thinking; empty: only for its thinking. None: not parsed.
-    """
+    """The tools that the prompt declares: the reply is parsed for their calls and for thinking;
+    empty: only for thinking. None: not parsed."""
 
     def salted(self, salt: str) -> str:
-        """Return the key of the engine's prefix cache, which no other tenant can have with any
-        salt.
-        """
-        # No tenant's name has a slash in it.
+        """Return the key of the engine's prefix cache, which no salt gives to another tenant."""
+        # No tenant's name contains a slash.
         return f"{self.tenant}/{salt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """A tool call as the engine's parser read it, checked against no schema.
+    """A tool call as the engine's parser read it, not checked against a schema.
 
     `actors.environment.tool_calls.check_calls` checks it.
     """
 
     name: str
     arguments: str
-    """JSON; for a broken call, the text that was found instead."""
+    """JSON; for a broken call, the text in its place."""
     id: str
 
 
@@ -85,11 +79,11 @@ class ParsedReply:
     """A reply's text, split for a reader. The trainer uses the reply's ids unchanged."""
 
     content: str
-    """Without thinking and calls; markup that the parser made no call of stays in it."""
+    """The text without thinking and calls; markup that the parser could not read stays in it."""
     reasoning: str | None = None
-    """None: the reply does not think."""
+    """The thinking; None: the reply has none."""
     calls: tuple[ParsedCall | MalformedCall, ...] = ()
-    """In the order of the text; a malformed one is markup that the parser made no call of."""
+    """In the order of the text; a malformed call is markup that the parser could not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +98,13 @@ class GenerateReply:
     version_spans: tuple[VersionSpan, ...]
     """Contiguous, covering [0, A)."""
     cache_salt: str
-    """For the trajectory's later requests."""
+    """The salt of the trajectory's later requests."""
     replica: str = ""
-    """For the trajectory's next request."""
+    """The replica of the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
     parsed: ParsedReply | None = None
-    """None: the request did not ask for it."""
+    """None: the request had no `tools`."""
 
 
 class PolicyClient(Protocol):
@@ -126,7 +120,7 @@ class PolicyClient(Protocol):
 
 
 class UnusableReply(Exception):
-    """The reply's tokens cannot be trained on; outcome: how that ends the trajectory."""
+    """The reply's tokens cannot be trained on; outcome: the trajectory's outcome."""
 
     def __init__(self, outcome: Outcome, detail: str) -> None:
         super().__init__(detail)
@@ -134,10 +128,10 @@ class UnusableReply(Exception):
 
 
 def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
-    """Make the turn of a request that was sent and the reply that came back.
+    """Make the turn of a request and its reply.
 
-    Raises: UnusableReply for no sampled token (empty); for what `find_misalignment` finds, or a
-    log-probability that is not finite (misaligned); for one that should be parsed and is not.
+    Raises: UnusableReply for no sampled token (empty); for a fault that `find_misalignment` finds,
+    or a log-probability that is not finite (misaligned); for a reply that lacks its parsing.
     """
     token_ids = np.asarray(reply.token_ids, dtype=np.int32)
     logprobs = np.asarray(reply.logprobs, dtype=np.float32)
@@ -159,12 +153,12 @@ def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
     )
     problem = find_misalignment(turn)
     if problem is None and not np.isfinite(logprobs).all():
-        problem = "a log-probability is not finite; look at the engine's logits"
+        problem = "a log-probability is not finite; check the engine's logits"
     if problem is not None:
         raise UnusableReply(Outcome.TOKEN_MISALIGNED, problem)
     if request.tools is not None and reply.parsed is None:
         raise UnusableReply(
             Outcome.INFRASTRUCTURE_ERROR,
-            "the reply is not parsed, expected its calls; parse it where it was sampled",
+            "the reply is not parsed, expected its calls; parse it in the engine's replica",
         )
     return turn

@@ -1,7 +1,7 @@
-"""What an environment is: reset, step, close, and the frozen values that pass between.
+"""The protocol of an environment: reset, step, close, and their frozen values.
 
-An environment holds one episode at a time and never sees token ids: text goes in, messages come
-out. Terminated (the game has ended) and truncated (the environment cut it off) are different
+An environment plays one episode at a time and never sees token ids: it gets text and returns
+messages. Terminated (the game has ended) and truncated (the environment cut it off) are different
 things. Built-in environments implement `Environment`; `turn_loop` plays them.
 """
 
@@ -21,13 +21,13 @@ import numpy as np
 from actors.types import Task
 
 rollout_id: ContextVar[str] = ContextVar("rollout_id", default="")
-"""The rollout that is played where an environment's methods run, such as `g000012.0-3`: for its log
-lines, or to name what it starts elsewhere and a dead process could leave behind. Empty in the trial
-of an environment before the start."""
+"""The rollout that an environment's methods are called for, such as `g000012.0-3`: for its log
+lines, or to name external resources that a dead process could leave. Empty in the trial of an
+environment before the start."""
 
 
 class Role(StrEnum):
-    """Who speaks in a chat."""
+    """The role of a chat message's author."""
 
     SYSTEM = "system"
     USER = "user"
@@ -44,15 +44,15 @@ class Message:
     name: str | None = None
     """Name of the tool that answers, or of the speaker, for chat templates that show it."""
     tool_calls: tuple[ToolCall, ...] = field(default=(), compare=False)
-    """What an assistant calls; its content holds them no second time."""
+    """The assistant's calls, which its content does not repeat."""
     tool_call_id: str | None = None
     """The call that a tool answers."""
     reasoning: str | None = None
-    """What an assistant thought before its content, without the markers around it."""
+    """The assistant's thinking before its content, without the markers around it."""
     call_texts: tuple[tuple[str, str, str], ...] = field(default=(), init=False, repr=False)
-    """The id, the name and the arguments as JSON text of each call, as they were when the message
-    was made. Equality and hash go by these: a mapping has no hash, can change, and holds 1 and
-    True, or two orders of its keys, for equal."""
+    """The id, the name and the arguments as JSON text of each call, at the time when the message
+    was made. Equality and hash use these: a mapping has no hash, can change, and treats 1 and True,
+    or two orders of its keys, as equal."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):
@@ -83,21 +83,21 @@ def _as_role(name: str) -> Role:
 def _check_text(text: str, what: str) -> None:
     if not isinstance(text, str):
         raise TypeError(f"{what}: got a {type(text).__name__}, expected text")
-    # Neither a tokenizer nor the run's database takes half a character.
+    # Neither a tokenizer nor the run's database accepts lone surrogates.
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{what}: got a lone surrogate {text[error.start]!r} at character {error.start}, "
-            "expected text that UTF-8 can hold; decode it with errors='replace'"
+            "expected text that can be encoded as UTF-8; decode it with errors='replace'"
         ) from None
 
 
 def _check_role(role: Role, expected: Role, name: str) -> None:
     if role != expected:
         raise ValueError(
-            f"message: {name}: got one on a message of role {role}, expected it on role "
-            f"{expected} alone"
+            f"message: {name}: got one on a message of role {role}, expected it only on role "
+            f"{expected}"
         )
 
 
@@ -122,8 +122,8 @@ def _json_text(tree: Mapping[str, Any], what: str) -> str:
         text = json.dumps(dict(tree), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{what}: got a value that is no JSON ({type(error).__name__}), expected "
-            "texts, finite numbers, true, false, null, and lists and objects of them"
+            f"{what}: got a value that is not JSON ({type(error).__name__}), expected "
+            "strings, finite numbers, true, false, null, and lists and objects of them"
         ) from error
     _check_text(text, what)
     return text
@@ -149,7 +149,7 @@ class ToolSchema:
             for name, schema in properties.items()
         ):
             raise TypeError(
-                f"{what}: expected parameters.properties to hold one JSON schema for each argument"
+                f"{what}: expected parameters.properties to have one JSON schema for each argument"
             )
         if not _are_names(required := self.parameters.get("required", ())):
             raise TypeError(
@@ -159,11 +159,11 @@ class ToolSchema:
             kind = () if isinstance(schema, bool) else schema.get("type", ())
             if not (isinstance(kind, str) or _are_names(kind)):
                 raise TypeError(
-                    f"{what}: the type of {name}: got {kind!r}, expected one of JSON's, or a list"
+                    f"{what}: the type of {name}: got {kind!r}, expected a JSON type, or a list"
                 )
 
     def for_template(self) -> dict[str, Any]:
-        """The form that chat templates expect."""
+        """Return the tool in the form that chat templates expect."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -173,7 +173,7 @@ class ToolSchema:
 
 
 class MalformedReason(StrEnum):
-    """What was wrong with a tool call."""
+    """The fault of a tool call."""
 
     INVALID_JSON = "invalid_json"
     NOT_AN_OBJECT = "not_an_object"
@@ -193,7 +193,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
-    """Names the call to the tool's answer; empty where nothing asks for it."""
+    """The id by which the tool's answer refers to the call; empty if no one needs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,17 +211,17 @@ class Action:
 
     text: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
-    """In the order of the text; empty where no tools are declared."""
+    """Calls in the order of the text; empty if no tools are declared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """How an episode begins."""
+    """The beginning of an episode."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
     best_return: float | None = None
-    """Of best possible play; None where it is not known."""
+    """The return of best possible play; None if it is not known."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
@@ -246,9 +246,9 @@ class StepResult:
     """The environment's answer to one action."""
 
     messages: tuple[Message, ...] = ()
-    """New ones only, of role user or tool."""
+    """Only new messages, of role user or tool."""
     reward: float = 0.0
-    """Of this turn."""
+    """The reward of this turn."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     terminated: bool = False
@@ -256,16 +256,16 @@ class StepResult:
     truncated: bool = False
     """The environment's own limit cut the task off (recorded as `max_turns`)."""
     is_malformed: bool = False
-    """The action could not be understood."""
+    """Whether the action could not be understood."""
     ended_by_malformed: bool = False
-    """That is why the episode ends (recorded as `malformed_tool_call`)."""
+    """Whether the episode ends for that reason (recorded as `malformed_tool_call`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Named numbers that are not rewarded. The mean of each over a step is shown as a curve."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
     """Named texts that are kept with the trajectory, and shown together with it."""
     answer: str | None = None
-    """What the policy has answered so far, equal for equal answers: the last one of an episode is
-    what an evaluation's majority vote counts. None: nothing new."""
+    """The policy's answer so far, as a text that is equal for equal answers; an evaluation's
+    majority vote counts the last one of an episode. None: no new answer."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
@@ -301,10 +301,10 @@ class StepResult:
 
 
 class RewardError(Exception):
-    """The action was taken, but its score could not be had (a judge is away, a scorer failed).
+    """The action was taken, but its score is missing (a judge is unavailable, a scorer failed).
 
-    rescore: gives the step's result with the score, or raises RewardError again; the action is not
-    taken a second time. None: there is nothing to try again.
+    rescore: returns the step's result with the score, or raises RewardError again, without taking
+    the action a second time. None: scoring cannot be retried.
     """
 
     def __init__(
@@ -315,30 +315,30 @@ class RewardError(Exception):
 
 
 class Environment(Protocol):
-    """One episode at a time; every random choice derives from the task's seed.
+    """An environment that plays one episode at a time, with random choices only from task seeds.
 
     A constructor takes options as keyword arguments and does nothing slow; slow work belongs in
     `reset`. No method may block the event loop: other episodes share it. An attribute `data_schema`
-    may hold the JSON schema of its tasks' data (`task_data`); without it any object is taken. A
-    method `first_messages(data)` may tell a task's first messages without beginning it, and an
-    attribute `tools` the tools: tasks whose prompt is too long are left out before the start then.
+    may give the JSON schema of its tasks' data (`task_data`); without it any object is accepted. A
+    method `first_messages(data)` may return a task's first messages without beginning it, and an
+    attribute `tools` the tools: then tasks with too long prompts are left out before the start.
     """
 
     async def reset(self, task: Task) -> Observation:
-        """Begin the task's episode and give its first messages. Any exception retries it."""
+        """Begin the task's episode and return its first messages. Any exception retries it."""
         ...
 
     async def step(self, action: Action) -> StepResult:
-        """Take one action. Raises: RewardError when only the score is missing."""
+        """Take one action. Raises: RewardError if only the score is missing."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything; called once, whatever happened before, also after a time-out."""
+        """Release everything; called once, whatever happened before, also after a time-out."""
         ...
 
 
 def reward_problem(result: StepResult) -> str | None:
-    """What is wrong with the reward, or with one of its components; None: all are finite."""
+    """Return what is wrong with the reward, a component or a metric; None if all are finite."""
     parts = {"reward": result.reward}
     parts |= {f"reward component {name}": part for name, part in result.reward_components.items()}
     parts |= {f"metric {name}": part for name, part in result.metrics.items()}
@@ -349,7 +349,7 @@ def reward_problem(result: StepResult) -> str | None:
     return None
 
 
-# Of what else a user's code gives, the type is told: its text may be long, or not to be had.
+# Other values of a user's code are shown by their type: their text may be long, or may raise.
 _SHOWN = (float, str, type(None))
 
 

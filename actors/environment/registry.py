@@ -1,7 +1,8 @@
 """Environments by name: the built-in ones, registered ones, entry points, and "module:Class".
 
-`resolve` checks a name and its options once, before anything starts; what it returns makes one
-environment an episode. Called by the configuration's checks and by the environment actor.
+`resolve` checks a name and its options once, before anything starts, and returns a function that
+makes an environment for an episode. Called by the configuration's checks and by the environment
+actor.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ _factories: dict[str, EnvironmentFactory] = {
 
 
 class UnknownEnvironment(ValueError):
-    """No environment has this name, or what it names cannot be imported."""
+    """The name belongs to no environment, or its class cannot be imported."""
 
 
 class BadEnvironmentOptions(ValueError):
-    """The environment does not take these options."""
+    """The environment does not accept these options."""
 
 
 def register(name: str, factory: EnvironmentFactory) -> None:
     """Add an environment of this process.
 
-    Raises: ValueError for a name that is taken by something else or that holds a colon.
+    Raises: ValueError if the name is taken by another factory or contains a colon.
     """
     if ":" in name or not name:
         raise ValueError(f"environment name: got {name!r}, expected a word without a colon")
@@ -72,12 +73,12 @@ def register(name: str, factory: EnvironmentFactory) -> None:
 
 
 def is_built_in(name: str) -> bool:
-    """Return whether a name is a built-in environment, or was registered in this process."""
+    """Whether a name is a built-in environment, or was registered in this process."""
     return name in _factories
 
 
 def known_names() -> list[str]:
-    """Every name that `resolve` knows, sorted; "module:Class" works beside them."""
+    """Return every name that `resolve` knows, sorted; it also accepts "module:Class"."""
     return sorted({*_factories, *(point.name for point in _entry_points())})
 
 
@@ -86,8 +87,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 
     Args: name: registered, an entry point's, or "module:Class". options: its keyword arguments.
     Returns: a callable that makes a fresh environment.
-    Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError where an optional package that
-    the environment needs is missing (the message holds the remedy).
+    Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError if an optional package that the
+    environment needs is missing (the message has the remedy).
     """
     factory = _find(name)
     try:
@@ -109,14 +110,14 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
             )
         data_schema_of(made)
     except BadDataSchema as error:
-        raise BadEnvironmentOptions(f"environment {name!r}: {error}; mend the class") from error
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}; correct the class") from error
     except (TypeError, ValueError) as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
     return make
 
 
 def _check_methods(made: object) -> None:
-    """Raises: TypeError, where one of the protocol's three is not there, or not as it has to be."""
+    """Raise TypeError if a method of the protocol is missing or has another form."""
     for name, arguments in (("reset", ("task",)), ("step", ("action",)), ("close", ())):
         method = getattr(made, name, None)
         wanted = f"async def {name}({', '.join(('self', *arguments))})"
@@ -124,7 +125,7 @@ def _check_methods(made: object) -> None:
             raise TypeError(f"it has no method {name}, expected `{wanted}`")
         plain = inspect.unwrap(method)
         if inspect.isroutine(plain) and not inspect.iscoroutinefunction(plain):
-            raise TypeError(f"{name} is no coroutine, expected `{wanted}`; write async before def")
+            raise TypeError(f"{name} is not a coroutine, expected `{wanted}`; add async before def")
         try:
             inspect.signature(method).bind(*arguments)
         except TypeError as error:
@@ -142,7 +143,7 @@ def _find(name: str) -> EnvironmentFactory:
             return _load(point)
     raise UnknownEnvironment(
         f"environment: got {name!r}, expected one of {', '.join(known_names())}, "
-        'or "module:Class" of one\'s own'
+        'or your own as "module:Class"'
     )
 
 

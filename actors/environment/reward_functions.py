@@ -7,7 +7,7 @@
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
 Either may be a coroutine. A function gets the columns of the data set that it names, or all columns
-if it takes `**columns`; `prompt` (`prompts`) is the task's prompt as the data has it. An argument
+if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it. An argument
 `columns` gets the whole row as a mapping. With tools, `messages` is the conversation after the
 prompt, and `environment` (`environments`) is the instance of the class whose methods are the tools.
 `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all these
@@ -56,16 +56,17 @@ from actors.environment.workers import WorkerLost
 from actors.limits import MAX_REWARD
 from actors.user_code import CallFailed, CallTimedOut, in_thread
 
-# What TRL's trainers give a function besides, and nobody has here.
+# Arguments that only TRL's trainers can give.
 _NOT_HERE = frozenset({"completion_ids"})
-# What an episode has beside the columns: of a function with lists, the first is `environments`.
+# Arguments from the episode besides the columns; in a function with lists the first is
+# `environments`.
 EXTRAS = frozenset({"environment", "messages"})
-# As HTTP has them.
+# The HTTP API has the same limits.
 MAX_PARTS, MAX_NAME = 64, 128
 
 
 class BadRewardFunction(ValueError):
-    """There is no such function, or nothing that one can be called as."""
+    """There is no such function, or it cannot be called as a reward function."""
 
 
 class NoScore(RewardError):
@@ -74,12 +75,12 @@ class NoScore(RewardError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one function says of one answer."""
+    """One function's score of one answer."""
 
     value: float | None
     """The reward; None if the function does not score this answer (as None in TRL)."""
     parts: Mapping[str, float]
-    """By name; empty where it gave a plain number."""
+    """Named numbers; empty if the function returned a plain number."""
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The numbers that the call logged by `log_metric`, by name. A call of a group function logs
     them for its whole group."""
@@ -89,17 +90,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A function, and how it wants to be called."""
+    """A function, and how to call it."""
 
     name: str
     function: Callable[..., Any]
     weight: float
     takes_lists: bool
-    """As TRL calls it: `completions`, and a list for each column."""
+    """Whether it is called as TRL does: `completions`, and a list for each column."""
     named: frozenset[str] | None
     """The arguments that it names; None: it takes all."""
     required: frozenset[str]
-    """Those without a default, which have to be columns."""
+    """Its arguments without a default, which have to be columns."""
     takes_row: bool
     """Whether the function has an argument `columns`, which gets the whole row."""
     target: str = ""
@@ -115,7 +116,7 @@ class RewardFunction:
         """Check that a task's data have every argument that the function needs.
 
         Args:
-            extras: Names of the arguments that are available beside the columns, such as EXTRAS.
+            extras: Names of the arguments that are available besides the columns, such as EXTRAS.
 
         Raises: ValueError if an argument without a default is missing.
         """
@@ -185,7 +186,7 @@ class RewardFunction:
             what = "one answer" if count == 1 else f"{count} answers"
             one = "one number" if count == 1 else "one number each"
             raise NoScore(
-                f"reward function {self.name} gave {_told(found)} for a list of {what}, "
+                f"reward function {self.name} gave {_format(found)} for a list of {what}, "
                 f"expected a list of {one}"
             )
         return [
@@ -258,7 +259,7 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Return as a score what a call gave for one of its answers. Raises: RewardError."""
+        """Return a call's value for one of its answers as a score. Raises: RewardError."""
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -296,14 +297,14 @@ class RewardFunction:
         """
         if not _is_number(value):
             raise NoScore(
-                f"reward function {self.name} gave {_told(value)}{place}, expected a number, or "
+                f"reward function {self.name} gave {_format(value)}{place}, expected a number, or "
                 f"numbers by their names, none beyond {MAX_REWARD:g}"
             )
         return float(_plain(value))
 
 
 def _values(found: Any, takes_lists: bool) -> Any:
-    """Return as a list what a function with lists has returned, because TRL iterates over it.
+    """Return the value of a function with lists as a list, because TRL iterates over it.
 
     Arrays, tensors and series are converted by their `tolist`; a generator runs here. Return the
     value unchanged if it is not iterable, or if the function takes no lists.
@@ -407,20 +408,20 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
     names = [each.name for each in functions]
     if twice := {name for name in names if names.count(name) > 1}:
         raise BadRewardFunction(
-            f"reward: {', '.join(sorted(twice))} is the name of two functions, expected names that "
-            "tell their numbers apart; rename one"
+            f"reward: {', '.join(sorted(twice))} is the name of two functions, expected a "
+            "different name for each; rename one"
         )
     return functions
 
 
 def names_of(asked: str | Sequence[str] | Mapping[str, float]) -> list[str]:
-    """Of the functions that `load_functions` is asked for."""
+    """Return the names of the functions that `load_functions` would load."""
     return [asked] if isinstance(asked, str) else list(asked)
 
 
 @lru_cache(maxsize=64, typed=True)
 def _load(text: str, weight: object) -> RewardFunction:
-    """Once for the process: an environment is made for each episode."""
+    """Load a function once for the process, because each episode makes an environment."""
     if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
         raise BadRewardFunction(f"reward: the weight of {text} is {weight!r}, expected a number")
     try:
@@ -436,8 +437,8 @@ def _load(text: str, weight: object) -> RewardFunction:
 def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFunction:
     if isinstance(found, type):
         raise BadRewardFunction(
-            f"reward: {text} is a class, expected a function or an instance with __call__; give an "
-            "instance a name in the module, and name that"
+            f"reward: {text} is a class, expected a function or an instance with __call__; assign "
+            "an instance to a name in the module, and use that name"
         )
     if not callable(found):
         raise BadRewardFunction(f"reward: {text} is {_kind(found)}, expected a function; name one")
@@ -447,8 +448,8 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
     if is_stream or (inspect.isgeneratorfunction(called) and not function.takes_lists):
         wanted = "a list" if function.takes_lists else "a number"
         raise BadRewardFunction(
-            f"reward: {text} yields its values, expected {wanted} that is returned; write return "
-            "in place of yield"
+            f"reward: {text} yields its values, expected it to return {wanted}; write return "
+            "instead of yield"
         )
     named = _arguments(found)
     answers = named.keys() & {"completion", "completions"}
@@ -456,11 +457,11 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
     if len(answers) != 1 and not (reads_other and not answers):
         raise BadRewardFunction(
             f"reward: {text} takes {inspect.signature(found)}, expected an argument completion "
-            "that can be given by its name, or completions as TRL has it"
+            "that can be passed by name, or completions as in TRL"
         )
     if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(
-            f"reward: {text} needs {', '.join(unknown)}, which a trainer alone has; expected "
+            f"reward: {text} needs {', '.join(unknown)}, which only a trainer has; expected "
             "arguments that are columns; give them a default"
         )
     return function
@@ -499,7 +500,7 @@ def method_as_reward(
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
-    """Return a function with what its signature says of how it is called."""
+    """Return a function with its manner of calling, read from its signature."""
     named = _arguments(function)
     parameters = inspect.signature(function).parameters.values()
     takes_lists = bool(named.keys() & {"completions", "environments"})
@@ -533,7 +534,7 @@ def _as_conversation(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def _told(found: object) -> str:
+def _format(found: object) -> str:
     if found is None or isinstance(found, Real | Decimal | str):
         return f"{found!r:.80}"
     return found.kind if isinstance(found, _Other) else _kind(found)

@@ -1,13 +1,12 @@
-"""Builds the samples of one trajectory while it is played: what a turn loop appends to.
+"""Build the samples of one trajectory while it is played.
 
-The rule: a turn extends a sample when the sample's ids are an exact prefix of its prompt; what lies
-between is observation, mask 0. All samples stay open; the longest match wins, the newest among
-equals. Two ways in. `append` takes a turn that goes on from the last one, as a turn loop knows it:
-nothing is compared. `add` takes a turn of which nobody says what it extends, and compares its
-prompt with every open sample. A property test holds both to the rule in plain loops
-(`tests/worlds/prefix_merge.py`). Of each open sample the builder keeps the newest prompt and reply,
-which are all its ids, so that an episode's memory does not grow with its turns times their length.
-Called by the turn loop.
+The rule: a turn extends a sample if the sample's ids are an exact prefix of its prompt; the other
+tokens of the prompt are observation, mask 0. All samples stay open; the longest match wins, the
+newest among equals. `append` takes a turn that is known to continue the last one, and compares
+nothing. `add` takes a turn without this knowledge, and compares its prompt with every open sample.
+A property test compares both with the rule in plain loops (`tests/worlds/prefix_merge.py`). For
+each open sample the builder keeps only the newest prompt and reply, which have all its ids, so that
+memory does not grow with the number of turns times their length. Called by the turn loop.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from actors.types import (
 
 
 class _Recorded(NamedTuple):
-    """What was recorded of a turn's sampled tokens, as in `Turn`."""
+    """The records of a turn's sampled tokens, as in `Turn`."""
 
     logprobs: LogProbs
     version_spans: tuple[VersionSpan, ...]
@@ -45,9 +44,9 @@ class _Recorded(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenSample:
-    """Its ids are those of its newest turn: prompt, then sampled. last_id: the last of them.
+    """An open sample, whose ids are those of its newest turn: prompt, then sampled.
 
-    observed: what came behind them in an episode that went no further.
+    last_id: the last of these ids. observed: tokens after them at the end of an episode.
     """
 
     parent: int | None
@@ -69,7 +68,7 @@ class _OpenSample:
 
     def begins(self, prompt: TokenIds) -> bool:
         """Whether all its ids are an exact prefix of the prompt."""
-        # Its last id first: it tells most samples apart without reading the others.
+        # Compare the last id first: it rules out most samples without reading the other ids.
         if self.length > prompt.shape[0] or prompt[self.length - 1] != self.last_id:
             return False
         num_prompt = self.prompt.shape[0]
@@ -78,7 +77,7 @@ class _OpenSample:
         )
 
     def num_common(self, prompt: TokenIds) -> int:
-        """How many ids it has in common with the prompt from the start."""
+        """Count the ids that it shares with the prompt from the start."""
         shared = common_prefix(self.prompt, prompt)
         if shared < self.prompt.shape[0]:
             return shared
@@ -99,15 +98,15 @@ class SampleBuilder:
         self._num_turns = 0
 
     def append(self, turn: Turn) -> None:
-        """Take a turn whose prompt begins with all ids of the last turn's sample."""
+        """Append a turn whose prompt begins with all ids of the last turn's sample."""
         self._put(turn, self._newest or self._opened(turn.prompt_token_ids, None))
 
     def add(self, turn: Turn, *, reason: BranchReason | None = None) -> None:
-        """Take a turn by its whole prompt: into the sample that it extends, or into a new one.
+        """Add a turn to the sample that its prompt extends, or to a new sample.
 
         The longest sample that begins the prompt wins, the newest among equals.
-        Args: reason: why the prompt may extend none, where the producer knows; None: the ids tell,
-        as well as they can.
+        Args: reason: why the prompt extends no sample, if the caller knows; None: inferred from the
+        ids as far as possible.
         """
         prompt = turn.prompt_token_ids
         found: _OpenSample | None = None
@@ -117,7 +116,7 @@ class SampleBuilder:
         self._put(turn, found or self._opened(prompt, reason))
 
     def score(self, *, reward: float, components: Mapping[str, float], is_malformed: bool) -> None:
-        """Say what the environment gave for the last turn."""
+        """Record the environment's score of the last turn."""
         assert self._newest is not None, "a score before the first turn"
         turns = self._newest.turns
         turns[-1] = msgspec.structs.replace(
@@ -125,17 +124,17 @@ class SampleBuilder:
         )
 
     def observe(self, prompt: TokenIds) -> None:
-        """Keep what the environment answered to the last turn of an episode that goes no further.
+        """Keep the environment's answer to the last turn of an ended episode.
 
-        Args: prompt: that of the turn that is not to come. Where it extends the last turn's sample,
-        its new tokens are the sample's end, with mask 0; else nothing is kept.
+        Args: prompt: the prompt of the turn that will not be sampled. If it extends the last turn's
+        sample, its new tokens end the sample, with mask 0; else nothing is kept.
         """
         newest = self._newest
         if newest is not None and newest.begins(prompt):
             newest.observed = prompt[newest.length :]
 
     def samples(self) -> tuple[Sample, ...]:
-        """The samples of all turns so far, in the order in which they began."""
+        """Return the samples of all turns so far, in the order in which they began."""
         has_rewards = any(
             each.token_rewards is not None for sample in self._open for each in sample.recorded
         )
@@ -165,7 +164,7 @@ class SampleBuilder:
         self._newest = sample
 
     def _opened(self, prompt: TokenIds, reason: BranchReason | None) -> _OpenSample:
-        """A new sample, with what it branched off."""
+        """Open a sample for a prompt, with the sample from which it branches and the reason."""
         if not self._open:
             sample = _OpenSample(None, 0, None)
         else:
@@ -179,14 +178,17 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """The newest of the samples that share most with a prompt, and how many ids they share."""
+        """Return the sample (the newest if tied) that shares most ids with a prompt, and how many.
+
+        The second value is the number of shared ids.
+        """
         nearest = len(self._open) - 1
         most = self._open[nearest].num_common(prompt)
         for number in range(nearest - 1, -1, -1):
             if most == prompt.shape[0]:
                 break
             sample = self._open[number]
-            # Who shares more has the prompt's id where the others part from it.
+            # A sample that shares more has the prompt's id at the first position that differs here.
             if sample.length > most and sample.id_at(most) == prompt[most]:
                 shared = sample.num_common(prompt)
                 if shared > most:
@@ -227,7 +229,7 @@ class SampleBuilder:
 
 
 def _experts(sample: _OpenSample) -> ExpertRecords | None:
-    """The recorded routing of a sample's tokens, each at its own position."""
+    """Return the recorded routing of a sample's tokens, each at its own position."""
     positions: list[NDArray[np.int32]] = []
     indices: list[ExpertIndices] = []
     for turn, recorded in zip(sample.turns, sample.recorded, strict=True):
@@ -241,7 +243,7 @@ def _experts(sample: _OpenSample) -> ExpertRecords | None:
 
 
 def build_samples(turns: Iterable[Turn], *, trajectory_id: str) -> tuple[Sample, ...]:
-    """The samples of recorded turns, each by its whole prompt."""
+    """Return the samples of recorded turns, each added by its whole prompt."""
     builder = SampleBuilder(trajectory_id)
     for turn in turns:
         builder.add(turn)

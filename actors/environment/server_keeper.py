@@ -1,15 +1,14 @@
-"""Runs a server, and ends all that it has started when it ends, or when whoever wanted it has.
+"""Run a server, and end all its processes when it ends or the process that uses it has ended.
 
     python -I -S server_keeper.py PID COMMAND...
 
-PID is of the process that starts this one. A server may start others (a launcher such as npx, uvx
-or `sh -c` does), and those outlive it and its user where nobody ends them. So two processes stand
-between: the first, whom the user knows, passes signals on; the second, the keeper, becomes the
-parent of all below it that lose theirs, so that none is out of its reach, and ends them when the
-server, the first process or the user has ended. It is not the user's child, because Ray kills the
-children of a worker that it ends. Standard input and output are the server's alone. Started by
-`mcp_servers`; needs Linux, and nothing but Python's own library, because one is started for each
-server.
+PID is the user: the process that starts this one. A server may start other processes (launchers
+such as npx, uvx or `sh -c` do), which would outlive it and the user. So there are two processes in
+between: the first, the user's child, passes signals on; the second, the keeper, becomes the parent
+of orphaned descendants, so that it can reach all of them, and ends them when the server, the first
+process or the user has ended. The keeper is not the user's child, because Ray kills the children of
+a worker that it ends. Only the server has the standard input and output. Started by `mcp_servers`;
+needs Linux, and only Python's own library, because one is started for each server.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GRACE_S = 1.0
-"""For a server that is told to end."""
+"""Time for a server to end after SIGTERM."""
 KILL_LIMIT_S = 2.0
-_TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # linux/prctl.h
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
 
 def main(user: int, command: Sequence[str]) -> int:
-    """Run the command. Returns: its exit status, as a shell tells it."""
+    """Run the command. Returns: its exit status, as a shell reports it."""
     try:
         watched = [os.pidfd_open(user), os.pidfd_open(os.getpid())]
     except ProcessLookupError:
         return 1
     if os.getppid() != user:
-        # It was gone before it was watched.
+        # The user ended before it was watched.
         return 1
     keeper = os.fork()
     if keeper == 0:
         os.setsid()
         os._exit(_keep(command, watched))
-    _let_go_of_the_pipes()
-    for number in _TOLD_TO_END:
+    _release_pipes()
+    for number in _END_SIGNALS:
         signal.signal(number, lambda number, _: os.kill(keeper, number))
     return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1]) & 0xFF
 
@@ -57,33 +56,36 @@ def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
     for end in (woken, waking):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, *_TOLD_TO_END):
+    for number in (signal.SIGCHLD, *_END_SIGNALS):
         signal.signal(number, lambda *_: None)
     libc = ctypes.CDLL(None)
     libc.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        # So that no server is left where the keeper itself is killed.
+        # The server gets SIGKILL if the keeper itself is killed.
         server = subprocess.Popen(
             command, preexec_fn=lambda: libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
-    _let_go_of_the_pipes()
+    _release_pipes()
     status = _wait(server.pid, watched=watched, woken=woken)
     _end_all()
     return 128 + signal.SIGKILL if status is None else status
 
 
-def _let_go_of_the_pipes() -> None:
-    """The server's user sees at once that the server has closed its ends."""
+def _release_pipes() -> None:
+    """Replace standard input and output, so that only the server holds the user's pipes."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
 
 
 def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
-    """Until the server ends (gives its status), a watched process does, or a signal says so."""
+    """Wait until the server or a watched process ends, or for GRACE_S after a signal to end.
+
+    Returns: the server's status if it has ended; else None.
+    """
     poller = select.poll()
     for end in (*watched, woken):
         poller.register(end, select.POLLIN)
@@ -103,7 +105,7 @@ def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
 
 
 def _reaped() -> dict[int, int]:
-    """Status by process, of those that have ended."""
+    """Return the status of each ended process by its id."""
     found: dict[int, int] = {}
     while True:
         try:
@@ -117,7 +119,7 @@ def _reaped() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Kill whatever is below this process, until nothing is."""
+    """Kill all descendants of this process, until there are none."""
     end = time.monotonic() + KILL_LIMIT_S
     while (below := _descendants()) and time.monotonic() < end:
         for process in below:
@@ -130,12 +132,12 @@ def _end_all() -> None:
 
 
 def _descendants() -> list[int]:
-    """Of this process, zombies too."""
+    """Return the ids of this process's descendants, zombies included."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # PID (NAME) STATE PARENT …, and a name may hold spaces and parentheses.
+                # PID (NAME) STATE PARENT …; a name may contain spaces and parentheses.
                 parent = int(
                     (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
                 )

@@ -1,4 +1,4 @@
-"""What an environment actor is told. Plain values, no Ray."""
+"""The settings of an environment actor: plain values, no Ray."""
 
 from __future__ import annotations
 
@@ -15,58 +15,59 @@ from actors.outcomes import OutcomeRule
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import Outcome
 
-# The name of the option that has an environment score the answers of a group together.
+# The name of the option that makes an environment score the answers of a group together.
 GROUP_REWARD = "group_reward"
-# Groups after which a mixture's pattern comes again: weights are kept to a thousandth.
+# Groups after which the pattern of a mixture repeats: weights are exact to a thousandth.
 MIXTURE_PERIOD = 1000
 StopStrings = Annotated[tuple[Annotated[str, MinLen(1), MaxLen(256)], ...], MaxLen(16)]
 Choices = Annotated[tuple[str, ...], MinLen(1)]
 
 
 class History(StrEnum):
-    """What stands in a prompt of what was said before."""
+    """The form of earlier turns in a prompt."""
 
     APPENDED = "appended"
-    """What was sampled, token by token."""
+    """The sampled tokens, unchanged."""
     AS_RENDERED = "as_rendered"
-    """What the chat template makes of it, as where the model is used later."""
+    """The chat template's rendering, as later applications of the model use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """How episodes are played, and what becomes of those that fail."""
+    """Settings for playing episodes, and for the failed ones."""
 
     __pydantic_config__ = STRICT
 
     num_actors: Positive = 1
     """Environment actor processes."""
     slots_per_actor: Positive = 256
-    """Episodes that one actor holds at once."""
+    """Episodes that one actor plays at once."""
     max_turns: Positive = 8
     """Model calls in one trajectory."""
     max_tokens_per_turn: Positive = 64
     """Sampled tokens in one turn."""
     temperature: Temperature = 1.0
-    """Of training rollouts; evaluations have their own (evaluation.temperature)."""
+    """Temperature of training rollouts; evaluations have their own (evaluation.temperature)."""
     stop: StopStrings = ()
-    """Texts that end a turn: the turn ends at the first of them that it contains. The environment
+    """Strings that end a turn: the turn ends at the first one that it contains. The environment
     gets the text before it; all sampled tokens are trained."""
     turn_deadline_s: Seconds = 60
-    """One model call and the environment's answer to it; also the environment's reset."""
+    """Limit of one model call with the environment's answer to it; also of the environment's
+    reset."""
     episode_deadline_s: Seconds = 600
-    """One trajectory, from reset to the end."""
+    """Limit of one trajectory, from reset to the end."""
     frozen_after_s: Seconds = 60
-    """An environment actor that answers nothing for as long is replaced."""
+    """An environment actor that does not answer for this time is replaced."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rows of the outcome table that differ here."""
+    """Changed rows of the outcome table."""
     max_failed_groups: Positive = 32
-    """Groups in a row without enough usable rollouts that end the run."""
+    """Number of groups in a row without enough usable rollouts that ends the run."""
     failed_groups_grace_s: NotNegative = 30
-    """Such a row is borne for as long, whatever its length."""
+    """Such a row ends the run only after this time, whatever its length."""
     workers: Positive = 64
-    """Maximum number of processes in which one actor calls reward functions and tools. As many more
-    may hold the instances of tool classes, and as many more your own environments. Processes are
-    started when calls need them."""
+    """Maximum number of processes in which one actor calls reward functions and tools. Up to the
+    same number again may hold instances of tool classes, and again your own environments. Processes
+    are started when calls need them."""
     worker_memory_mib: Natural = 4096
     """Memory in MiB that a worker process may use beyond that of its imported modules; 0 means no
     limit."""
@@ -81,10 +82,10 @@ class RolloutSettings:
     """Whether the tool calls of a turn run concurrently. In a worker, the calls of one instance
     still run one after the other."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """For the chat template, such as enable_thinking: false."""
+    """Options of the chat template, such as enable_thinking: false."""
     history: History = History.APPENDED
-    """appended: earlier replies stay as they were sampled; as_rendered: as the template shows them,
-    with a new sample for each turn whose history that changes."""
+    """appended: earlier replies stay as sampled; as_rendered: as the template shows them, with a
+    new sample for each turn whose history the template changes."""
 
 
 playing: ContextVar[RolloutSettings] = ContextVar("playing", default=RolloutSettings())  # noqa: B039
@@ -93,8 +94,7 @@ playing: ContextVar[RolloutSettings] = ContextVar("playing", default=RolloutSett
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on the sampled text. Exactly one field is set; vLLM's parameters have the same
-    names."""
+    """A constraint on the sampled text. Exactly one field is set; the names are vLLM's."""
 
     __pydantic_config__ = STRICT
 
@@ -117,7 +117,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Which tokens may be sampled.
+    """The tokens that may be sampled.
 
     In training every token may be sampled: the engine's log-probabilities are over the kept tokens,
     and would not match the trainer's, which are over all tokens.
@@ -131,35 +131,35 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the tasks of an evaluation are sampled, and which samples pass."""
+    """Sampling of an evaluation's tasks, and the return with which a sample passes."""
 
     num_samples: int = 1
-    """Of each task."""
+    """Samples of each task."""
     temperature: float = 0.0
     kept: KeptTokens = field(default_factory=KeptTokens)
     pass_reward: float = 1.0
-    """The return with which a sample passes; the scaled one, where that is known."""
+    """The least return with which a sample passes; the scaled return, if it is known."""
     ks: tuple[int, ...] = (1,)
-    """Of pass@k, each at most num_samples."""
+    """Values of k for pass@k, each at most num_samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings:
-    """Leave out for a while what is solved, and what is out of reach."""
+    """Settings for leaving out solved and hopeless tasks for a while."""
 
     __pydantic_config__ = STRICT
 
     pass_reward: float = 1.0
-    """A sample passes with so much of its return or more, in parts of the best possible one where
-    the environment knows that."""
+    """The least return with which a sample passes, as a share of the best possible return if the
+    environment knows it."""
     solved_from: Fraction = 1.0
-    """A task rests when as large a share of its samples passed."""
+    """A task rests if at least this share of its samples passed."""
     hopeless_to: Fraction = 0.0
-    """And when no larger share did."""
+    """A task also rests if at most this share of its samples passed."""
     resting_share: Fraction = 1.0
-    """The chance with which a resting one is played all the same; 1: there is no curriculum."""
+    """The chance that a resting task is played anyway; 1: no curriculum."""
     window: Positive = 2
-    """The share is over so many of its newest groups."""
+    """Number of a task's newest groups over which the share is taken."""
 
     @property
     def is_on(self) -> bool:
@@ -168,13 +168,13 @@ class CurriculumSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEnvironment:
-    """An environment, and how it is played."""
+    """An environment with its options and limits."""
 
     environment: str
     """Its registered name, or package.module:Class."""
     options: Mapping[str, Any] = field(default_factory=dict)
     rollouts: RolloutSettings | None = None
-    """Its limits; None: the actor's own."""
+    """Its limits; None: the actor's."""
 
     @property
     def scores_groups(self) -> bool:
@@ -185,19 +185,19 @@ class PlayedEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentActorSettings:
-    """What every environment actor of a run is told."""
+    """The settings of every environment actor of a run."""
 
     rollouts: RolloutSettings
     environments: Mapping[str, PlayedEnvironment]
-    """By the name that their tasks have as `environment`."""
+    """Each environment by the value of `environment` in its tasks."""
     max_context_tokens: int
-    """Prompt and reply together, as the engine allows."""
+    """The engine's limit on prompt and reply together."""
     chat_template: str | None
     """The chat template: Jinja text, or the word "none" for raw prompts. None means the tokenizer's
     own template."""
     groups_per_step: int
     keeps_last_observation: bool = False
-    """As `play_episode`: on where a critic bootstraps what was cut off."""
+    """See `play_episode`; true if a critic bootstraps episodes that were cut off."""
     num_steps: int = 0
     """Number of training steps of the run; 0 if nothing is trained."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

@@ -1,7 +1,7 @@
-"""Whether a rendering shows what the messages of a chat say.
+"""Check whether a rendering shows the texts of a chat's messages.
 
 Templates drop messages, move them, trim and escape them. So two things are checked for each text:
-that the template shows a mark in its place (which nothing else contains), and that the words of the
+that the template shows a mark in its place (which occurs nowhere else), and that the words of the
 text itself are in the rendering, in their order. Called by `rendering` and `template_traits`.
 """
 
@@ -46,9 +46,9 @@ class Said:
 
 
 def said(messages: Sequence[Message]) -> Iterator[Said]:
-    """Return what the messages say: contents, and the names and the arguments of their calls.
+    """Yield the texts of messages: contents, and the names and the arguments of their calls.
 
-    A thought is left out: a template may show those of earlier turns or not.
+    Thoughts are left out: a template may show those of earlier turns or not.
     """
     for number, message in enumerate(messages):
         content = _visible(message)
@@ -70,7 +70,7 @@ def said(messages: Sequence[Message]) -> Iterator[Said]:
 
 
 def marked(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the same chat with marks in place of its texts; ids and names are not changed."""
+    """Return the same chat with marks instead of its texts; ids and names are not changed."""
     return tuple(
         replace(
             message,
@@ -104,10 +104,10 @@ def marks_in(text: str) -> frozenset[str]:
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
 
-    times: how often; ignored if no form in which the text is shown can be counted.
+    times: least number of times; ignored if the text is in no form that can be counted.
     """
     text = text.strip()
-    # One message may be shown as it is and another, with the same text, escaped.
+    # One message may be shown unchanged and another, with the same text, escaped.
     as_json = {json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)}
     if found := sum(map(rendering.count, {text, html.escape(text), *as_json})):
         return found >= times
@@ -147,7 +147,7 @@ def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
 
 
 def _marked_value(value: Any, mark: str) -> Any:
-    """Numbers are not changed: a template may calculate with them."""
+    """Return a value with a mark instead of each text; a template may calculate with numbers."""
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def _marked_value(value: Any, mark: str) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The keys and the texts of arguments, and their whole numbers."""
+    """Yield the keys, the texts and the whole numbers of arguments."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield key

@@ -1,9 +1,9 @@
 """The JSON schema of an environment's task data, and the check of data against it; pure.
 
 An environment may declare the schema as its attribute `data_schema`, of the class or of the
-instance; one without takes any object. A schema refers to nothing outside itself, so that checking
-data reads no file and no address. Called by the configuration's checks, by what reads task files,
-and by the API when tasks are submitted.
+instance; without it any object is accepted. A schema refers to nothing outside itself, so that
+checking data reads no file and no address. Called by the configuration's checks, by the readers of
+task files, and by the API when tasks are submitted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actors.environment.protocol import Role
 ANY_DATA: Mapping[str, Any] = {"type": "object"}
 """The schema of an environment that declares none."""
 NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
-"""The schema of an environment that makes its tasks from their seeds alone."""
+"""The schema of an environment that makes its tasks only from their seeds."""
 _TEXT_PARTS = {
     "type": "array",
     "items": {
@@ -75,16 +75,16 @@ PROMPT_DATA: Mapping[str, Any] = {
     },
     "required": ["prompt"],
 }
-"""The schema of one whose tasks have a prompt, a text or a chat's messages, and any other data."""
+"""The schema of tasks with a prompt, which is a text or a chat's messages, and any other data."""
 _MAX_NAMES = 8
 
 
 class BadDataSchema(ValueError):
-    """An environment declares something that is no JSON schema of an object."""
+    """An environment declares something that is not a JSON schema of an object."""
 
 
 def data_schema_of(environment: object) -> dict[str, Any]:
-    """What an environment declares, as plain JSON. Raises: BadDataSchema."""
+    """Return an environment's schema as plain JSON. Raises: BadDataSchema."""
     declared = getattr(environment, "data_schema", ANY_DATA)
     if not isinstance(declared, Mapping):
         raise BadDataSchema(
@@ -104,14 +104,14 @@ def data_schema_of(environment: object) -> dict[str, Any]:
         ) from error
     except Unresolvable as error:
         raise BadDataSchema(
-            f"data_schema: the reference {error.ref!r} leads nowhere; expected references within "
-            "the schema alone, such as #/$defs/name"
+            f"data_schema: the reference {error.ref!r} leads nowhere; expected only references "
+            "within the schema, such as #/$defs/name"
         ) from error
     return schema
 
 
 def _check_references(schema: dict[str, Any]) -> None:
-    """Raises: Unresolvable."""
+    """Raise Unresolvable if a reference leads outside the schema."""
     resolver = Registry().resolver_with_root(DRAFT202012.create_resource(schema))
     for reference in _references(schema):
         resolver.lookup(reference)
@@ -128,7 +128,7 @@ def _references(tree: Any) -> Iterator[str]:
 
 
 class DataCheck:
-    """Checks data against one schema, which `data_schema_of` has returned.
+    """A check of data against a schema that `data_schema_of` has returned.
 
     Args:
         schema: The schema that the data must satisfy.
@@ -145,13 +145,13 @@ class DataCheck:
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
-        """Of the entries that the data may have; None: any."""
+        """Names of the entries that the data may have; None: any."""
         self._accepts = _acceptor(schema)
-        # Most tasks are a seed alone.
+        # Most tasks have only a seed.
         self._of_none = self._problem({})
 
     def problem(self, data: Mapping[str, Any]) -> str:
-        """What is wrong with it and where, with the remedy; empty: nothing. No value is repeated.
+        """Return what is wrong with data and where, with the remedy but no value; empty if nothing.
 
         Example: {"family": 3} -> "data.family: got a number, expected string; correct it".
         """
@@ -169,7 +169,7 @@ class DataCheck:
         where = "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in found.absolute_path
         )
-        return f"data{where}: {_told(found)}"
+        return f"data{where}: {_error_text(found)}"
 
     def _problem_of_check(self, data: Mapping[str, Any]) -> str:
         if self._check is None:
@@ -254,7 +254,7 @@ def _nested_rule(name: str, value: Any) -> _Accepts | None:
     return None
 
 
-def _told(error: ValidationError) -> str:
+def _error_text(error: ValidationError) -> str:
     rule, value, given = str(error.validator), error.validator_value, error.instance
     if rule == "type":
         expected = value if isinstance(value, str) else " or ".join(value)
@@ -273,7 +273,7 @@ def _told(error: ValidationError) -> str:
         ]
         return f"got {_kind(given)}, expected {' or '.join(dict.fromkeys(types))}; correct it"
     if rule in ("minLength", "minItems") and not given:
-        return f"got {_kind(given)} that is empty, expected one that is not; correct it"
+        return f"got {_kind(given)} that is empty, expected a non-empty one; correct it"
     if rule == "required":
         missing = [name for name in value if name not in given]
         return f"{', '.join(missing)} missing; give it"

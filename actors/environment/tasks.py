@@ -1,10 +1,10 @@
-"""Which task has which index, the same in every process and after every restart; and task files.
+"""Tasks by index, the same in every process and after every restart; and task files.
 
-Training tasks and held-out tasks never overlap: generated ones draw their seeds from disjoint
-ranges, a file's are split by a hash of their ids. Several sources become one by their weights
-(`MixedTasks`). A file is JSON lines or Parquet; a row holds `task_id` and `environment` (text),
-`seed` (a whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). Called by
-the loop, which numbers the groups, by the configuration's checks and by `rayloom tasks`.
+Training tasks and held-out tasks never overlap: generated tasks draw their seeds from disjoint
+ranges, a file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by
+weight. A file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a
+whole number, 0 or more) and `data` (an object; JSON text in a Parquet column). Called by the loop,
+which numbers the groups, by the configuration's checks and by `rayloom tasks`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from actors.environment.settings import MIXTURE_PERIOD
 from actors.environment.task_data import DataCheck
 from actors.types import Task
 
-# Below 2^31, so that a seed suits every generator there is (some take 32 bits, some signed).
+# Below 2^31, so that every generator accepts a seed (some take 32 bits, some signed).
 _SEEDS_PER_RANGE = 2**30
 _KEPT_EPOCHS = 32
-# Group k plays task k; what else it may play lies so far on: its replacements (below 2^16), other
-# tasks of the same source, and then of the sources that come next in a mixture.
+# Group k plays task k. Other tasks that it may play have this added to their index: SLOTS for each
+# replacement (below 2^16), OTHER_TASK for another task of the same source, and OTHER_SOURCE for the
+# next sources of a mixture.
 SLOTS = 2**32
 OTHER_TASK = SLOTS * 2**16
 OTHER_SOURCE = SLOTS * 2**20
@@ -46,14 +47,14 @@ _SCHEMA = pa.schema({"task_id": _TEXT, "environment": _TEXT, "seed": pa.int64(),
 
 
 class TaskSource(Protocol):
-    """Tasks by index, without end, and some that training never sees."""
+    """An unlimited sequence of training tasks, and held-out tasks that training never sees."""
 
     def task(self, index: int) -> Task:
-        """The training task of this index, index >= 0."""
+        """Return the training task of an index, 0 or more."""
         ...
 
     def held_out(self, count: int) -> list[Task]:
-        """The first `count` evaluation tasks. Raises: ValueError when there are fewer."""
+        """Return the first `count` evaluation tasks. Raises: ValueError if there are fewer."""
         ...
 
     def comes_again(self, task: Task) -> bool:
@@ -61,7 +62,7 @@ class TaskSource(Protocol):
         ...
 
     def find(self, task_id: str) -> Task | None:
-        """The training task of this id; None where the source has no list of them."""
+        """Return the training task of an id; None if the source has no list, or no such task."""
         ...
 
 
@@ -72,10 +73,10 @@ def derived_seed(*parts: str | int) -> int:
 
 
 class GeneratedTasks:
-    """Tasks of an environment that makes a game from a seed alone.
+    """Tasks of an environment that needs only a seed to make a game.
 
-    Training seeds lie in [0, 2^30), held-out seeds in [2^30, 2^31). The held-out tasks do not
-    depend on the run's seed, so that two runs are evaluated on the same ones.
+    Training seeds are in [0, 2^30), held-out seeds in [2^30, 2^31). The held-out tasks do not
+    depend on the run's seed, so that two runs are evaluated on the same tasks.
     """
 
     def __init__(
@@ -111,15 +112,15 @@ class GeneratedTasks:
 
 
 class PackedTasks(Sequence[Task]):
-    """A list of tasks as JSON in one buffer; a task is made whenever it is read.
+    """A list of tasks as JSON in one buffer; each reading of a task makes a new object.
 
-    As objects, the tasks of 100,000 rows are a million, which each garbage collection visits.
-    Invariant: the buffer only grows, so that selections share it.
+    100,000 rows as tasks are a million objects, which each garbage collection would visit.
+    Invariant: the buffer only grows, so that selections can share it.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
         self._buffer = bytearray()
-        # Of each task's id and data in the buffer: start, end of the id, end of the data.
+        # For each task three positions in the buffer: start, end of the id, end of the data.
         self._places = array("Q")
         self._seeds = array("Q")
         self._environments: dict[str, int] = {}
@@ -129,7 +130,7 @@ class PackedTasks(Sequence[Task]):
             self.append(task)
 
     def append(self, task: Task) -> None:
-        """Add a task to the end of a list that is no selection."""
+        """Add a task to the end of the list, which must not be a selection."""
         assert isinstance(self._order, range)
         start = len(self._buffer)
         self._buffer += task.task_id.encode("utf-8", "surrogatepass")
@@ -143,7 +144,7 @@ class PackedTasks(Sequence[Task]):
 
     @property
     def environments(self) -> frozenset[str]:
-        """The names of the environments that the tasks, before a selection, are for."""
+        """Return the names of the environments of all tasks in the buffer."""
         return frozenset(self._environments)
 
     def task_id(self, position: int) -> str:
@@ -186,10 +187,10 @@ class PackedTasks(Sequence[Task]):
 
 
 class FileTasks:
-    """A fixed list of tasks, repeated epoch after epoch, each in a seeded order of its own.
+    """A fixed list of tasks, repeated epoch after epoch, each epoch in its own seeded order.
 
-    The `num_held_out` tasks whose ids hash lowest are kept for evaluation: the same ones for
-    every run seed, and for the same tasks in any order.
+    The `num_held_out` tasks with the lowest hashes of their ids are kept for evaluation. They
+    depend neither on the run's seed nor on the order of the tasks.
     """
 
     def __init__(
@@ -200,9 +201,11 @@ class FileTasks:
         num_held_out: int = 0,
         held_out: Sequence[Task] | None = None,
     ) -> None:
-        """held_out: whose first are kept, by the same hash; None: of the tasks themselves.
+        """Split the tasks into training and held-out tasks.
 
-        Raises: ValueError where there are too few.
+        Args: held_out: a list from which to take the held-out tasks, by the same hash; None: they
+        are taken from the tasks themselves.
+        Raises: ValueError if there are too few.
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):
             raise ValueError(
@@ -212,19 +215,19 @@ class FileTasks:
         if held_out is not None and num_held_out > len(held_out):
             raise ValueError(
                 f"got {num_held_out} held-out tasks of a split of {len(held_out)}; expected at "
-                "most as many as it has; evaluate on fewer"
+                f"most {len(held_out)}; evaluate on fewer"
             )
         ordered = by_hash(tasks)
         kept = ordered if held_out is None else by_hash(held_out)
         self._held_out = kept[:num_held_out]
         self._train = ordered[num_held_out if held_out is None else 0 :]
         self._run_seed = run_seed
-        # First choices and each of their replacements run through epochs of their own.
+        # The first choices of groups, and each round of replacements, have epochs of their own.
         self._order = lru_cache(maxsize=_KEPT_EPOCHS)(self._shuffled)
 
     @property
     def digest(self) -> str:
-        """Equal for equal tasks, in whatever order they came; hexadecimal."""
+        """Return a hexadecimal digest that is equal for equal tasks in any order."""
         hashed = blake2b(digest_size=16)
         for task in chain(self._held_out, self._train):
             hashed.update(_json(_row(task)).encode() + b"\n")
@@ -263,19 +266,20 @@ class FileTasks:
 class MixedTasks:
     """Tasks of several sources by weight, evenly spread, each under its source's name.
 
-    Task k is of one source in every process and after every restart. Of n tasks behind each other
-    n w_i / W are of source i, to within two. Of a source's own order none is left out.
+    Task k has the same source in every process and after every restart. Among n consecutive tasks
+    n w_i / W are from source i, to within two. The tasks of a source keep their order, without
+    gaps.
     """
 
     def __init__(self, sources: Mapping[str, TaskSource], weights: Mapping[str, float]) -> None:
-        """weights: by source, each above 0."""
+        """Mix sources by their weights, each above 0."""
         self._sources = dict(sources)
         self._counts = apportioned(weights, total=MIXTURE_PERIOD)
         self._pattern = spread(self._counts)
 
     @property
     def digest(self) -> str:
-        """As `FileTasks.digest`, of all the sources that have one; empty: none has."""
+        """Return a digest of the sources that are `FileTasks`; empty if there are none."""
         found = {
             name: each.digest for name, each in self._sources.items() if isinstance(each, FileTasks)
         }
@@ -298,21 +302,21 @@ class MixedTasks:
         return None if found is None else _under(name, found)
 
     def held_out(self, count: int) -> list[Task]:
-        """Of each source. Raises: ValueError where one has fewer."""
+        """Return `count` evaluation tasks of each source. Raises: ValueError if one has fewer."""
         return [task for name in self._sources for task in self.held_out_of(name, count)]
 
     def held_out_of(self, name: str, count: int) -> list[Task]:
-        """The first `count` evaluation tasks of a source. Raises: ValueError, as it does."""
+        """Return the first `count` evaluation tasks of a source. Raises: ValueError if too few."""
         return [_under(name, task) for task in self._sources[name].held_out(count)]
 
 
 def _under(name: str, task: Task) -> Task:
-    """Two sources may have a task of the same id."""
+    """Return a source's task with the source's name in its id, which makes the id unique."""
     return replace(task, task_id=f"{name}:{task.task_id}", environment=name)
 
 
 def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
-    """Shares of a total in whole numbers, each at least 1, by the largest remainders.
+    """Divide a total into whole shares by weight, each at least 1, by the largest remainders.
 
     Example: apportioned({"a": 1, "b": 2}, total=10) -> {"a": 3, "b": 7}
     """
@@ -320,7 +324,7 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
     whole = sum(weights.values())
     exact = {name: total * weight / whole for name, weight in weights.items()}
     counts = {name: max(1, int(share)) for name, share in exact.items()}
-    # Sorting is stable: of equal ones the first.
+    # Sorting is stable: among equal ones the first wins.
     order = sorted(exact, key=lambda name: counts[name] - exact[name])
     while (left := total - sum(counts.values())) > 0:
         for name in order[:left]:
@@ -332,11 +336,11 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """So many of each name, evenly: the first j have j c / total of each, to within one.
+    """Spread names evenly by their counts: the first j items have j c / total of each, within one.
 
-    At place j those may come that are 1 / (2 n - 2) or more behind, of n names; of these the one
-    that would first be too far behind (R. Tijdeman, The chairman assignment problem, Discrete
-    Mathematics 32, 1980).
+    At position j a name may be chosen if it is late by at least 1 / (2 n - 2), for n names; among
+    these the name is chosen that would first be too late (R. Tijdeman, The chairman assignment
+    problem, Discrete Mathematics 32, 1980).
     Example: spread({"a": 1, "b": 2}) -> [("b", 0), ("a", 0), ("b", 1)]
     """
     total, parts = sum(counts.values()), max(2 * len(counts) - 2, 1)
@@ -377,9 +381,9 @@ class BadTaskFile(ValueError):
 def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = None) -> list[Task]:
     """Read a task file, by its suffix: .jsonl or .parquet.
 
-    Args: checks: by environment, what its tasks' data have to satisfy.
+    Args: checks: the check of the tasks' data for each environment.
     Raises: BadTaskFile for an unknown suffix, an unreadable or empty file, a row that is not a
-    task or whose data the environment does not take, or a task id that comes twice.
+    task or has data that the environment refuses, or a task id that occurs twice.
     """
     path = Path(path)
     _check_suffix(path)
@@ -393,7 +397,7 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
         task = _task(row, where=where)
         if task.task_id in first_found:
             raise BadTaskFile(
-                f"{where}: task_id {task.task_id!r} stands already in {first_found[task.task_id]}; "
+                f"{where}: task_id {task.task_id!r} is already in {first_found[task.task_id]}; "
                 "expected unique ids; rename or remove one"
             )
         first_found[task.task_id] = where
@@ -407,7 +411,7 @@ def read_tasks(path: str | Path, *, checks: Mapping[str, DataCheck] | None = Non
 
 
 def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
-    """Write a task file, by its suffix; a reader sees the old file or the whole new one.
+    """Write a task file, by its suffix; a reader sees the old file or the complete new one.
 
     Raises: BadTaskFile for an unknown suffix, duplicate ids or no tasks; TypeError or
     ValueError for data that are not JSON; OSError.
@@ -433,7 +437,7 @@ def write_tasks(path: str | Path, tasks: Sequence[Task]) -> None:
         os.chmod(aside, 0o644)
         os.replace(aside, path)
     finally:
-        # Still there only where the writing failed.
+        # It exists only if the writing failed.
         Path(aside).unlink(missing_ok=True)
 
 
@@ -452,7 +456,7 @@ def open_text(path: Path, *, newline: str | None = None) -> IO[str]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSONL file, each after its place. Raises: BadTaskFile, OSError."""
+    """Yield each value of a JSONL file with its location. Raises: BadTaskFile, OSError."""
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
@@ -462,7 +466,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON file's list, each after its place; one object is a list of one.
+    """Yield each value of a JSON file's list with its location; one object is a list of one.
 
     Raises: BadTaskFile, OSError, ValueError.
     """
@@ -492,7 +496,7 @@ def _parse_json(text: str, *, where: str) -> Any:
 
 
 class _Repeated(dict[str, Any]):
-    """An object of JSON in which a key is written twice."""
+    """A JSON object that has a key twice."""
 
     key = ""
 
@@ -501,7 +505,7 @@ def _as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
-    # The reader knows the row, which the message needs.
+    # The caller raises the error, because its message names the row.
     repeated = _Repeated(found)
     names = [name for name, _ in pairs]
     repeated.key = next(name for name in names if names.count(name) > 1)
@@ -533,12 +537,12 @@ def _task(row: Any, *, where: str) -> Task:
     if unknown or missing:
         raise BadTaskFile(
             f"{where}: unknown fields {unknown}, missing fields {missing}; expected {_FIELDS} "
-            "(data may be left out); put what belongs to the environment under data"
+            "(data may be left out); put the environment's fields into data"
         )
     for name in ("task_id", "environment"):
         if not isinstance(row[name], str) or not row[name]:
             _refuse(where, name, row[name], "a text that is not empty")
-    # A bool is an int in Python, and True is no seed.
+    # In Python True is an int, but not a seed.
     if not isinstance(row["seed"], int) or isinstance(row["seed"], bool):
         _refuse(where, "seed", row["seed"], "a whole number")
     if not 0 <= row["seed"] < 2**63:

@@ -1,6 +1,6 @@
-"""What a model's chat template does with a chat, found by rendering small ones.
+"""Find by rendering small chats what a model's chat template does with a chat.
 
-Printed by `rayloom check`; nothing here depends on the name of a model.
+`rayloom check` prints it; nothing here depends on the name of a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tool_calls import parse_tool_calls
 
-# Nothing but the text itself contains one of these.
+# Texts that occur nowhere else in a rendering.
 _SYSTEM, _LATER, _QUESTION, _REPLY, _RESULT, _THOUGHT, _TEXT, _ARGUMENT = (
     f"qz{name}zq"
     for name in ("system", "later", "question", "reply", "result", "thought", "text", "argument")
@@ -28,7 +28,7 @@ _TOOL = ToolSchema(
         "required": ["title"],
     },
 )
-# Its id has nine letters, as Mistral's templates want them.
+# Mistral's templates require an id of nine letters.
 _CALL = ToolCall(id="lookup001", name="look_up", arguments={"title": _ARGUMENT})
 
 
@@ -74,7 +74,7 @@ def template_traits(renderer: ChatRenderer) -> tuple[Trait, ...]:
 
 
 def describe_traits(traits: Sequence[Trait]) -> str:
-    """A table of two columns."""
+    """Return the traits as a table of two columns."""
     width = max(len(trait.name) for trait in traits)
     return "\n".join(f"{trait.name:<{width}}  {trait.finding}" for trait in traits)
 
@@ -131,7 +131,7 @@ def _tools(renderer: ChatRenderer) -> str:
     if any(shown):
         return f"shown only {'with' if shown[1] else 'without'} a system message"
     if renderer.template.shows_calls:
-        return "not shown, though calls are; say in the system text which there are"
+        return "not shown, although calls are; list the tools in the system text"
     return "not shown: sessions refuse them"
 
 

@@ -1,7 +1,7 @@
-"""Finds a stop string, or the one group of a user's regular expression, in a model's text.
+"""Find a stop string, or the only group of a user's regular expression, in a model's text.
 
 Called for the shown part of a reply, the score in a judge's reply and the answer in a completion.
-The package `regex` is used because Python's own `re` cannot be stopped: a pattern that never ends
+The package `regex` is used because Python's `re` has no time limit: a pattern that does not end
 would block the process.
 """
 
@@ -19,8 +19,8 @@ LIMIT_S = 1.0
 def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Return the text before the first stop string, and that string.
 
-    If several stop strings begin at the same place, the one that comes first in `stop` is taken. If
-    the text has no stop string, return the whole text and "".
+    If several stop strings begin at the same position, the first of `stop` is taken. If the text
+    has no stop string, return the whole text and "".
 
     Example: before_stop("a b c", ("c", "b")) -> ("a ", "b")
     """
@@ -32,21 +32,22 @@ def before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def problem_of(pattern: object) -> str | None:
-    """Why it cannot be used; None: it can."""
+    """Return why a pattern cannot be used; None if it can."""
     if not isinstance(pattern, str):
         return f"got {pattern!r}, expected a text"
     try:
         if regex.compile(pattern).groups == 1:
             return None
     except regex.error as error:
-        return f"{pattern!r} is no regular expression ({error})"
+        return f"{pattern!r} is not a regular expression ({error})"
     return f"got {pattern!r}, expected one group, in parentheses"
 
 
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
-    """The group of the last match that has anything in it, stripped; None: there is none.
+    """Return the stripped group of the last match with a group that is not empty; None if none.
 
-    what: whose pattern it is, for the error. Raises: RewardError, where it is not done in time.
+    Args: what: the owner of the pattern, for the error.
+    Raises: RewardError if the search exceeds LIMIT_S.
     """
     found = None
     try:
@@ -54,8 +55,7 @@ def last_of(pattern: str, text: str, *, what: str) -> str | None:
             found = (match[1] or "").strip() or found
     except TimeoutError as error:
         raise RewardError(
-            f"{what}: the pattern {pattern!r} was not done within {LIMIT_S:g} s with a text of "
-            f"{len(text)} characters; write one without a repetition within a repetition, such as "
-            "(a+)+"
+            f"{what}: the pattern {pattern!r} did not finish within {LIMIT_S:g} s on a text of "
+            f"{len(text)} characters; remove a repetition within a repetition, such as (a+)+"
         ) from error
     return found

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
 
@@ -34,7 +34,7 @@ class ChatTokenizer(Protocol):
 
 # The value of model.chat_template for raw prompts, which have no chat template.
 RAW = "none"
-# This template is exported with the model, so that later servers make the same prompts of messages.
+# This template is exported with the model, so that later servers render messages in the same way.
 _RAW_BODY = """
 {%- for message in messages -%}
 {%- if message.role not in ['user', 'assistant'] or message.tool_calls -%}
@@ -47,7 +47,7 @@ _RAW_BODY = """
 {%- endfor -%}"""
 # Tokenizer classes that load without AutoTokenizer.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# A text that is encoded after one of these gets nothing that a tokenizer puts before a beginning.
+# After one of these a text is encoded without the tokens that a tokenizer puts before a beginning.
 _BEFORE = (".", "0", "a", "\n")
 
 
@@ -73,8 +73,7 @@ def with_template(tokenizer: ChatTokenizer, chat_template: str | None) -> ChatTo
 
 
 class RawPrompts:
-    """Encodes prompts without roles: the unchanged texts, after the ids that the tokenizer puts
-    before any text."""
+    """An encoder of prompts without roles: unchanged texts after the ids that precede any text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -102,7 +101,7 @@ class RawPrompts:
 
 
 def is_raw(tokenizer: ChatTokenizer) -> bool:
-    """Return whether a tokenizer's chat template is the one of raw prompts.
+    """Whether a tokenizer's chat template is the one of raw prompts.
 
     This is also true of the tokenizer of an exported model that was trained on raw prompts.
     """
@@ -134,10 +133,10 @@ def _raw_template(tokenizer: ChatTokenizer) -> str:
 
 
 def _loaded(path: str) -> ChatTokenizer:
-    import transformers  # a second of imports, which rendering does without
+    import transformers  # takes a second; rendering does not need it
 
     config = _read(Path(path) / "tokenizer_config.json")
-    # AutoTokenizer imports torch: seconds and 200 MB that a plain fast tokenizer does without.
+    # AutoTokenizer imports torch (seconds, 200 MB), which a plain fast tokenizer does not need.
     is_plain = config.get("tokenizer_class") in _PLAIN or _is_misread(Path(path), config)
     loader = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
     tokenizer: Any = loader.from_pretrained(path)
@@ -149,7 +148,7 @@ def _loaded(path: str) -> ChatTokenizer:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
+    """Whether transformers 5 would read a byte-level vocabulary as Llama's and lose letters.
 
     It does so for DeepSeek's tokenizer, whose configuration names Llama's class.
     """
@@ -165,10 +164,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
-    """Tell tokenizers apart: equal for equal vocabularies, added tokens included, and templates.
+    """Return a digest that is equal for equal chat templates and vocabularies with added tokens.
 
-    Who samples elsewhere computes it alike, from a Hugging Face tokenizer.
-    Returns: "sha256:" and the digest, hexadecimal, of the JSON text that stands here.
+    External agents that sample elsewhere compute it in the same way from a Hugging Face tokenizer.
+    Returns: "sha256:" and the hexadecimal digest of the JSON text below.
     """
     content = {"chat_template": tokenizer.chat_template, "vocab": tokenizer.get_vocab()}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -176,9 +175,9 @@ def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
 
 
 def stop_token_ids(model: str) -> tuple[int, ...]:
-    """The end-of-sequence ids of a model directory or hub name, ascending.
+    """Return the end-of-sequence ids of a model directory or hub name, ascending.
 
-    Raises: ValueError for a model that names none: no answer of it would ever end.
+    Raises: ValueError for a model without such an id: its answers would never end.
     """
     ids = stop_ids_of(model, load_tokenizer(model))
     if not ids:
@@ -199,7 +198,7 @@ def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
 
 def _added_by_settings(model: str) -> list[int] | int | None:
     if Path(model).is_dir():
-        # As transformers reads it, without the two seconds of importing torch and its models.
+        # Same as GenerationConfig, which takes two seconds to import torch.
         file = Path(model) / "generation_config.json"
         return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     from transformers import GenerationConfig

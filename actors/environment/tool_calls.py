@@ -1,14 +1,14 @@
-"""The tool calls of an assistant turn: checked against the declared tools, or their fault named.
+"""Check the tool calls of an assistant turn against the declared tools, or name their fault.
 
-`check_calls` checks what the engine's parser read, whatever the model's form of a call is; it is
-the one place that does. `parse_tool_calls` reads the form that most chat templates teach, and that
-the tiny model writes, by itself:
+`check_calls` checks the calls that the engine's parser read, whatever the model's form of a call;
+no other function does. `parse_tool_calls` reads, without a parser, the form that most chat
+templates teach, and that the tiny model writes:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
-vLLM's parser of that form (`hermes`) does not say what was wrong with a text that it made no call
-of; the engine's replica asks `parse_tool_calls` for that. Nothing here raises on any text: what
-cannot be read becomes a typed `MalformedCall` with a sentence that the policy may be shown.
+vLLM's parser of that form (`hermes`) does not report what is wrong with a text that it cannot read;
+the engine's replica gets that from `parse_tool_calls`. No text makes a function here raise: an
+unreadable call becomes a typed `MalformedCall` with a sentence that the policy may be shown.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def visible_text(text: str) -> str:
-    """What follows the last `</think>`, stripped: a thought is not an answer and calls nothing."""
+    """Return the stripped text after the last `</think>`: a thought has no answer and no calls."""
     return text.rpartition(END_OF_THOUGHT)[2].strip()
 
 
 def split_thought(content: str) -> tuple[str | None, str]:
-    """Split off the thought at the beginning of a content, in the marks of any family of models.
+    """Split off the thought at the beginning of a content, with the marks of any family of models.
 
     Returns: the thought, stripped (None if there is none), and the rest.
     Example: split_thought("<think>hm</think>4") -> ("hm", "4")
@@ -74,7 +74,7 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return what follows the last end of a thought: templates leave out what precedes it."""
+    """Return the text after the last end of a thought: templates leave out the text before it."""
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content
@@ -83,9 +83,9 @@ def without_thought(content: str) -> str:
 def check_calls(
     calls: Iterable[ParsedCall | MalformedCall], tools: Sequence[ToolSchema]
 ) -> tuple[ToolCall | MalformedCall, ...]:
-    """Check the calls that a parser read: a declared tool, arguments by its schema.
+    """Check that the calls that a parser read name declared tools and fit their schemas.
 
-    Returns: one entry a call, in order.
+    Returns: one entry for each call, in order.
     """
     by_name = {tool.name: tool for tool in tools}
     return tuple(
@@ -101,8 +101,8 @@ def parse_tool_calls(
 ) -> tuple[ToolCall | MalformedCall, ...]:
     """Read every call of a turn, in order.
 
-    Args: text: the decoded turn. tools: what the environment declared.
-    Returns: one entry a call; an opened call without an end and an end without a beginning are
+    Args: text: the decoded turn. tools: the tools that the environment declared.
+    Returns: one entry for each call; a call without an end and an end without a beginning are
     malformed entries too. A text without any markup gives ().
     """
     by_name = {tool.name: tool for tool in tools}
@@ -155,15 +155,15 @@ def _check_call(
 
 
 def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
-    """The arguments of a call that a parser read, held to no schema; None: they are no object."""
+    """Return the unchecked arguments of a call that a parser read; None unless an object."""
     arguments = _unpacked(call.arguments)
     return arguments if isinstance(arguments, dict) else None
 
 
 def _unpacked(arguments: Any) -> Any:
-    """A parser gives a text. Some models write a JSON text within the JSON, as OpenAI's API does.
+    """Decode arguments that are JSON text, also JSON text within JSON, as some models write it.
 
-    Returns: a MalformedCall for a text that is no JSON.
+    Returns: the value; a MalformedCall for a text that is not JSON.
     """
     for _ in range(2):
         if isinstance(arguments, str):
@@ -172,12 +172,12 @@ def _unpacked(arguments: Any) -> Any:
 
 
 def _load(text: str) -> Any:
-    """The value of a JSON text; a MalformedCall where it is none."""
+    """Return the value of a JSON text; a MalformedCall if it is not JSON."""
     if len(text) > MAX_CALL_CHARS:
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is too long.")
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-        # An escape can spell half a character, which no message may hold.
+        # An escape can make a lone surrogate, which a message must not contain.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return _malformed(MalformedReason.INVALID_JSON, "The tool call is not valid JSON.")

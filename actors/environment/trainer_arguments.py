@@ -1,10 +1,10 @@
-"""The arguments that TRL's trainers pass to a reward function beside the columns.
+"""The arguments that TRL's trainers pass to a reward function besides the columns.
 
 They are the trainer's state and two functions that log:
 
     def score(completions, answer, trainer_state, log_metric, log_extra, **columns):
         right = [float(text == wanted) for text, wanted in zip(completions, answer)]
-        log_metric("accuracy", sum(right) / len(right))      # gets a curve, is not rewarded
+        log_metric("accuracy", sum(right) / len(right))      # shown as a curve, not rewarded
         log_extra("read as", completions)                    # is kept with each trajectory
         return right if trainer_state.global_step > 100 else [0.5] * len(right)
 
@@ -24,7 +24,7 @@ from typing import Any
 TRAINER_STATE = "trainer_state"
 LOGS = frozenset({"log_metric", "log_extra"})
 TRAINER_ARGUMENTS = LOGS | {TRAINER_STATE}
-# Limits on what one call logs. Anything beyond them is dropped, because people only look at it.
+# Limits on what one call logs. The rest is dropped, because logs only serve people.
 MAX_LOGGED, MAX_NAME, MAX_EXTRA_CHARS = 64, 128, 1000
 
 
@@ -41,8 +41,8 @@ class TrainerState:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"trainer_state.{name} is not known where answers are scored; expected one of "
-            "global_step, max_steps; global_step / max_steps is how far the run is"
+            f"trainer_state.{name} is not known when answers are scored; expected one of "
+            "global_step, max_steps; global_step / max_steps is the progress of the run"
         )
 
 
@@ -61,7 +61,7 @@ class Logs:
     """The last value of each column: one text for all answers, or a list with a text for each."""
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Log a number under a name. It gets a curve and is not rewarded."""
+        """Log a number under a name. It is shown as a curve and not rewarded."""
         number = float(value)
         if math.isfinite(number) and (name in self.metrics or len(self.metrics) < MAX_LOGGED):
             self.metrics.setdefault(str(name)[:MAX_NAME], []).append(number)

@@ -1,8 +1,8 @@
-"""Plays one episode: environment and policy in turns, until exactly one outcome.
+"""Play one episode: environment and policy in turns, until exactly one outcome.
 
 Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
-it gives a trajectory with one outcome and the turns so far. A turn's tokens are exactly those that
-were sent and that came back. Called by the environment actor for each assignment.
+it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly those
+that were sent to and returned by the engine. Called by the environment actor for each assignment.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ from actors.types import (
 )
 from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 
-# The client is told the deadline and ends by itself; only one that does not is cut off.
+# The client gets the deadline and ends by itself; it is cancelled only if it does not.
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
-# An answer travels with each trajectory's summary; what is longer is told apart by its digest.
+# Each trajectory's summary has its answer; longer answers are distinguished by their digest.
 MAX_ANSWER_CHARS = 256
-# One for the process: its episodes share an environment, and so its faults.
+# One for the process: its episodes share an environment and so have the same faults.
 _faults = FaultLog(logging.getLogger(__name__))
 
 
 class _Ended(Exception):
-    """The episode is over: how, and one sentence on why."""
+    """The episode has ended; the text is one sentence on why."""
 
     def __init__(self, outcome: Outcome, detail: str = "") -> None:
         super().__init__(detail)
@@ -89,11 +89,11 @@ async def play_episode(
 ) -> Trajectory:
     """Play one attempt of one rollout.
 
-    make_environment: called once; a failure in it is an environment error like any other.
-    max_context_tokens: prompt and reply together, as the engine allows.
-    keeps_last_observation: where the next prompt leaves no room for a reply, as many of its new
-    tokens as the context holds end the sample: the state that a critic bootstraps from.
-    kept: which tokens may be sampled in an evaluation; None: every token.
+    Args: make_environment: called once; a failure in it is an environment error like any other.
+    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
+    the next prompt leaves no room for a reply, end the sample with the new tokens that fit into the
+    context: the state that a critic bootstraps from. kept: the tokens that may be sampled in an
+    evaluation; None: every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     rollout_id.set(assignment.rollout_id)
@@ -111,7 +111,7 @@ async def play_episode(
     try:
         return episode.trajectory(await _end_of(episode, make_environment))
     finally:
-        # After a defect of ours, too.
+        # Close it after a defect of our own code, too.
         await episode.close()
 
 
@@ -127,7 +127,7 @@ async def _end_of(episode: _Episode, make_environment: Callable[[], Environment]
 
 
 class _Episode:
-    """The state of one episode. Every method that finds it over raises `_Ended`."""
+    """The state of one episode; a method that ends the episode raises `_Ended`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Episode:
         self._kept = kept
         self._environment: Environment | None = None
         self._samples = SampleBuilder(assignment.trajectory_id)
-        self._break: BreakReason | None = None  # of the prompt in hand
+        self._break: BreakReason | None = None  # why the current prompt was rendered again
         self._best_return: float | None = None
         self._answer: str | None = None
         self._metrics: dict[str, float] = {}
@@ -170,7 +170,7 @@ class _Episode:
         return self._assignment.trajectory_id
 
     async def play(self, make_environment: Callable[[], Environment]) -> _Ended:
-        """Play up to max_turns turns; returns when they have not ended the episode."""
+        """Play up to max_turns turns; return if they have not ended the episode."""
         self._start_turn()
         start = await self._reset(make_environment)
         history = list(start.messages)
@@ -209,7 +209,7 @@ class _Episode:
         )
 
     async def close(self) -> None:
-        """Close the environment; what goes wrong here changes no outcome."""
+        """Close the environment; an error here does not change the outcome."""
         environment = self._environment
         if environment is None:
             return
@@ -275,7 +275,7 @@ class _Episode:
     async def _generate(
         self, prompt: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> tuple[Turn, ParsedReply | None]:
-        """Sample a turn; its reply is parsed where there are tools."""
+        """Sample a turn; the engine parses the reply if there are tools."""
         room = self._max_context_tokens - prompt.shape[0]
         if room < 1:
             if self._keeps_last_observation:
@@ -290,7 +290,7 @@ class _Episode:
         if self._break is None:
             self._samples.append(turn)
         else:
-            # Rendered anew, it may extend any sample all the same.
+            # A prompt that was rendered again may still extend any sample.
             self._samples.add(turn, reason=self._break.branch_reason)
         if turn.finish_reason is FinishReason.ABORT:
             raise _Ended(Outcome.INFRASTRUCTURE_ERROR, "the engine aborted the turn")
@@ -339,7 +339,7 @@ class _Episode:
             turn = check_reply(request, reply)
             if self._cache_salt is None:
                 self._cache_salt = reply.cache_salt
-            # Not always the replica that was asked for: one that is gone has a successor.
+            # A successor may have answered instead of the requested replica.
             self._replica = reply.replica
             return turn, reply.parsed
 
@@ -377,7 +377,7 @@ class _Episode:
         return result
 
     def _score(self, result: StepResult) -> None:
-        """Keep a turn's score; copied, because the environment may go on to change it."""
+        """Keep a copy of a turn's score, because the environment may change it later."""
         self._samples.score(
             reward=float(result.reward),
             components={
@@ -397,7 +397,7 @@ class _Episode:
             self._answer = short_answer(result.answer)
 
     async def _scored(self, action: Action) -> StepResult:
-        """Step once; where only the score is missing, ask for the score alone again."""
+        """Step once; if only the score is missing, retry only the scoring."""
         assert self._environment is not None
         call: Callable[[], Awaitable[StepResult]] = partial(_step, self._environment, action)
         for delay_s in (*_RESCORE_DELAYS_S, None):
@@ -417,12 +417,12 @@ class _Episode:
 
 
 async def _step(environment: Environment, action: Action) -> StepResult:
-    # Looked up within the call: an environment without the method fails as one.
+    # Look the method up within the call, so that its absence is an error of the environment.
     return await environment.step(action)
 
 
 def short_answer(answer: str) -> str:
-    """The answer, or where it is long its beginning with a digest: still equal for equal ones."""
+    """Return an answer; of a long one the beginning and a digest, so that equal ones stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text
@@ -431,12 +431,12 @@ def short_answer(answer: str) -> str:
 
 
 def _sendable(text: str) -> str:
-    """What is no text of UTF-8 could not be sent."""
+    """Return a text that can be sent as UTF-8."""
     return text.encode(errors="replace").decode()
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """The reply as the chat template may look back at it; with a broken call, as it was said."""
+    """Return a reply as a message for the chat template; with a broken call, its plain text."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)

@@ -1,7 +1,7 @@
-"""A user's own functions and classes by name: FILE.py:NAME, or package.module:NAME.
+"""Find a user's functions and classes by name: FILE.py:NAME, or package.module:NAME.
 
-A file lies below the directory that the command is started in, which is on the import path of every
-process of the run. Called for reward functions and tools, and by what a run keeps of its sources.
+A file is below the directory in which the command is started, which is on the import path of every
+process of the run. Called for reward functions and tools, and for the sources that a run keeps.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HIDES = (
 
 
 class BadName(ValueError):
-    """Nothing is found by the name."""
+    """The name cannot be resolved."""
 
 
 def module_of(text: str, *, what: str) -> str:
-    """The module of a name. what: the option that has it, for the error. Raises: BadName.
+    """Return the module of a name. what: the option, for the error. Raises: BadName.
 
     Example: rewards/my.py:score -> rewards.my
     """
@@ -46,7 +46,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def find(text: str, *, what: str) -> Any:
-    """Import what a name means. what: as `module_of`. Raises: BadName; what the import raises."""
+    """Import the object of a name. what: as `module_of`. Raises: BadName."""
     place, _, name = text.partition(":")
     owner: Any
     found: Any
@@ -65,14 +65,14 @@ def find(text: str, *, what: str) -> Any:
     except (Exception, SystemExit) as error:
         raise BadName(
             f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected one "
-            "that can be imported; mend it"
+            "that can be imported; correct it"
         ) from error
     is_method = isinstance(owner, type) and inspect.isfunction(found)
     if is_method and not isinstance(inspect.getattr_static(owner, part), staticmethod):
         raise BadName(
             f"{what}: {text} is a method of the class {owner.__name__} and has no instance, "
-            f"expected a function; give an instance a name in the module, such as "
-            f"own = {owner.__name__}(), and name own.{part}"
+            f"expected a function; assign an instance in the module, such as "
+            f"own = {owner.__name__}(), and use own.{part}"
         )
     return found
 
@@ -80,8 +80,8 @@ def find(text: str, *, what: str) -> Any:
 def missing_module(error: ModuleNotFoundError, own: str) -> str:
     """Describe an import of a missing module, with its file and the remedy.
 
-    own: name of the module that is imported first.
-    Returns: a sentence; empty if the module itself is missing.
+    Args: own: name of the module that is imported first.
+    Returns: a sentence; empty if that module itself is missing.
     """
     missing = error.name
     if missing is None or f"{own}.".startswith(f"{missing}."):
@@ -113,19 +113,18 @@ def _module_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Return whether a signature is (*args, **kwargs), as that of a decorator without
-    functools.wraps."""
+    """Whether a signature is (*args, **kwargs), as from a decorator without functools.wraps."""
     kinds = [each.kind for each in inspect.signature(function).parameters.values()]
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:
-    """A file's name may be that of another module, which is imported then. Raises: BadName."""
+    """Raise BadName if Python imports another module by the file's name."""
     if not place.endswith(".py") or not (file := Path(place)).is_file():
         return
     found = getattr(module, "__file__", None)
     if found is None or not file.samefile(found):
         raise BadName(
-            f"{what}: {place} is not what Python imports by its name ({found or 'a built-in'} is); "
+            f"{what}: {place}: by this name Python imports {found or 'a built-in module'} instead; "
             "rename the file"
         )

@@ -1,4 +1,4 @@
-"""A user's environment in a worker process, which it shares with those of a few other episodes.
+"""A user's environment in a worker process, which a few episodes share.
 
 Invariant: to the turn loop it is the same as the environment itself: it returns the same results,
 and its errors have the same one-line description. If an environment blocks its process beyond the
@@ -102,7 +102,7 @@ class WorkerEnvironment:
 
 
 class _Unscored:
-    """A result that takes the place of a RewardError, whose `rescore` stays in the worker."""
+    """A substitute for a RewardError, whose `rescore` stays in the worker."""
 
     def __init__(self, message: str, *, can_rescore: bool) -> None:
         self.message = message

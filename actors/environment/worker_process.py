@@ -62,10 +62,10 @@ def main(control_fd: int) -> None:
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = json.loads(control.recv(MAX_CONTROL_BYTES) or b"{}")
-    sys.path[:] = told.get("path", sys.path)
-    for name in told.get("preload", ()):
-        # A call of the function reports why its module cannot be imported.
+    options = json.loads(control.recv(MAX_CONTROL_BYTES) or b"{}")
+    sys.path[:] = options.get("path", sys.path)
+    for name in options.get("preload", ()):
+        # If the import fails, a call of the function will report why.
         with suppress(Exception, SystemExit):
             import_name(name)
     if threading.active_count() > 1:
@@ -75,7 +75,7 @@ def main(control_fd: int) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, _end)
-    nursery = _Nursery(control, woken, max_bytes=told.get("max_bytes", 0))
+    nursery = _Nursery(control, woken, max_bytes=options.get("max_bytes", 0))
     with suppress(_Ended):
         nursery.run()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -84,7 +84,7 @@ def main(control_fd: int) -> None:
 
 
 class _Ended(Exception):
-    """The process that started the nursery has ended, or wants the nursery to end."""
+    """The process that started the nursery has ended, or has sent SIGTERM."""
 
 
 def _end(*_: object) -> None:
@@ -92,7 +92,7 @@ def _end(*_: object) -> None:
 
 
 class _Nursery:
-    """Starts, kills and reaps workers."""
+    """The process that starts, kills and reaps workers."""
 
     def __init__(self, control: socket.socket, woken: int, *, max_bytes: int) -> None:
         self._control = control
@@ -118,11 +118,11 @@ class _Nursery:
                     return
                 if not text:
                     return
-                told = json.loads(text)
+                request = json.loads(text)
                 if fds:
-                    self._start(told, fds[0])
-                elif told["kill"] in self._workers:
-                    _kill_group(told["kill"])
+                    self._start(request, fds[0])
+                elif request["kill"] in self._workers:
+                    _kill_group(request["kill"])
 
     def end(self) -> None:
         """Kill every process that this process or a worker has started."""
@@ -138,17 +138,17 @@ class _Nursery:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
-    def _start(self, told: dict[str, Any], end: int) -> None:
+    def _start(self, request: dict[str, Any], end: int) -> None:
         process = os.fork()
         if process == 0:
             nursery = os.getppid()
             os.close(self._woken)
             os.close(signal.set_wakeup_fd(-1))
             self._control.close()
-            _become_worker(end, nursery, max_bytes=self._max_bytes, is_loop=told["is_loop"])
+            _become_worker(end, nursery, max_bytes=self._max_bytes, is_loop=request["is_loop"])
         os.close(end)
         self._workers.add(process)
-        self._tell({"started": told["start"], "process": process})
+        self._report({"started": request["start"], "process": process})
 
     def _reap(self) -> None:
         while True:
@@ -167,7 +167,7 @@ class _Nursery:
             self._workers.discard(process)
             self._end_orphans()
             if is_worker:
-                self._tell({"ended": process, "status": os.waitstatus_to_exitcode(status)})
+                self._report({"ended": process, "status": os.waitstatus_to_exitcode(status)})
 
     def _end_orphans(self) -> None:
         """Kill the processes that ended workers have started.
@@ -180,9 +180,9 @@ class _Nursery:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
-    def _tell(self, told: dict[str, Any]) -> None:
+    def _report(self, event: dict[str, Any]) -> None:
         try:
-            self._control.send(json.dumps(told).encode())
+            self._control.send(json.dumps(event).encode())
         except OSError:
             os._exit(0)
 
@@ -205,7 +205,7 @@ def _become_worker(end: int, nursery: int, *, max_bytes: int, is_loop: bool) -> 
 
 
 class _Worker:
-    """Calls functions, one after the other or as tasks of one event loop."""
+    """A worker, which calls functions one after the other or as tasks of one event loop."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -243,8 +243,8 @@ class _Worker:
         """Read a message and return its call.
 
         Returns: the call's number, the function's name, the arguments, and whether to keep the
-            answer here. None if there is nothing to call: the message could not be read, asked to
-            drop kept values, or asked to cancel a call.
+            answer here. None if there is nothing to call: the message could not be read, or was a
+            request to drop kept values or to cancel a call.
         """
         number, _ = HEAD.unpack_from(message)
         try:
@@ -252,7 +252,7 @@ class _Worker:
                 io.BytesIO(message[HEAD.size :]), self._held
             ).load()
         except Exception as error:  # noqa: BLE001  # the caller gets it
-            self._send(number, False, _told_of(error))
+            self._send(number, False, _error_texts(error))
             return None
         if target is not None:
             return number, target, arguments, keeps
@@ -272,7 +272,7 @@ class _Worker:
                 found = run(_awaited(found))
             self._give(number, found, keeps=keeps)
         except BaseException as error:  # noqa: BLE001  # the caller gets it
-            self._send(number, False, _told_of(error))
+            self._send(number, False, _error_texts(error))
         finally:
             # An alarm that this call has set would interrupt the next one.
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -285,7 +285,7 @@ class _Worker:
                 found = await found
             self._give(number, found, keeps=keeps)
         except BaseException as error:  # noqa: BLE001  # the caller gets it
-            self._send(number, False, _told_of(error))
+            self._send(number, False, _error_texts(error))
 
     def _function(self, target: str) -> Callable[..., Any]:
         if target not in self._found:
@@ -326,7 +326,7 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a call, and puts the kept values in place of the references to them."""
+    """A reader of calls that replaces references by the kept values."""
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
         super().__init__(file)
@@ -363,12 +363,12 @@ def _find(name: str) -> Any:
 _OWN = {f"worker:{each.__name__}": each for each in (import_name, call_method)}
 
 
-def _told_of(error: BaseException) -> tuple[str, str, str, str]:
+def _error_texts(error: BaseException) -> tuple[str, str, str, str]:
     """Return an error's type, text, location and traceback as texts.
 
     The error itself is not sent, because not every exception can be pickled and read elsewhere.
     """
-    text = "its text cannot be had"
+    text = "its text cannot be read"
     with suppress(Exception, SystemExit):
         text = str(error).encode(errors="replace").decode()
     # The frames of this file are not the user's code.
@@ -415,7 +415,7 @@ def _children() -> dict[int, int]:
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError):
                 text = (entry / "stat").read_text(errors="replace")
-                # PID (NAME) STATE PARENT …, and a name may hold spaces and parentheses.
+                # PID (NAME) STATE PARENT …; a name may contain spaces and parentheses.
                 _, parent, group = text.rpartition(")")[2].split()[:3]
                 if int(parent) == os.getpid():
                     found[int(entry.name)] = int(group)

@@ -102,7 +102,7 @@ def _message(number: int, call: tuple[Any, ...]) -> bytes:
 
 
 def is_importable(name: str) -> bool:
-    """Return whether another process can import a function's module.
+    """Whether another process can import a function's module.
 
     It cannot if the module was made in this process.
     """
@@ -113,7 +113,7 @@ def is_importable(name: str) -> bool:
 
 
 def is_contained(name: str) -> bool:
-    """Return whether a function is called in a worker.
+    """Whether a function is called in a worker.
 
     An empty name means that the function is not the user's, and gives False.
     """
@@ -132,7 +132,7 @@ def preload(name: str) -> None:
 
 
 class _Worker:
-    """This process's end of one worker."""
+    """One worker, as the pool's process sees it."""
 
     def __init__(self, start: int, end: socket.socket, *, is_home: bool, is_loop: bool) -> None:
         self.start = start
@@ -334,7 +334,7 @@ class Pool:
             self._idle.remove(worker)
         # If the process id is not known yet, `_on_control` kills the process once it is.
         if worker.process and self._control is not None:
-            self._tell({"kill": worker.process})
+            self._send({"kill": worker.process})
 
     def leave(self, worker: _Worker, keys: list[int]) -> None:
         """Have a worker drop the values that an episode held there."""
@@ -595,7 +595,7 @@ class Pool:
         is_slow = is_late and self._num_ended < len(waiting) * GROW_AFTER_S
         self._num_ended = 0 if is_late else self._num_ended
         if is_slow and not num_starting and self._num_running(workers) < self._num_cores:
-            # The workers wait for something themselves, and leave cores free.
+            # The workers' calls wait for something, and leave cores free.
             bound = min(self._size, max(bound, len(workers) + self._num_cores))
         for _ in range(min(len(waiting) - num_starting, bound - len(workers))):
             self._start(is_home=False, is_loop=False)
@@ -614,9 +614,9 @@ class Pool:
         worker = _Worker(next(self._numbers), own, is_home=is_home, is_loop=is_loop)
         worker.loaded |= self._nursery_preloads.keys()
         self._workers[worker.start] = worker
-        told = json.dumps({"start": worker.start, "is_loop": is_loop}).encode()
+        request = json.dumps({"start": worker.start, "is_loop": is_loop}).encode()
         with its, suppress(ConnectionError):
-            socket.send_fds(control, [told], [its.fileno()])
+            socket.send_fds(control, [request], [its.fileno()])
         assert self._loop is not None
         self._loop.add_reader(own, self._on_readable, worker)
         return worker
@@ -627,7 +627,7 @@ class Pool:
             # The process has ended, which the nursery reports with its status, or it has closed
             # its end of the socket.
             if worker.process and not worker.is_over:
-                self._tell({"kill": worker.process})
+                self._send({"kill": worker.process})
 
     # The nursery.
 
@@ -670,12 +670,12 @@ class Pool:
         # A module may have caused a failed start. Each worker then imports the modules itself.
         self._nursery_preloads = {} if self._num_starts_in_vain else dict(_preloaded)
         self._path = _import_path()
-        told = {
+        options = {
             "path": self._path,
             "preload": list(self._nursery_preloads),
             "max_bytes": self._max_bytes,
         }
-        own.send(json.dumps(told).encode())
+        own.send(json.dumps(options).encode())
         self._control, self._has_started = own, False
         self._finalizer = weakref.finalize(self, _end_nursery, own, process)
         assert self._loop is not None
@@ -688,10 +688,10 @@ class Pool:
         if self._control is control and not self._has_started:
             self._nursery_ended()
 
-    def _tell(self, told: dict[str, Any]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         if self._control is not None:
             with suppress(ConnectionError):
-                self._control.send(json.dumps(told).encode())
+                self._control.send(json.dumps(request).encode())
 
     def _on_control(self) -> None:
         assert self._control is not None
@@ -704,18 +704,18 @@ class Pool:
         if not text:
             self._nursery_ended()
             return
-        told = json.loads(text)
-        if "started" in told:
+        report = json.loads(text)
+        if "started" in report:
             self._num_starts_in_vain, self._has_started = 0, True
-            worker = self._workers[told["started"]]
-            worker.process = told["process"]
+            worker = self._workers[report["started"]]
+            worker.process = report["process"]
             if worker.is_over:
-                self._tell({"kill": worker.process})
+                self._send({"kill": worker.process})
             elif not worker.is_home:
                 self._give_back(worker)
             return
-        worker = next(each for each in self._workers.values() if each.process == told["ended"])
-        self._drop(worker, f"its process {_how(told['status'])}")
+        worker = next(each for each in self._workers.values() if each.process == report["ended"])
+        self._drop(worker, f"its process {_how(report['status'])}")
         self._grow()
 
     def _drop(self, worker: _Worker, why: str) -> None:
@@ -737,7 +737,7 @@ class Pool:
         self._control = None
         self._num_starts_in_vain += is_in_vain
         for worker in list(self._workers.values()):
-            self._drop(worker, "its process ended with the one that it was forked from")
+            self._drop(worker, "its process ended with the process that it was forked from")
         if self._num_starts_in_vain >= MAX_STARTS_IN_VAIN:
             self._num_starts_in_vain = 0
             while self._waiting:
@@ -767,7 +767,7 @@ class Home:
     ) -> Any:
         """Call a function in this home's worker, as `Pool.call` does.
 
-        The function gets the kept value in place of each `Held` argument.
+        The function gets the kept value instead of each `Held` argument.
 
         Args:
             keeps: Whether to keep the answer in the worker and return a `Held` that refers to it.

@@ -242,7 +242,7 @@ def test_an_import_that_does_not_end_is_refused_with_its_file_and_the_limit(
 def test_a_file_with_the_name_of_a_module_of_ours_is_refused_with_a_sentence(place: Path) -> None:
     (place / "json.py").write_text("def score(completion): return 1.0")
     config = config_of(options={"reward": "json.py:score"})
-    with pytest.raises(ConfigError, match=r"json\.py is not what Python imports.*rename the file"):
+    with pytest.raises(ConfigError, match=r"json\.py: by this name Python imports .*rename"):
         tried(config, Trial(), tell=lambda _: None)
 
 

@@ -162,7 +162,7 @@ async def test_what_is_not_here_is_a_missing_score_and_no_zero(name: str, words:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("functions_from_trl.py:by_tokens", "needs completion_ids, which a trainer alone has"),
+        ("functions_from_trl.py:by_tokens", "needs completion_ids, which only a trainer has"),
         ("org/reward-model", r"expected FILE\.py:NAME"),
     ],
 )

@@ -104,12 +104,12 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("twice.csv", b"prompt,answer,answer\na,1,2\n", "the column answer is there twice"),
+        ("twice.csv", b"prompt,answer,answer\na,1,2\n", "the column answer occurs twice"),
         ("semicolons.csv", b"prompt;answer\na;1\n", "one name with ';' in it.*separated by ','"),
         ("commas.tsv", b"prompt,answer\na,1\n", "one name with ',' in it"),
         ("latin.csv", "prompt\né\n".encode("latin-1"), "not UTF-8 text.*save it as UTF-8"),
         ("quoted.csv", b'prompt, "answer"\na,1\n', 'space before the quoted column "answer"'),
-        ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer is there twice"),
+        ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer occurs twice"),
         (
             "keys.jsonl",
             b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n',
@@ -170,7 +170,7 @@ def test_a_parquet_file_that_pandas_wrote_oddly_is_read_or_refused_with_the_plac
         (pa.table({"prompt": ["a"], "n": [float("nan")]}), "row 1, column n: got a value that is"),
         (table.slice(0, 0), "got no rows, expected one or more"),
         (pa.table({}), "got no rows, expected one or more"),
-        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["x", "x"]), "column x is there twice"),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, names=["x", "x"]), "column x occurs twice"),
     ]  # fmt: skip
     for given, words in refused:
         pq.write_table(given, file)
@@ -246,13 +246,13 @@ def test_what_cannot_be_used_is_told_with_what_is_there(tmp_path: Path) -> None:
         (splits, {"split": "dev"}, "got no split 'dev', expected one of train, test"),
         (table.parent, {"split": "dev"}, "cannot be read"),
         (tmp_path / "empty", {}, "cannot be read"),
-        (tmp_path / "nowhere", {}, "not there"),
-        ("nofile.jsonl", {}, "not there"),
+        (tmp_path / "nowhere", {}, "not found"),
+        ("nofile.jsonl", {}, "not found"),
         (file, {"columns": {"task_id": "long"}}, "column long is missing"),
-        (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "can be printed"),
+        (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "printable"),
         (jsonl(tmp_path / "odd.jsonl", [[1]]), {}, "line 1: got a list"),  # type: ignore[list-item]
         (tmp_path / "rows.txt", {}, r"got suffix '\.txt'"),
-        (odd, {"columns": {"question": "query"}}, "no JSON"),
+        (odd, {"columns": {"question": "query"}}, "not JSON"),
         (broken, {}, "cannot be read"),
         (jsonl(tmp_path / "none.jsonl", []), {}, "cannot be read|no rows"),
     ]  # fmt: skip

@@ -231,7 +231,7 @@ async def test_what_may_pass_is_asked_again_as_the_server_says(
         ([], "Score: 8" + " " * 100_000, "longer than 100000", 1),
         ([failing(500)] * 4, "", "status 500, 4 times", 4),
         ([failing(401)], "", "status 401 of http", 1),
-        ([lambda: (200, {}, b"no json")] * 4, "", "no chat completion, 4 times", 4),
+        ([lambda: (200, {}, b"no json")] * 4, "", "not a chat completion, 4 times", 4),
         ([], "I will not say.", r"no score in its reply of 15 characters", 1),
         ([], "Score: 11", "its score is 11, expected 1 to 10", 1),
     ],
@@ -272,7 +272,7 @@ async def test_a_key_is_sent_without_its_line_and_never_shown(
     assert model.keys == ["Bearer sk-abc"]
     for key in ("sk-\nabc", "sk-→"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        with pytest.raises(BadJudge, match="no header can have") as refused:
+        with pytest.raises(BadJudge, match="not allowed in a header") as refused:
             judge_of(model, api_key=None)
         assert "sk-" not in str(refused.value)
 
@@ -333,7 +333,7 @@ async def test_without_a_pattern_the_only_number_of_a_reply_counts(
 async def test_a_pattern_that_tries_for_ever_is_stopped(model: Model) -> None:
     model.text = "1" * 60 + "x"
     judge = judge_of(model, parse=r"^((?:1|11)+)$")
-    with pytest.raises(RewardError, match=r"was not done within 1 s with a text of 61 characters"):
+    with pytest.raises(RewardError, match=r"did not finish within 1 s on a text of 61 characters"):
         await ask(judge)
 
 
@@ -420,7 +420,7 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"prompt": "Good?"}, "lacks $completion"),
         ({"prompt": "$completion for $ 5"}, "a $ without a name"),
         ({"parse": "[0-9]+"}, "expected one group"),
-        ({"parse": "("}, "no regular expression"),
+        ({"parse": "("}, "not a regular expression"),
         ({"parse": "(x)", "json_field": "score"}, "got parse and json_field"),
         ({"json_field": "grades."}, "json_field: got 'grades.'"),
         ({"json_field": 3}, "json_field: got 3, expected a text"),
@@ -432,7 +432,7 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
         ({"url": "http://j:99999/v1"}, "expected a host, and a port"),
         ({"url": "http://j\n/v1"}, "expected a host"),
         ({"cache": "/tmp"}, "cache: got '/tmp', expected a file"),
-        ({"cache": __file__}, "is there and no SQLite file"),
+        ({"cache": __file__}, "is not an SQLite file"),
         ({"parse": None}, "parse: got None, expected a text"),
         ({"weight": 10**400}, "weight: got"),
         ({"scale": [0, 10**400]}, "scale: got"),

@@ -32,8 +32,8 @@ def test_a_role_by_its_text_is_a_role_and_an_unknown_one_is_refused() -> None:
     ("fields", "words"),
     [
         ({"role": Role.USER, "tool_calls": (CALL,)}, "tool_calls: got one on a message of role"),
-        ({"role": Role.USER, "reasoning": "hm"}, "reasoning: .* expected it on role assistant"),
-        ({"role": Role.USER, "tool_call_id": "c1"}, "tool_call_id: .* expected it on role tool"),
+        ({"role": Role.USER, "reasoning": "hm"}, "reasoning: .* only on role assistant"),
+        ({"role": Role.USER, "tool_call_id": "c1"}, "tool_call_id: .* only on role tool"),
         ({"role": Role.ASSISTANT, "tool_call_id": "c1"}, "tool_call_id: got one"),
         ({"role": Role.ASSISTANT, "reasoning": "a\ud800"}, "reasoning: got a lone surrogate"),
         ({"role": Role.TOOL, "tool_call_id": "\udc80"}, "tool_call_id: got a lone surrogate"),
@@ -70,10 +70,10 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (float("nan"), "a value that is no JSON"),
-        (b"bytes", "a value that is no JSON"),
-        ({1, 2}, "a value that is no JSON"),
-        (nested(100_000), "a value that is no JSON"),
+        (float("nan"), "a value that is not JSON"),
+        (b"bytes", "a value that is not JSON"),
+        ({1, 2}, "a value that is not JSON"),
+        (nested(100_000), "a value that is not JSON"),
         ("a\ud800", "lone surrogate"),
         ({"\ud800": 1}, "lone surrogate"),
     ],

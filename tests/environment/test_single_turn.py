@@ -245,7 +245,7 @@ async def test_a_pattern_that_tries_for_ever_leaves_the_answer_unscored() -> Non
     await environment.reset(
         Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "2"})
     )
-    with pytest.raises(RewardError, match=r"answer_pattern: .* was not done within 1 s"):
+    with pytest.raises(RewardError, match=r"answer_pattern: .* did not finish within 1 s"):
         await environment.step(Action(text="a" * 60 + "b"))
 
 
@@ -298,16 +298,16 @@ async def test_what_a_function_needs_is_a_column() -> None:
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        ("needs_ids", "needs completion_ids, which a trainer alone has"),
+        ("needs_ids", "needs completion_ids, which only a trainer has"),
         (
             "Exact.score",
             r"is a method of the class Exact and has no instance.*own = Exact\(\)",
         ),
         ("other", r"takes \(text\), expected an argument completion"),
-        ("streams", "yields its values, expected a number that is returned"),
+        ("streams", "yields its values, expected it to return a number"),
         ("yields", "yields its values"),
         ("Scorer", "is a class, expected a function or an instance with __call__"),
-        ("by_place", r"takes \(completion, /\), expected .* can be given by its name"),
+        ("by_place", r"takes \(completion, /\), expected .* can be passed by name"),
         ("not_callable", "is an int, expected a function"),
         ("missing", "has no attribute 'missing'"),
         ([], "got no function"),
@@ -337,7 +337,7 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "types.py").write_text("def score(completion):\n    return 1.0\n")
-    with pytest.raises(BadRewardFunction, match=r"types\.py is not what Python imports"):
+    with pytest.raises(BadRewardFunction, match=r"types\.py: by this name Python imports"):
         load_functions("types.py:score")
 
 
@@ -348,7 +348,7 @@ def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
             "import no_such_package",
             "/.*/broken_of_test.py:1 imports no_such_package, which is not installed",
         ),
-        ("def score(completion", "its module raised SyntaxError.*mend it"),
+        ("def score(completion", "its module raised SyntaxError.*correct it"),
         ("raise SystemExit(3)", "its module raised SystemExit: 3"),
     ],
 )
@@ -410,7 +410,7 @@ def test_a_sibling_that_is_broken_is_named_with_its_importer(
         ),
         (
             {"role": "system", "reasoning": "Hm."},
-            "role system has reasoning, which belongs",
+            "role system has reasoning, which only",
         ),
         ({"role": "tool", "reasoning_content": "Hm."}, "role tool has reasoning_content"),
     ],

@@ -133,7 +133,7 @@ def test_what_is_written_is_read_back(
         ("\n\n", "no tasks"),
         ("{", "line 1: not JSON"),
         (_row() + "\n{oops}", "line 2: not JSON"),
-        (_row() + "\n" + _row(), "line 2: task_id 'a' stands already in .*line 1"),
+        (_row() + "\n" + _row(), "line 2: task_id 'a' is already in .*line 1"),
         ("[1]", "got a list"),
         (_row(seed=True), "seed: got a bool"),
         (_row(seed="1"), "seed: got a str"),

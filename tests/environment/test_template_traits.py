@@ -80,9 +80,7 @@ def test_the_table_says_what_families_of_models_do() -> None:
     qwen, deepseek = found(FAMILIES["qwen3"].renderer), found(FAMILIES["deepseek"].renderer)
     assert (qwen[NEWEST], qwen[EARLIER]) == ("shown", "not shown")
     assert deepseek[CALLS] == "shown, with arguments as JSON text"
-    assert deepseek[TOOLS] == (
-        "not shown, though calls are; say in the system text which there are"
-    )
+    assert deepseek[TOOLS] == ("not shown, although calls are; list the tools in the system text")
     lines = describe_traits(template_traits(FAMILIES["glm"].renderer)).splitlines()
     assert "calls read back                       not tried here; vLLM's glm47 reads" in lines[8]
     assert len({line.index(line.split("  ")[-1].strip()) for line in lines}) == 1

@@ -1,4 +1,4 @@
-"""Tools that are functions and classes of a user's: what the policy is told, and what it gets."""
+"""Tools that are functions and classes of a user's: what the policy is shown, and what it gets."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_su
     ("name", "words"),
     [
         ("untyped", "the argument query has no type"),
-        ("starred", r"takes \*queries, expected arguments that can be given by their names"),
+        ("starred", r"takes \*queries, expected arguments that can be passed by name"),
         ("undocumented", "has no docstring"),
         ("unknown_type", "no JSON schema can be made"),
         ("refers", "no JSON schema can be made"),
@@ -491,7 +491,7 @@ async def test_the_reward_of_a_class_is_no_tool_and_counts(tools: str) -> None:
 
 
 def test_a_function_that_may_be_a_tool_or_a_factory_has_to_say_which() -> None:
-    with pytest.raises(BadTool, match="takes no argument and does not say what it returns"):
+    with pytest.raises(BadTool, match="takes no argument and has no return annotation"):
         load_tools(named("make_something"))
 
 

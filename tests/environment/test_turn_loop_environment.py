@@ -78,12 +78,12 @@ def with_schema(**schema: Any) -> Behaviour:
         (with_tool(name=["echo"]), "tool: name: got a list, expected text"),
         (with_tool(description="\ud800"), "tool echo: description: got a lone surrogate"),
         (with_tool(parameters=None), "tool echo: parameters: got a NoneType, expected a mapping"),
-        (with_schema(default=b"x"), "tool echo: parameters: got a value that is no JSON"),
+        (with_schema(default=b"x"), "tool echo: parameters: got a value that is not JSON"),
         (with_schema(required=5), "tool echo: parameters.required: got 5, expected a list"),
         (with_schema(required=None), "parameters.required: got None"),
-        (with_schema(properties={1: {}}), "expected parameters.properties to hold one JSON schema"),
-        (with_schema(properties={"x": 1}), "expected parameters.properties to hold one JSON"),
-        (with_schema(properties=[]), "expected parameters.properties to hold one JSON schema"),
+        (with_schema(properties={1: {}}), "expected parameters.properties to have one JSON schema"),
+        (with_schema(properties={"x": 1}), "expected parameters.properties to have one JSON"),
+        (with_schema(properties=[]), "expected parameters.properties to have one JSON schema"),
         (with_schema(properties={"x": {"type": 5}}), "the type of x: got 5"),
     ],
 )
@@ -145,7 +145,7 @@ async def test_an_error_that_cannot_be_written_is_an_environment_error_too() -> 
 
     trajectory = await play(FakeEnvironment(raising(Silent())))
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
-    assert trajectory.detail == "step: Silent: its text cannot be had"
+    assert trajectory.detail == "step: Silent: its text cannot be read"
     halves = await play(FakeEnvironment(raising(ValueError("\ud800"))))
     assert halves.detail == "step: ValueError: ?"
 
