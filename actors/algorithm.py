@@ -1,9 +1,9 @@
-"""The algorithm: what the queue, the merge actor and the trainer must agree on.
+"""The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
-`algorithm` of the configuration, each setting declared once, with what is derived from it. Each
-choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the table.
-The aggregation is no part of the loss function: the merge side makes it a weight of each token.
-Plain values: no Ray, no torch.
+This is `algorithm` of the configuration: each setting is declared once, with its derived values.
+Each choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the
+table. The aggregation is not a part of the loss function: the merge side turns it into a weight of
+each token. Plain values: no Ray, no torch.
 """
 
 from __future__ import annotations

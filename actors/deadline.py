@@ -1,7 +1,8 @@
-"""Awaiting with a deadline or beside other work, without losing a cancellation; and retrying.
+"""Await with a deadline or during other work, without losing a cancellation; and retry.
 
-Not `asyncio.wait_for`: in Python 3.11 it swallows a cancellation that meets the result, and a loop
-around it then never stops. Called wherever an actor awaits another one, or an event.
+Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that arrives together with the
+result, and a loop around it then never stops. Called wherever an actor awaits another one, or an
+event.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class TaskSet:
-    """Tasks that run until they end, whoever began them; the event loop itself keeps none alive."""
+    """Tasks that are kept alive until they end; the event loop alone has only weak references."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -125,11 +126,11 @@ async def wait_while_moving(
     idle_s: float,
     look_s: float,
 ) -> None:
-    """Wait until all have answered, or one has failed, for as long as the work makes progress.
+    """Wait while the work makes progress, until all have answered or one has failed.
 
-    progress: the work done by each worker so far; a worker that does not answer is left out.
-    idle_s: seconds without a change of it, or another answer, after which this returns. look_s:
-    seconds between two checks.
+    Args: progress: returns the work done by each worker so far, without workers that do not answer.
+    idle_s: return after so long without a change of it or another answer. look_s: seconds between
+    two checks.
     """
     seen: dict[int, int] = {}
     num_done, since = 0, time.monotonic()
@@ -174,7 +175,7 @@ async def retry(
                 raise
         await asyncio.sleep(pause_s)
         longest_now_s = min(2 * longest_now_s, longest_pause_s)
-    raise AssertionError("unreachable: attempts are counted without end")
+    raise AssertionError("unreachable: the count of attempts does not end")
 
 
 def poll(

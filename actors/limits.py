@@ -1,4 +1,4 @@
-"""The bounds that settings are declared with, and the largest numbers that have a meaning.
+"""The bounds that settings are declared with, and the largest meaningful numbers.
 
 A settings dataclass is a leaf of the configuration tree: `service.config` reads it from YAML and
 checks these bounds; constructed directly it checks nothing.
@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 # or was recorded wrongly; its ratio counts as e^20, sends no gradient and overflows nothing.
 MAX_LOG_RATIO = 20.0
 
-# Of one turn or of a whole trajectory, after shaping. Advantages are float32: a reward far beyond
+# For one turn or a whole trajectory, after shaping. Advantages are float32: a reward far beyond
 # this would leave its group's other members without a significant digit, or become infinite.
 MAX_REWARD = 1e9
 

@@ -354,7 +354,7 @@ class Trajectory(Attempt):
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
-        """All turns of the samples, in the order of play."""
+        """Return all turns of the samples, in the order of play."""
         if len(self.samples) == 1:
             return self.samples[0].turns
         of_samples = (turn for sample in self.samples for turn in sample.turns)

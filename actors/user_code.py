@@ -1,10 +1,9 @@
-"""Calling third-party code, which may hang, raise anything, or refuse to be cancelled.
+"""Call third-party code, which may hang, raise anything, or refuse to be cancelled.
 
 Invariant: `bounded` ends within its limit (and a second of grace), raises only what its docstring
-names, and an abandoned call's late error is taken, never left unretrieved. A user's environment
-that fails may do so a thousand times a minute: every trajectory carries the error's one line, and
-`FaultLog` writes the traceback once for each location. Called by the turn loop and by the
-configuration's checks.
+names, and retrieves the late error of an abandoned call. A user's environment may fail a thousand
+times a minute: every trajectory has the error's one line, and `FaultLog` writes the traceback once
+for each location. Called by the turn loop and by the configuration's checks.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_LOCATIONS = 100
 _CLOSE_FAILED = "its close failed too: "
 
 _Result = TypeVar("_Result")
-# Made as they are needed, and idle ones are taken first; as many as an actor has slots by default.
+# Threads are started as needed, idle ones are used first; as many as an actor's slots by default.
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="user-code")
 # The event loop keeps only weak references to its tasks.
 _abandoned: set[asyncio.Task[Any]] = set()
@@ -34,7 +33,7 @@ class CallTimedOut(Exception):
 
 
 class CallFailed(Exception):
-    """The call raised; `__cause__` is what it raised."""
+    """The call raised; `__cause__` is its exception."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(describe(error))
@@ -67,9 +66,9 @@ class _CallExited(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """One line on an error: its type and the beginning of its text."""
-    text = "its text cannot be had"
-    # Third-party exceptions: `__str__` itself may raise, or give text that UTF-8 cannot hold.
+    """Return one line about an error: its type and the beginning of its text."""
+    text = "its text cannot be read"
+    # Third-party exceptions: `__str__` itself may raise, or return text that UTF-8 cannot encode.
     with suppress(Exception, SystemExit):
         text = " ".join(str(error).split())[:300].encode(errors="replace").decode()
     kind = error.kind if isinstance(error, RaisedInWorker) else type(error).__name__
@@ -80,8 +79,8 @@ def describe(error: BaseException) -> str:
 async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
     """Call `close` at the end.
 
-    If the body has raised, its exception is the one that is raised; what `close` raises then is a
-    note of it (`note_of_close`).
+    If the body raises, its exception is raised, and an exception of `close` becomes a note of it
+    (`note_of_close`).
     """
     try:
         yield
@@ -95,7 +94,7 @@ async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]
 
 
 def note_of_close(error: BaseException) -> str:
-    """Return what `closing` noted of an exception, as the end of a sentence; empty: nothing."""
+    """Return the note of `closing` on an exception, as the end of a sentence; empty if none."""
     notes = getattr(error, "__notes__", ())
     return "".join(f"; {note}" for note in notes if note.startswith(_CLOSE_FAILED))
 
@@ -103,10 +102,10 @@ def note_of_close(error: BaseException) -> str:
 async def in_thread(
     call: Callable[[], _Result], *, on_start: Callable[[], None] | None = None
 ) -> _Result:
-    """Make a call that may block, in a thread of its own.
+    """Make a call that may block in a thread of its own.
 
-    Python's own threads for that are a few, which others would wait for as long as one call hangs.
-    on_start: called in the event loop once the thread has begun.
+    asyncio's default threads are few, so that a few hanging calls would make all others wait.
+    Args: on_start: called in the event loop once the thread has begun.
     """
     loop = asyncio.get_running_loop()
 
@@ -123,7 +122,7 @@ async def in_thread(
 
 
 def num_abandoned() -> int:
-    """Calls of this process that were given up and have not ended yet."""
+    """Return the number of abandoned calls of this process that have not ended yet."""
     return len(_abandoned)
 
 
@@ -136,7 +135,7 @@ async def bounded(call: Callable[[], Awaitable[_Result]], *, limit_s: float) -> 
     """
     task = asyncio.ensure_future(_contained(call))
     try:
-        # Most calls end in their first step, and need no timer.
+        # Most calls end in their first step and need no timer.
         await asyncio.sleep(0)
         if not task.done():
             await asyncio.wait((task,), timeout=max(0.0, limit_s))
@@ -176,14 +175,14 @@ def _take_error(task: asyncio.Task[Any]) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error at the root of a chain of explicit causes."""
+    """Return the error at the root of a chain of explicit causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def location(error: BaseException) -> str:
-    """Where an error was raised: `/path/game.py:12 in reset`; empty where that is not known."""
+    """Return where an error was raised: `/path/game.py:12 in reset`; empty if it is not known."""
     if isinstance(error, RaisedInWorker):
         return error.where
     frames = traceback.extract_tb(error.__traceback__)
@@ -191,7 +190,7 @@ def location(error: BaseException) -> str:
 
 
 class FaultLog:
-    """Logs each fault once, by its kind and location; at most MAX_LOCATIONS of them."""
+    """A log of each fault once, by its kind and location; at most MAX_LOCATIONS faults."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -70,7 +70,7 @@ def read_step(file: IO[bytes]) -> JournalStep:
     try:
         step: JournalStep = _STEPS.decode(zlib.decompress(body))
     except (zlib.error, msgspec.MsgspecError, ValueError) as error:
-        raise JournalDamaged(f"its content is no step: {error}") from error
+        raise JournalDamaged(f"its content is not a step: {error}") from error
     entries = (replace(e, trajectory=with_shared(e.trajectory)) for e in step.entries)
     return replace(step, entries=tuple(entries))
 
@@ -81,7 +81,7 @@ def read_index(file: IO[bytes]) -> StepIndex:
     try:
         index: StepIndex = _INDICES.decode(_read_section(file))
     except (msgspec.MsgspecError, ValueError) as error:
-        raise JournalDamaged(f"its content is no index: {error}") from error
+        raise JournalDamaged(f"its content is not an index: {error}") from error
     return index
 
 

@@ -83,7 +83,7 @@ class Journal:
 
     def __init__(self, settings: JournalSettings) -> None:
         self._settings = settings
-        self._is_told = False
+        self._has_warned = False
 
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
@@ -106,11 +106,11 @@ class Journal:
         return ""
 
     def _warning(self, step: int, error: OSError) -> str:
-        if self._is_told:
+        if self._has_warned:
             return ""
-        self._is_told = True
+        self._has_warned = True
         return (
             f"step {step} is not in the journal: {self._settings.directory} cannot be written "
-            f"({error.strerror or error}); training goes on, `rayloom inspect` lacks such steps; "
+            f"({error.strerror or error}); training continues, `rayloom inspect` lacks such steps; "
             "free space there, or set run.journal_steps to 0"
         )

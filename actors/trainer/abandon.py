@@ -40,4 +40,4 @@ class Abandonment:
         if self._group.size() > 1:
             dist.all_reduce(is_asked, op=dist.ReduceOp.MAX, group=self._group)
         if is_asked.item():
-            raise StepAbandoned("the step in hand was given up")
+            raise StepAbandoned("the current step was abandoned")

@@ -223,7 +223,7 @@ class WeightBoard:
         self._board.starting(replica_id, work=work, now=self._clock())
 
     async def started(self, replica_id: str, stages: StartStages) -> None:
-        """A replica has started: the stages of its start."""
+        """Record that a replica has started, with the stages of its start."""
         self._board.started(replica_id, stages)
 
     async def poll(

@@ -274,7 +274,7 @@ class Board:
             self._furthest_start, self._moved_at = work, now
 
     def started(self, replica_id: str, stages: StartStages) -> None:
-        """A replica has started, and will join with its first poll."""
+        """Record that a replica has started; it joins with its first poll."""
         self._stages[replica_id] = stages
 
     def heartbeat(

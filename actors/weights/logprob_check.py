@@ -391,7 +391,7 @@ class LogprobCheck:
         )
 
 
-ALONE, PACKED = "the text alone", "the text packed beside other rows"
+ALONE, PACKED = "only the text", "the text packed with other rows"
 
 
 def sampled_name(temperature: float) -> str:

@@ -192,7 +192,7 @@ def test_a_tiny_model_is_built_but_not_over_something_else_or_where_none_can_be(
     assert built.code == 0 and "0.85 M parameters" in built.out
     assert (directory / "model.safetensors").stat().st_mode & 0o044
     for answer, words in zip(
-        refused, ("is no tiny model", "cannot be written", "--seed"), strict=True
+        refused, ("is not a tiny model", "cannot be written", "--seed"), strict=True
     ):
         assert refuses(answer, words), answer.err
     assert (other / "notes.txt").read_text() == "mine"

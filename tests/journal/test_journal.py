@@ -127,10 +127,10 @@ def test_sound_sections_that_hold_something_else_are_refused() -> None:
     def read(data: bytes) -> JournalStep:
         return read_step(io.BytesIO(data))
 
-    with pytest.raises(JournalDamaged, match="content is no index"):
+    with pytest.raises(JournalDamaged, match="content is not an index"):
         read_index(io.BytesIO(start + section(b"not an index")))
     for body in (b"not compressed", zlib.compress(b"no step")):
-        with pytest.raises(JournalDamaged, match="content is no step"):
+        with pytest.raises(JournalDamaged, match="content is not a step"):
             read(start + section(b"") + section(body))
     with pytest.raises(JournalDamaged, match="cut short"):
         read_index(io.BytesIO(start))

@@ -50,6 +50,6 @@ def test_a_directory_with_something_else_is_refused_and_left(
     other = tmp_path / "notes"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists and is no tiny model"):
+    with pytest.raises(ConfigError, match="exists and is not a tiny model"):
         build_tiny(other, SETTINGS)
     assert files_of(other) == {"notes.txt": b"mine"}

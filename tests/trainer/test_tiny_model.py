@@ -212,7 +212,7 @@ def test_a_built_model_is_reused_and_another_replaces_it(tmp_path: Path) -> None
 
 def test_a_directory_that_is_no_tiny_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("keep")
-    with pytest.raises(FileExistsError, match="is no tiny model"):
+    with pytest.raises(FileExistsError, match="is not a tiny model"):
         build_tiny_model(tmp_path, warmup_steps=0)
     assert (tmp_path / "precious.txt").read_text() == "keep"
 

@@ -65,7 +65,7 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
     marker = directory / MARKER
     if not marker.is_file():
         raise FileExistsError(
-            f"tiny model: {directory} exists and is no tiny model (it has no {MARKER}); "
+            f"tiny model: {directory} exists and is not a tiny model (it has no {MARKER}); "
             "name another directory or remove it"
         )
     found: dict[str, Any] = json.loads(marker.read_text())
