@@ -1,15 +1,15 @@
-"""The policy as environments see it: one awaitable a turn, many turns a Serve call.
+"""The policy client of environments: one awaitable for each turn, many turns in a Serve call.
 
     client = ServePolicyClient(app_name)
     first = await client.generate(request)
-    # The trajectory's next turn meets the replica that has its prefix cached.
+    # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
 A Serve call costs about a millisecond on either side, more than a turn of a small model. So the
-requests of a few milliseconds that go to the same replica travel together, and the replica streams
-the answers back as they come. First turns have no replica yet, and those of a replica that
-is gone need another: they are split into small calls, which Serve spreads by load.
-One client serves one event loop; it is picklable, by application name.
+requests of a few milliseconds to the same replica share a call, and the replica streams the answers
+back as they finish. First turns have no replica yet, and turns of a lost replica need another one:
+they are split into small calls, which Serve spreads by load. One client serves one event loop; it
+is picklable, by application name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from actors.environment.policy import (
     PolicyUnavailable,
 )
 
-# Beyond the request's own deadline, for the replica's answer that it has passed.
+# Time after the request's deadline for the replica's answer that it has passed.
 DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
 MAX_LOST = 64
-# Turns that one engine step ended come back in several answers, and need not reach the next
-# generate in the same tick. They are gathered for this share of what a turn takes, within bounds:
-# where turns are short and many, fewer calls are worth more.
+# Turns that ended in the same engine step return in several answers, so that their next requests
+# may come in different ticks. Requests are gathered for this share of a turn's time, within bounds:
+# with many short turns, fewer calls matter more.
 LINGER_SHARE = 0.02
 SHORTEST_LINGER_S, LONGEST_LINGER_S = 0.001, 0.005
 
@@ -49,16 +49,16 @@ TRANSPORT_ERRORS = (RayError, RayServeException, grpc.RpcError)
 
 Failure = PolicyUnavailable | PolicyDeadlineExceeded | ValueError
 Answer = GenerateReply | Failure
-# (position in the batch, answer) of those that finished in one tick of the replica.
+# (position in the batch, answer) of the requests that finished in one tick of the replica.
 AnswerChunk = list[tuple[int, Answer]]
 
 _Answered = TypeVar("_Answered")
 
 
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:
-    """Of the engines of a Serve application; with HAProxy its ingress is another deployment.
+    """Return the handle of an application's engines, which with HAProxy are not its ingress.
 
-    Raises: RayServeException where there is none.
+    Raises: RayServeException if there is none.
     """
     try:
         return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
@@ -67,7 +67,7 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """The error as one of our own three classes: vLLM's need not survive the way to the client."""
+    """Return an error as one of our three classes: vLLM's may not survive pickling."""
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
             return kind(str(error))
@@ -76,27 +76,27 @@ def as_answer(error: Failure) -> Failure:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
-    """A request on its way."""
+    """A pending request."""
 
     request: GenerateRequest
     answer: asyncio.Future[Answer]
-    """Cancelled when it is no longer waited for."""
+    """Cancelled if no caller waits for it any longer."""
     deadline_at: float
-    """In the event loop's time; it counts from the caller's call, wherever the request waits."""
+    """In the event loop's time, counted from the caller's call."""
 
 
 class LostReplicas:
-    """The replicas that did not answer what was addressed to them, of the newest `MAX_LOST`."""
+    """The newest `MAX_LOST` replicas that did not answer a request that named them."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def address(self, replica: str) -> str:
-        """Whom to address a request to: `replica`, or nobody when it is gone."""
+        """Return the replica to send a request to: `replica`, or any (empty) if it is lost."""
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """asked: the replica that the request wanted; empty: any."""
+        """Record an answer to a request for the replica `asked`; empty: any replica."""
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
         is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked
@@ -107,7 +107,7 @@ class LostReplicas:
 
 
 class ServePolicyClient:
-    """Implements `actors.environment.policy.PolicyClient` over a deployment's handle."""
+    """A `PolicyClient` of `actors.environment.policy` over a deployment's handle."""
 
     def __init__(self, app_name: str) -> None:
         self.app_name = app_name
@@ -116,14 +116,14 @@ class ServePolicyClient:
         self._waiting: dict[str, list[_Call]] = {}
         self._lost = LostReplicas()
         self._turn_s = 0.0
-        """What a turn takes, from its request to its answer: of the newest ones."""
+        """Moving average of the seconds from a request to its answer."""
         self._batches = TaskSet()
 
     def __reduce__(self) -> tuple[type[ServePolicyClient], tuple[str]]:
         return ServePolicyClient, (self.app_name,)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn; while no engine is there, ask again until the deadline.
+        """Sample one turn; without an engine, retry until the deadline.
 
         Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError for a request that can never
             be served.
@@ -163,11 +163,11 @@ class ServePolicyClient:
                 raise PolicyUnavailable(
                     f"inference: no deployment {self.app_name!r}; deploy it first"
                 ) from error
-            # In this event loop, which each chunk of an answer would else be handed to; Serve keeps
-            # the handle that it gives for the process's other loops.
+            # Run the router in this event loop: else each chunk of an answer changes loops. Serve
+            # caches its own handle for the process's other loops, so make a new one.
             handle = DeploymentHandle(handle.deployment_name, handle.app_name)
             handle._init(_run_router_in_separate_loop=False)
-            # gRPC by value: three times the calls a second of Serve's default by reference.
+            # gRPC by value: three times as many calls a second as Serve's default by reference.
             self._handle = handle.options(
                 method_name="generate_batch",
                 stream=True,
@@ -203,7 +203,7 @@ class ServePolicyClient:
                 for position, answer in chunk:
                     _resolve(batch[position], answer)
         except TRANSPORT_ERRORS as error:
-            problem = f"the replica is gone ({type(error).__name__})"
+            problem = f"the replica was lost ({type(error).__name__})"
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -214,7 +214,7 @@ class ServePolicyClient:
 
 
 def linger_s(turn_s: float) -> float:
-    """How long requests are gathered, where a turn takes turn_s seconds.
+    """Return the seconds for which to gather requests, if a turn takes turn_s seconds.
 
     Example: linger_s(0.2) -> 0.004
     """
@@ -227,7 +227,7 @@ def _resolve(call: _Call, answer: Answer) -> None:
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel the exchange once none of its answers is waited for; the engine then aborts them."""
+    """Cancel the exchange once no caller waits for its answers; the engine then aborts them."""
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:
@@ -243,15 +243,14 @@ def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None
 async def until_available(
     attempt: Callable[[], Awaitable[_Answered]], *, deadline_s: float, margin_s: float = 0.0
 ) -> _Answered:
-    """Attempt until an engine answers, for deadline_s and no longer.
+    """Repeat an attempt until an engine answers, for at most deadline_s.
 
-    Asking again is safe: nothing was returned of what an engine sampled before it died, and the
-    request is the same token ids. Without the pauses an engine's absence would end attempts as fast
-    as they can be made.
-    margin_s: how much longer an attempt may take to say that the deadline has passed.
-    Raises: PolicyUnavailable when no engine was there until the deadline, or when one was lost on
-        the way and the rest of the time was not enough; PolicyDeadlineExceeded when an engine was
-        there all the time; what else an attempt raises, at once.
+    A repetition is safe: nothing of what a dead engine sampled was returned, and the request has
+    the same token ids. The pauses between attempts avoid a busy loop while there is no engine.
+    Args: margin_s: further time in which an attempt may report that the deadline has passed.
+    Raises: PolicyUnavailable if there was no engine until the deadline, or if one was lost and the
+        remaining time was not enough; PolicyDeadlineExceeded if there was an engine all the time;
+        any other error of an attempt, at once.
     """
     lost: PolicyUnavailable | None = None
 
@@ -269,7 +268,7 @@ async def until_available(
     except (TimeoutError, PolicyDeadlineExceeded, PolicyUnavailable) as error:
         if lost is not None:
             raise PolicyUnavailable(
-                f"inference: no engine answered within {deadline_s:.3g} s; at last: {lost}"
+                f"inference: no engine answered within {deadline_s:.3g} s; last error: {lost}"
             ) from error
         if isinstance(error, PolicyDeadlineExceeded):
             raise

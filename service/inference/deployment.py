@@ -5,13 +5,13 @@
     wait_ready("run-t1", timeout_s=420)
     client = ServePolicyClient("run-t1")
 
-A replica asks for its board before it loads an engine. Where the board has died it waits for the
-one of the run's next term, by the run's name, and without one deletes its own application, which
-Serve would otherwise restart for ever. It is ready only with the current policy
-version: its constructor waits for it. From then on a background task pulls new versions. A replica
-whose engine or whose pulling has died, or whose loading makes no progress, ends its own process,
-which Serve sees sooner than failed health checks; one that hears nothing of the board for too long
-fails its health check. Either way Serve replaces it.
+A replica joins its board before it loads an engine. If the board has died, it waits for the board
+of the run's next term, by the run's name, and without one deletes its own application, which Serve
+would otherwise restart forever. It is ready only with the current policy version: its constructor
+waits for it. From then on a background task pulls new versions. A replica whose engine or pulling
+has died, or whose loading makes no progress, ends its own process, which Serve notices sooner than
+failed health checks; a replica that gets no answer from the board for too long fails its health
+check. In both cases Serve replaces it.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# A live board answers within milliseconds; a frozen one, or on a node that is coming back, later.
+# A live board answers within milliseconds; a frozen one, or one on a returning node, later.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
 STATUS_POLL_S = 0.2
-# Its answer is work for two processes, on cores that the engine starts on.
+# A request for Serve's status costs two processes time, on cores that the engine needs to start.
 SERVE_STATUS_EVERY_S = 2.0
 MAX_FAILURE_CHARACTERS = 600
-# A traceback's last line, "package.module.Name: what happened", which may go on below.
+# A traceback's last line, "package.module.Name: what happened", which may have more lines.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
-# For the answers, and the message to the board, that are on their way out of a replica that ends.
+# Time for an ending replica to send its last answers and its message to the board.
 EXIT_DELAY_S = 0.2
-# vLLM takes no greater seed.
+# vLLM accepts seeds below this.
 _SEEDS = 1 << 31
 # An AF_UNIX path has at most 107 bytes; vLLM names its sockets by a UUID.
 MAX_DIRECTORY_BYTES = 107 - len("/") - 36
@@ -111,11 +111,11 @@ class ReplicaDescription:
     term: int | None
     version: int | None
     settings: EngineSettings
-    """What it was started with."""
+    """The settings that it was started with."""
 
 
 def session_directory() -> Path:
-    """The directory of the Ray session that this process has joined, on this machine."""
+    """Return the directory of this process's Ray session, on this machine."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir()) / context.get_session_name()
 
@@ -123,9 +123,9 @@ def session_directory() -> Path:
 def make_engine_directory(parent: Path, name: str) -> Path:
     """Make the directory of one engine's sockets and temporary files in `parent`.
 
-    vLLM leaves such files in the system's temporary directory, more with each kill; in a directory
-    of the session they do not mix with those of other runs, and are removed with it. Where the path
-    would be too long for a socket it lies in the system's temporary directory.
+    By default vLLM leaves such files in the system's temporary directory, more with each kill; in a
+    directory of the session they are separate from those of other runs, and removed with it. If the
+    path would be too long for a socket, the directory is in the system's temporary directory.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -135,13 +135,14 @@ def make_engine_directory(parent: Path, name: str) -> Path:
 
 
 class ReplicaAffinityRouter(RequestRouter):
-    """Sends a call to the replica that its session id names, else to the less busy of two.
+    """A router that sends a call to the replica that its session id names, else to one by load.
 
-    So the trajectories of a replica that is gone are spread by load; each then stays with whoever
-    answered it (`GenerateRequest.replica`).
+    Without a replica, the less busy of two random ones is chosen. So the trajectories of a lost
+    replica are spread by load; each then stays with the replica that answered it
+    (`GenerateRequest.replica`).
 
-    Serve's public extension point, imported by name wherever a handle is used; requests are matched
-    one by one, not first in first out.
+    This is Serve's public extension point, imported by name wherever a handle is used; requests are
+    matched one by one, not first in first out.
     """
 
     async def choose_replicas(
@@ -158,14 +159,15 @@ class ReplicaAffinityRouter(RequestRouter):
 
 
 class InferenceReplica:
-    """Serve's view of one engine."""
+    """One engine, as a Serve replica."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: EngineSettings, board: ActorHandle, run_id: str, orphan_timeout_s: float
     ) -> None:
-        """run_id: whose boards it follows, and whose endpoint is told vLLM's metrics.
+        """Join the board, start the engine and wait for the current version.
 
-        orphan_timeout_s: for how long it is without a board.
+        Args: run_id: the run whose boards it follows, and whose endpoint gets vLLM's metrics.
+        orphan_timeout_s: time to wait for a board before the application is deleted.
         """
         self._settings = settings
         self._board = board
@@ -178,11 +180,11 @@ class InferenceReplica:
         os.environ.update(settings.environment)
         began = time.time()
         with _StartReports(board, self._name):
-            # Seven seconds of imports, which the process that deploys should not wait for.
+            # The import takes seven seconds, for which the deploying process should not wait.
             with quick_imports():
                 from service.inference.engine import PolicyEngine
 
-            # Replicas with one seed would sample the same tokens for members of a group.
+            # With the same seed, replicas would sample the same tokens for members of a group.
             imported = time.time()
             seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
             directory = make_engine_directory(session_directory(), self._name)
@@ -198,7 +200,7 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Raises: PolicyUnavailable as `_meet_next_board`."""
+        """Join the board, or the next one if it has died. Raises: as `_meet_next_board`."""
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ACTOR_DEATHS:
@@ -207,7 +209,7 @@ class InferenceReplica:
     async def _meet_next_board(self) -> None:
         """Wait for the board of the run's next term.
 
-        Raises: PolicyUnavailable when none comes, after this application's deletion.
+        Raises: PolicyUnavailable if none appears, after deleting this application.
         """
         logger.warning("inference: the weight board is gone; waiting for the next one")
 
@@ -218,7 +220,7 @@ class InferenceReplica:
             await self._join()
 
         try:
-            # ValueError: there is none of that name.
+            # ValueError: there is no actor of that name.
             errors = (ValueError, RayError, TimeoutError)
             await retry(find_and_join, on=errors, limit_s=self._orphan_timeout_s)
         except (ValueError, RayError, TimeoutError) as error:
@@ -249,7 +251,7 @@ class InferenceReplica:
             num_open = len(tasks)
             while num_open:
                 chunk = [await finished.get()]
-                # One engine step ends many requests; let the others of it arrive.
+                # One engine step ends many requests; let its other answers arrive.
                 await asyncio.sleep(0)
                 while not finished.empty():
                     chunk.append(finished.get_nowait())
@@ -262,9 +264,9 @@ class InferenceReplica:
     async def _generate(self, request: GenerateRequest) -> GenerateReply:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > POLL_S + POLL_GRACE_S and not self._is_loading:
-            # The board may count this replica as gone and have published without it.
+            # The board may consider this replica lost, and may have published without it.
             raise PolicyUnavailable(
-                f"inference: no answer of the weight board for {silent_s:.0f} s"
+                f"inference: no answer from the weight board for {silent_s:.0f} s"
             )
         return replace(await self._engine.generate(request), replica=self._name)
 
@@ -289,8 +291,9 @@ class InferenceReplica:
         )
 
     async def check_health(self) -> None:
-        """Raises: PolicyUnavailable; Serve then replaces the replica."""
-        # Serve asks three times, and then waits for a graceful end that a dead engine cannot have.
+        """Raise PolicyUnavailable if the replica is unhealthy; Serve then replaces it."""
+        # Serve repeats the check three times, and then waits for a graceful end, which a dead
+        # engine cannot have.
         await self._end_if_dead()
         await self._engine.check_health()
         if self._pulling.done():
@@ -301,11 +304,12 @@ class InferenceReplica:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > limit_s and not self._is_loading:
             raise PolicyUnavailable(
-                f"inference: no answer of the weight board for {silent_s:.0f} s, limit {limit_s} s"
+                f"inference: no answer from the weight board for {silent_s:.0f} s, limit {limit_s} "
+                "s"
             )
 
     async def _end_if_dead(self) -> None:
-        """End this process when its engine is dead. Until then Serve would send it requests."""
+        """End this process if its engine is dead, because Serve would still send it requests."""
         try:
             await self._engine.check_health()
         except PolicyUnavailable as error:
@@ -328,7 +332,7 @@ class InferenceReplica:
         os._exit(1)
 
     def __del__(self) -> None:
-        """Serve calls this at the end of a graceful shutdown, when the requests have drained."""
+        """Shut the engine down; Serve calls this after draining, in a graceful shutdown."""
         if (pulling := getattr(self, "_pulling", None)) is not None:
             pulling.cancel()
             self._pushing.cancel()
@@ -344,22 +348,22 @@ class InferenceReplica:
     async def _pull_forever(self) -> None:
         while True:
             await self._pull_from_any_board()
-            # Also while no request comes in.
+            # Check it even if there are no requests.
             await self._engine.check_health()
 
     async def _pull_from_any_board(self) -> None:
         try:
             await self._pull()
         except (*ACTOR_DEATHS, OwnerDiedError):
-            # The board, or the owner of the weights that it had: the same process.
+            # The board and the owner of its weights are the same process.
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Ask the board once and load what it has. A board that is slow is asked again."""
+        """Poll the board once and load its publication; return without one if it is slow."""
         try:
             publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):
-            logger.warning("inference: the weight board did not answer; asking again")
+            logger.warning("inference: the weight board did not answer; trying again")
             await asyncio.sleep(RETRY_S)
             return
         if publication is None:
@@ -367,7 +371,7 @@ class InferenceReplica:
         if isinstance(publication, HoldOrder):
             await self._engine.hold(publication.is_held)
             return
-        # While it loads, the board waits for this replica.
+        # The board waits for this replica while it loads.
         self._is_loading, self._progress_at = True, time.monotonic()
         self._num_loaded = 0
         try:
@@ -388,7 +392,7 @@ class InferenceReplica:
         return publication
 
     async def _load_with_beats(self, publication: Publication) -> None:
-        """Load, and tell the board that it goes on. Raises: PolicyUnavailable when it does not."""
+        """Load, and report progress to the board. Raises: PolicyUnavailable if there is none."""
         limit_s = self._settings.inference.publish_deadline_s
         loading = asyncio.create_task(self._load(publication))
         try:
@@ -404,7 +408,7 @@ class InferenceReplica:
             loading.cancel()
 
     def _mark_progress(self) -> None:
-        """A group of weights was received, or loaded."""
+        """Record that a group of weights was received or loaded."""
         self._progress_at = time.monotonic()
         self._num_loaded += 1
 
@@ -425,7 +429,7 @@ class InferenceReplica:
         return fetched
 
     async def _load_broadcast(self, publication: Publication) -> bool:
-        """Take a seat in the next broadcast. Returns: False when there was none, or it failed."""
+        """Take part in the next broadcast. Returns: False if there was none, or it failed."""
         from service.inference.engine import BroadcastFailed
 
         waiting = self._board.take_seat.remote(self._name, POLL_S)
@@ -433,8 +437,8 @@ class InferenceReplica:
             seat = await within(POLL_S + RPC_TIMEOUT_S, waiting)
         except (TimeoutError, ActorUnavailableError):
             return False
-        # A wait for the trainer, which is no progress and not this engine's fault: how long it may
-        # take, the loop decides (`BoardStatus.quiet_s`).
+        # Waiting for the trainer is neither progress nor this engine's fault; the loop limits the
+        # wait (`BoardStatus.quiet_s`).
         if seat is None:
             return False
         self._progress_at = time.monotonic()
@@ -447,7 +451,7 @@ class InferenceReplica:
             )
         except BroadcastFailed as error:
             self._num_failed_broadcasts += 1
-            logger.warning("inference: a broadcast failed, asking for the next: %s", error)
+            logger.warning("inference: a broadcast failed, waiting for the next: %s", error)
             if self._num_failed_broadcasts >= MAX_FAILED_BROADCASTS:
                 raise PolicyUnavailable(
                     f"inference: {self._num_failed_broadcasts} broadcasts in a row have failed; "
@@ -473,8 +477,8 @@ class InferenceReplica:
     async def _checked(self, publication: Publication) -> EngineScores | None:
         """Return the engine's scores of the publication's text; None if they do not come in time.
 
-        None also if the publication is not checked (`NO_TEXT`). A text that fills the context may
-        take longer than a load may go without progress.
+        None also if the publication is not checked (`NO_TEXT`). The wait counts as progress,
+        because a text that fills the context may take longer than a load's limit.
         """
         if publication.check is not None and not publication.check.token_ids.size:
             return None
@@ -488,10 +492,10 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """Tells the board, while an engine starts, how much work its start has taken.
+    """Reports to the board, while an engine starts, of how much work the start has done.
 
-    From a thread, because the start blocks the event loop. A start that hangs takes no work, and
-    one that is frozen reports none.
+    They come from a thread, because the start blocks the event loop. A start that hangs does no
+    work, and a frozen process sends no reports.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:
@@ -511,7 +515,7 @@ class _StartReports:
 
 
 def _work_so_far() -> float:
-    """Processor seconds, and mebibytes read, of this process and those that it started."""
+    """Return processor seconds plus mebibytes read, of this process and its descendants."""
     this = psutil.Process()
     work = 0.0
     for process in (this, *this.children(recursive=True)):
@@ -522,9 +526,9 @@ def _work_so_far() -> float:
 
 
 def start_serve_for_engines() -> None:
-    """Start Serve without any HTTP proxy; nothing where it runs already.
+    """Start Serve without any HTTP proxy; do nothing if it runs already.
 
-    An HTTP API that shares the cluster starts it before this, with a proxy.
+    An HTTP API that shares the cluster starts it earlier, with a proxy.
     """
     serve.start(proxy_location=ProxyLocation.Disabled)
 
@@ -540,11 +544,11 @@ def deploy_inference(
 ) -> None:
     """Start the deployment under an application name, or change its number of replicas.
 
-    run_id, orphan_timeout_s: as of `InferenceReplica`. resources: what a replica asks for beside
-    its CPUs and GPUs.
+    Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: what a replica requests
+    besides CPUs and GPUs.
 
-    Does not wait for it. The replicas become ready once the board has a publication, so publish,
-    then `wait_ready`. The same settings but for `num_replicas` leave running replicas as they are.
+    It does not wait. The replicas become ready once the board has a publication, so publish, then
+    `wait_ready`. If only `num_replicas` changes, running replicas stay unchanged.
     """
     start_serve_for_engines()
     deployment = serve.deployment(
@@ -563,7 +567,7 @@ def deploy_inference(
         graceful_shutdown_timeout_s=settings.graceful_shutdown_s,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )(InferenceReplica)
-    # Without a version of its own Serve takes each deployment for new code and replaces replicas.
+    # Without an explicit version Serve treats each deployment as new code and replaces replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
     bound = deployment.bind(settings, board, run_id, orphan_timeout_s)
     if uses_haproxy():
@@ -577,9 +581,9 @@ def deploy_inference(
 
 
 class HaproxyIngress:
-    """Stands before the engines, which have a router of their own, and is asked for nothing.
+    """A deployment in front of the engines that receives no requests; the engines have a router.
 
-    Serve wants it with HAProxy, also for an application that no HTTP request can reach.
+    With HAProxy Serve requires it, even for an application that HTTP requests cannot reach.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:
@@ -589,12 +593,12 @@ class HaproxyIngress:
 async def wait_ready(
     name: str, read_status: Callable[[], Awaitable[BoardStatus]], *, quiet_limit_s: float
 ) -> None:
-    """Wait until a replica holds the current version; the others follow when they can.
+    """Wait until a replica holds the current version; the others may follow later.
 
-    Args: read_status: the board's. quiet_limit_s: for how long no replica may be live, and none
-        that starts may show progress.
-    Raises: PolicyUnavailable, with what a replica last failed of, when the deployment has failed
-        or nothing moves; what read_status raises.
+    Args: read_status: returns the board's status. quiet_limit_s: limit on the time without a live
+        replica and without progress of a starting one.
+    Raises: PolicyUnavailable, with the last failure of a replica, if the deployment has failed or
+        there is no progress; what read_status raises.
     """
     ask_serve_at = time.monotonic()
     while not (status := await read_status()).holders:
@@ -605,7 +609,7 @@ async def wait_ready(
 
 
 async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: float) -> None:
-    """Raises: PolicyUnavailable when the deployment has failed, or nothing moves."""
+    """Raise PolicyUnavailable if the deployment has failed, or there is no progress."""
     application = (await asyncio.to_thread(serve.status)).applications.get(name)
     failed = application is None or application.status is ApplicationStatus.DEPLOY_FAILED
     if not failed and status.quiet_s <= quiet_limit_s:
@@ -623,9 +627,10 @@ async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: floa
 
 
 def last_failure(messages: Sequence[str]) -> str:
-    """What Serve reports of failed replicas: the last exception, from its name on, in one line.
+    """Return the last exception in Serve's messages, from its name on, in one line.
 
-    Args: messages: of the application and its deployments; a failed one's ends with the traceback.
+    Args: messages: those of the application and its deployments; the message of a failed one ends
+    with the traceback.
     """
     texts = [message.strip() for message in messages if message.strip()]
     if not texts:
@@ -640,7 +645,7 @@ def _digest(settings: EngineSettings) -> str:
 
 
 def is_same_engine(one: EngineSettings, other: EngineSettings) -> bool:
-    """Whether they differ in the number of engines at most."""
+    """Whether settings differ at most in the number of engines."""
     return _of_one(one) == _of_one(other)
 
 
@@ -649,24 +654,27 @@ def _of_one(settings: EngineSettings) -> EngineSettings:
 
 
 def application_name(run_id: str, *, term: int) -> str:
-    """Of a run's engines. term: the one that started them; a later board has other engines."""
+    """Return the application name of a run's engines.
+
+    Args: term: the term that started them; a later board has other engines.
+    """
     return f"{run_id}-t{term}"
 
 
 def board_name(run_id: str) -> str:
-    """Of a run's weight board, as an actor; there is one at a time."""
+    """Return the actor name of a run's weight board; there is one at a time."""
     return f"{run_id}-board"
 
 
 def find_leftover(run_id: str, settings: EngineSettings) -> str:
-    """Of the deployments that earlier terms of a run left, the one that these settings would start.
+    """Find a deployment of an earlier term of a run whose engines have these settings.
 
-    Its engines are asked. Returns: its application's name; empty where none that answers is so.
+    Returns: the name of its application; empty if no engine with these settings answers.
     """
     for name in _leftovers(run_id):
         with suppress(RayServeException, RayError, TimeoutError):
-            asked = engines_handle(name).describe.remote()
-            found: ReplicaDescription = asked.result(timeout_s=RPC_TIMEOUT_S)
+            answer = engines_handle(name).describe.remote()
+            found: ReplicaDescription = answer.result(timeout_s=RPC_TIMEOUT_S)
             if is_same_engine(found.settings, settings):
                 return name
     return ""
@@ -686,5 +694,5 @@ def _leftovers(run_id: str) -> list[str]:
 
 
 def delete_inference(name: str) -> None:
-    """Drain and end the replicas; bounded by the settings' graceful_shutdown_s."""
+    """Drain and end the replicas, within the settings' graceful_shutdown_s."""
     serve.delete(name)

@@ -1,8 +1,8 @@
 """One vLLM engine: token ids in, token ids with log-probabilities and policy versions out.
 
 No Ray. Invariants: nothing is sampled before a version is loaded; requests in flight survive an
-update and say which tokens came from which version; a new trajectory is never admitted while an
-update runs, so that its cache salt names the version that computes its prompt.
+update, and their replies have the version of each token; a new trajectory is never admitted during
+an update, so that its cache salt names the version that computes its prompt.
 """
 
 from __future__ import annotations
@@ -53,23 +53,26 @@ from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, regist
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-# Of a text that fills the context of a model on CPU.
+# Enough for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
-# Parsing them takes less than a millisecond, or a few with vLLM's slower parsers.
+# Parsing so many takes less than a millisecond, or a few with vLLM's slower parsers.
 MAX_TOKENS_PARSED_INLINE = 512
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class BroadcastFailed(Exception):
-    """A broadcast broke off before this engine had all of it; the engine is as it was."""
+    """A broadcast ended before this engine had received all; the engine is unchanged."""
 
 
 class PolicyEngine:
-    """Owns one `AsyncLLM`; every method belongs to one event loop."""
+    """The owner of one `AsyncLLM`; all methods must be called in one event loop."""
 
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
-        """directory: of this engine alone, for its sockets; gone when it is shut down."""
+        """Keep the settings; nothing starts.
+
+        Args: directory: only for this engine's sockets and files; `shutdown` removes it.
+        """
         self.settings = settings
         self._directory = directory
         self.term: int | None = None
@@ -78,7 +81,7 @@ class PolicyEngine:
         self._vocabulary_size = 0
         self._admission = asyncio.Event()
         self.is_held = False
-        """Turns wait: those in flight are frozen, others are not begun."""
+        """Whether turns wait: those in flight are frozen, others are not begun."""
         self._update_lock = asyncio.Lock()
         self._routed_layers: tuple[int, ...] = ()
         self._parser: asyncio.Task[ReplyParser] | None = None
@@ -86,10 +89,10 @@ class PolicyEngine:
         self._request_ids = itertools.count()
 
     async def start(self) -> StartStages:
-        """Start the engine process with the weights that lie in the model's directory.
+        """Start the engine process with the weights in the model's directory.
 
         Returns: the stages of the start.
-        Raises: ValueError for a parser that the settings name and that cannot be used.
+        Raises: ValueError if a parser that the settings name cannot be used.
         """
         began = time.time()
         check_installed()
@@ -105,7 +108,7 @@ class PolicyEngine:
             _engine_args(self.settings, records_experts=bool(self._routed_layers))
         )
         self._vocabulary_size = self._llm.model_config.get_vocab_size()
-        # A million objects of the imported libraries never die; collections need not visit them.
+        # The imported libraries' million objects live until the end; garbage collections skip them.
         gc.collect()
         gc.freeze()
         return _stages(began, time.time(), await self._llm.collective_rpc("start_marks"))
@@ -118,11 +121,11 @@ class PolicyEngine:
         self.remove_files()
 
     def remove_files(self) -> None:
-        """Remove the engine's directory; it is dead, or about to die with this process."""
+        """Remove the directory of the engine, which is dead or ends with this process."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def check_health(self) -> None:
-        """Raises: PolicyUnavailable when the engine is dead, or half loaded by a failed update."""
+        """Raise PolicyUnavailable if the engine is dead, or half loaded after a failed update."""
         try:
             await self._engine.check_health()
         except EngineDeadError as error:
@@ -138,12 +141,12 @@ class PolicyEngine:
         """Sample one turn.
 
         Raises: ValueError for a request that can never be served; PolicyDeadlineExceeded, after
-            the request was aborted; PolicyUnavailable when the engine is dead.
+            aborting the request; PolicyUnavailable if the engine is dead.
         """
         self._check(request)
         try:
             async with asyncio.timeout(request.deadline_s):
-                # Before it samples: a parser that cannot be had must not cost a turn.
+                # Before sampling, so that a parser that cannot be loaded does not cost a turn.
                 parser = None if request.tools is None else await self._loaded_parser()
                 await self._admission.wait()
                 salt = request.cache_salt or f"{self.term}:{self.version}"
@@ -160,19 +163,19 @@ class PolicyEngine:
         return reply if parser is None else await _with_parts(reply, request, parser)
 
     async def _loaded_parser(self) -> ReplyParser:
-        """Load it with the first request that asks for it: most runs never do.
+        """Return the parser; the first request that needs it loads it, because most runs do not.
 
         Raises: ValueError.
         """
         if self._parser is None:
             self._parser = asyncio.create_task(asyncio.to_thread(load_parser, self.settings))
-        # One request that is given up must not cancel it for the others.
+        # The cancellation of one request must not cancel the loading for others.
         return await asyncio.shield(self._parser)
 
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
-        """Score a text and continue it; None: `weights.board.check_tokens`.
+        """Score a text (None: `weights.board.check_tokens`) and continue it.
 
-        Returns: None if there was no answer in time.
+        Returns: the scores; None if there was no answer in time.
         Raises: PolicyUnavailable.
         """
         text = text or CheckText(token_ids=check_tokens(self._vocabulary_size))
@@ -180,7 +183,7 @@ class PolicyEngine:
         salt = f"check:{self.term}:{self.version}:{next(self._request_ids)}"
         began = time.monotonic()
         try:
-            async with self._going_on(), asyncio.timeout(CHECK_DEADLINE_S):
+            async with self._running(), asyncio.timeout(CHECK_DEADLINE_S):
                 output = await self._sample(prompt, _scoring_params(), salt=salt)
                 continued = await asyncio.gather(
                     *(
@@ -192,7 +195,7 @@ class PolicyEngine:
             return None
         scores = output.prompt_logprobs
         assert isinstance(scores, FlatLogprobs)
-        # The first token has nothing before it, and no score.
+        # The first token has no score, because no token precedes it.
         logprobs = np.asarray(scores.logprobs, dtype=np.float32)
         return EngineScores(
             logprobs=logprobs[text.first_scored - 1 :],
@@ -212,17 +215,17 @@ class PolicyEngine:
     ) -> RequestOutput:
         output: RequestOutput | None = None
         request_id = str(next(self._request_ids))
-        # As vLLM's renderer gives it: a plain prompt would go to a thread, to be made into this.
-        asked = tokens_input(prompt, cache_salt=salt)
-        stream = self._engine.generate(asked, params, request_id)
+        # The form that vLLM's renderer makes; it would convert a plain prompt in a thread.
+        rendered = tokens_input(prompt, cache_salt=salt)
+        stream = self._engine.generate(rendered, params, request_id)
         try:
             async for part in stream:
                 output = part
         except (EngineDeadError, EngineGenerateError) as error:
             raise PolicyUnavailable("inference: the engine died while sampling") from error
-        # Our own deadline raises instead; an aborted output means that the engine is going down.
+        # Our own deadline raises instead; an aborted output means that the engine shuts down.
         if output is None or output.outputs[0].finish_reason == FinishReason.ABORT:
-            raise PolicyUnavailable("inference: the engine gave the request up; it is going down")
+            raise PolicyUnavailable("inference: the engine aborted the request; it shuts down")
         return output
 
     def _check(self, request: GenerateRequest) -> None:
@@ -238,7 +241,7 @@ class PolicyEngine:
         if request.stop and not self.settings.reads_text:
             raise ValueError(
                 "inference: the engine was started without a tokenizer and got stop strings; set "
-                "them in the configuration that the engine is started with"
+                "them in the configuration before the engine starts"
             )
         if request.max_tokens < 1:
             raise ValueError(f"inference: max_tokens is {request.max_tokens}, expected at least 1")
@@ -258,7 +261,7 @@ class PolicyEngine:
 
         Args: buffers: those of the publication's groups, in the same order, on this machine.
         on_progress: called after each group.
-        Raises: PolicyUnavailable when it fails: the engine is then half loaded and must go.
+        Raises: PolicyUnavailable if it fails: the engine is then half loaded and must end.
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
         payloads = [
@@ -279,10 +282,10 @@ class PolicyEngine:
         address: str,
         on_progress: Callable[[], None],
     ) -> None:
-        """Receive a version beside the sampling, then load it as `apply` does.
+        """Receive a version during sampling, then load it as `apply` does.
 
-        Args: address: of this node, as the other members reach it.
-        Raises: BroadcastFailed, with the engine as it was; PolicyUnavailable as `apply`.
+        Args: address: the address of this node for the other members.
+        Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as `apply`.
         """
         progress = self._directory / seat.name
         workers = [Path(f"{progress}.{number}") for number in range(self.num_workers)]
@@ -327,9 +330,9 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no other; or go on.
+        """Freeze the turns in flight, with their cache, and begin no others; or resume.
 
-        A request's own deadline runs on. Raises: PolicyUnavailable when the engine is dead.
+        The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """
         async with self._update_lock, self._failure_ends_engine("holding the turns"):
             if is_held == self.is_held:
@@ -343,8 +346,8 @@ class PolicyEngine:
             self.is_held = is_held
 
     @asynccontextmanager
-    async def _going_on(self) -> AsyncIterator[None]:
-        """The scheduler runs meanwhile. Of held turns, those in flight go on for that moment."""
+    async def _running(self) -> AsyncIterator[None]:
+        """Keep the scheduler running meanwhile; held turns in flight continue during that time."""
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -353,7 +356,7 @@ class PolicyEngine:
             try:
                 yield
             finally:
-                # A dead engine's own error is the one to read.
+                # If the engine is dead, the block's own error is the one to report.
                 with suppress(EngineDeadError):
                     await self._engine.pause_generation(mode="keep", clear_cache=False)
 
@@ -362,10 +365,10 @@ class PolicyEngine:
         try:
             yield
         except Exception as error:
-            # vLLM's own boundary: its client raises a bare Exception with the worker's text,
-            # whatever went wrong there, and any of it leaves the engine half loaded.
+            # vLLM's client raises a bare Exception with the worker's text for any error in a
+            # worker, and each leaves the engine half loaded.
             self._broken = f"{what} failed: {type(error).__name__}: {error}"
-            # Requests that wait for admission fail now, those in flight when the engine is gone.
+            # Requests that wait for admission fail now, those in flight when the engine has ended.
             self._admission.set()
             with suppress(EngineDeadError):
                 await asyncio.to_thread(self.shutdown)
@@ -381,9 +384,9 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """The layers whose experts are recorded: none on CPU, where vLLM cannot.
+    """Return the layers whose experts are recorded; none on CPU.
 
-    vLLM returns routed experts from its model runner V2 alone, which needs Triton.
+    Only vLLM's model runner V2, which needs Triton, returns routed experts.
     """
     if settings.inference.is_on_cpu:
         return ()
@@ -391,12 +394,12 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options of an engine that anybody would start with these settings."""
+    """Return vLLM's options for these settings, without those for training."""
     inference = settings.inference
     return {
         "model": settings.model,
-        # Token ids in and out: without stop strings and structured outputs the engine needs no
-        # tokenizer. It never needs default sampling parameters.
+        # Prompts and replies are token ids: the engine needs a tokenizer only for stop strings and
+        # structured outputs. It never needs default sampling parameters.
         "skip_tokenizer_init": not settings.reads_text,
         "generation_config": "vllm",
         "dtype": settings.dtype.value,
@@ -420,7 +423,7 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
         enable_return_routed_experts=records_experts,
         weight_transfer_config=WeightTransferConfig(backend=backend),
         worker_extension_cls="service.inference.weight_transfer.StartMarks",
-        # Of its own metrics the replica pushes some.
+        # The replica pushes some of vLLM's metrics.
         disable_log_stats=False,
         enable_log_requests=False,
     )
@@ -429,10 +432,10 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the stages of a start, whose times are in seconds since 1970.
+    """Return the stages of a start; times are in seconds since 1970.
 
-    workers: the marks of each worker (`StartMarks`); the slowest one counts. Stages that took no
-    time, as the compilation of an eager engine, are left out.
+    Args: workers: the marks of each worker (`StartMarks`); the slowest one counts.
+    Returns: the stages that took time; an eager engine has no compilation.
     """
     imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))
     stages = (
@@ -454,18 +457,18 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         min_p=kept.min_p,
         structured_outputs=StructuredOutputsParams(**structured.given) if structured else None,
         max_tokens=request.max_tokens,
-        # vLLM searches the text that it decodes for these. It returns all sampled ids, up to and
-        # including the token that completes the stop string.
+        # vLLM searches the decoded text for these, and returns all sampled ids up to and including
+        # the token that completes the stop string.
         stop=list(request.stop),
         stop_token_ids=list(settings.stop_token_ids),
         logprobs=0,
         flat_logprobs=True,
-        # Of the prompt's tokens a turn keeps no experts; without effect where none are recorded.
+        # A turn keeps no experts of the prompt's tokens; no effect if none are recorded.
         routed_experts_prompt_start=int(request.prompt_token_ids.shape[0]),
         detokenize=bool(request.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # Made for this request alone: vLLM need not copy it deeply.
+        # It belongs only to this request, so that vLLM need not copy it.
         skip_clone=True,
     )
 
@@ -485,16 +488,16 @@ async def _follow(
         if (total := sum(number for number, _ in states)) > num_received:
             num_received, heard_at = total, time.monotonic()
             on_progress()
-        # The workers give up by themselves; this is for one that cannot.
+        # The workers abort by themselves; this is for a worker that cannot.
         if time.monotonic() - heard_at > 3 * STALL_S:
-            raise BroadcastFailed(f"{slowest} of {num_groups} groups received, and no more")
+            raise BroadcastFailed(f"only {slowest} of {num_groups} groups received")
         await asyncio.sleep(FOLLOW_EVERY_S)
 
 
 async def _with_parts(
     reply: GenerateReply, request: GenerateRequest, parser: ReplyParser
 ) -> GenerateReply:
-    """The reply with its text taken apart."""
+    """Return the reply with its parsed text."""
     assert request.tools is not None
     arguments = (request.prompt_token_ids, reply.token_ids, request.tools)
     if reply.token_ids.shape[0] <= MAX_TOKENS_PARSED_INLINE:
@@ -503,7 +506,7 @@ async def _with_parts(
 
 
 def _scoring_params() -> SamplingParams:
-    """For the prompt's own scores; vLLM samples one token at least."""
+    """Return parameters that score the prompt; vLLM samples at least one token."""
     return SamplingParams(
         temperature=1.0,
         max_tokens=1,
@@ -515,7 +518,7 @@ def _scoring_params() -> SamplingParams:
 
 
 def _continuing_params(text: CheckText, temperature: float) -> SamplingParams:
-    """For a continuation of exactly so many tokens, sampled as a turn is."""
+    """Return parameters for a continuation of `num_sampled` tokens, sampled like a turn."""
     return SamplingParams(
         temperature=temperature,
         top_p=1.0,

@@ -1,8 +1,8 @@
-"""Which models the installed vLLM serves, found out without importing it, which takes seconds.
+"""Find out which models the installed vLLM serves, without importing it, which takes seconds.
 
-Its source names the architectures of its registry and the sizes of heads that its attention has a
-kernel for on CPU. If vLLM is not installed, or its source has another form, nothing is refused
-here, and the engine's start reports the failure. Called by `service.config`.
+Its source names the architectures of its registry, and the head sizes for which its attention has a
+kernel on CPU. If vLLM is not installed, or its source has another form, nothing is refused here,
+and the engine's start reports the failure. Called by `service.config`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
     """Return the text architectures that vLLM's registry names; none if it cannot be read.
 
-    Args: tables: of the registry.
+    Args: tables: names of the registry's tables.
     """
     return frozenset(
         key.value
@@ -54,7 +54,7 @@ def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str
 
 
 def cpu_head_sizes() -> frozenset[int]:
-    """Return the head sizes that vLLM's attention takes on CPU; none if they cannot be read."""
+    """Return the head sizes that vLLM's attention supports on CPU; none if they cannot be read."""
     return frozenset(
         item.value
         for node in ast.walk(_parsed(_CPU_ATTENTION))

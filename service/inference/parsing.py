@@ -1,12 +1,12 @@
-"""Takes a sampled reply apart with vLLM's parsers: thinking, content, tool calls.
+"""Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
-Invariant: `ReplyParser.parse` never raises, whatever was sampled; what cannot be read stays
-content. vLLM's parsers do not say that they failed, so a turn is malformed when the start of a call
-stands in its text and no call came out; the calls that came out are checked by
-`actors.environment.tool_calls.check_calls`, where they are used.
+Invariant: `ReplyParser.parse` never raises, whatever was sampled; unreadable text stays content.
+vLLM's parsers do not report failures, so a turn is malformed if its text has the start of a call
+and the parser found no call; the turn loop checks the found calls
+(`actors.environment.tool_calls.check_calls`).
 
-Imported by the engine's replica, which has imported all of vLLM already: in a process that has not,
-the import takes eleven seconds. The tokenizer is loaded with the first request that asks for it.
+Imported by the engine's replica, which has already imported all of vLLM; elsewhere the import takes
+eleven seconds. The tokenizer is loaded with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from actors.user_code import FaultLog
 from service.inference.settings import AUTO, NONE, EngineSettings
 
 _CACHED_TOOL_SETS = 64
-# Enough for the marker that a template opens a thought with, and the line break behind it.
+# Enough for the marker with which a template opens a thought, and the line break after it.
 _PROMPT_END_TOKENS = 8
 
 logger = logging.getLogger(__name__)
 _fault_log = FaultLog(logger)
 
 
-# Names of one parser in vLLM's registry.
+# Other names of the same parsers in vLLM's registry.
 _SAME_FORM = {"qwen3_json": "hermes", "qwen3_coder": "qwen3_xml", "glm45": "glm47"}
 UNREADABLE = MalformedCall(
     reason=MalformedReason.UNREADABLE, message="The tool call could not be read."
@@ -50,10 +50,10 @@ UNREADABLE = MalformedCall(
 def load_parser(settings: EngineSettings) -> ReplyParser:
     """Load the tokenizer, and find the parsers of a model.
 
-    Raises: ValueError when the tokenizer cannot be had, or a parser that the settings name is not
-        there or cannot be used with it.
+    Raises: ValueError if the tokenizer cannot be loaded, or a parser that the settings name does
+        not exist or cannot be used with it.
     """
-    # A reply that cannot be parsed is no fault of the engine; some parsers log a traceback for it.
+    # Some parsers log a traceback for a reply that they cannot parse, which is not an engine error.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     try:
         tokenizer = get_cached_tokenizer(
@@ -85,8 +85,9 @@ def find_parser(
 ) -> ReplyParser:
     """Choose the parsers by name, or by the tokenizer's chat template.
 
-    Args: tokenizer: as vLLM caches it, else each reply builds its vocabulary anew.
-    Raises: ValueError for a name that vLLM does not know, or that this tokenizer does not fit.
+    Args: tokenizer: one of vLLM's `get_cached_tokenizer`, else each reply builds its vocabulary
+    again.
+    Raises: ValueError for a name that vLLM does not know, or that does not fit the tokenizer.
     """
     renderer = ChatRenderer(tokenizer)
     form, thinking = call_form(renderer), reasoning_form(renderer)
@@ -103,7 +104,7 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """The name of the parser; None: there is none. Raises: ValueError."""
+    """Return the name of the parser to use; None for no parser. Raises: ValueError."""
     name = found if wanted == AUTO else wanted
     if name == NONE:
         return None
@@ -127,7 +128,7 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
 def _compose(
     tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> type[Parser] | None:
-    """Raises: TypeError, as vLLM does for all that is wrong with a parser."""
+    """Return vLLM's class of the two parsers. Raises: TypeError if a parser cannot be used."""
     return ParserManager.get_parser(
         tool_parser_name=tool_parser,
         reasoning_parser_name=reasoning_parser,
@@ -137,7 +138,7 @@ def _compose(
 
 
 class ReplyParser:
-    """Parses the replies of one model; made by `find_parser`."""
+    """A parser of one model's replies; made by `find_parser`."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class ReplyParser:
         self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
         form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
         self._is_usual_form = form is USUAL
-        # None for the parsers that are not in the table: what they drop is not noticed.
+        # None for parsers that are not in the table: malformed calls are not noticed then.
         self._start = None if form is None else form.start
         self._thought_marks = self._marks_of_thought()
         self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
@@ -166,17 +167,16 @@ class ReplyParser:
     def parse(
         self, prompt: TokenIds, sampled: TokenIds, tools: tuple[ToolSchema, ...]
     ) -> ParsedReply:
-        """Take a reply apart.
+        """Split a reply.
 
-        Args: prompt: [P] int32, what the reply answers; its end may open a thought. sampled: [A]
-        int32. tools: those that the prompt declares; empty: no call is looked for.
+        Args: prompt: [P] int32, the prompt, whose end may open a thought. sampled: [A] int32.
+        tools: those that the prompt declares; empty: the reply is not searched for calls.
         """
         text = self._text(sampled)
         try:
             return self._parse(text, sampled, tools, opens_thought=self._opens_thought(prompt))
         except Exception as error:  # noqa: BLE001
-            # vLLM's parsers raise anything on a text that they did not expect, and the policy
-            # samples any text.
+            # vLLM's parsers may raise anything on unexpected text, and the policy samples any text.
             _fault_log.log(f"inference: {self.tool_parser}, {self.reasoning_parser}", error)
             reads_calls = bool(tools) and self.tool_parser is not None
             return ParsedReply(content=text, calls=(UNREADABLE,) if reads_calls else ())
@@ -189,19 +189,19 @@ class ReplyParser:
         *,
         opens_thought: bool,
     ) -> ParsedReply:
-        # Some parsers take a text without any marks for a thought that has not ended; a model that
-        # was told not to think writes such texts.
+        # Some parsers treat a text without marks as an unfinished thought; a model with thinking
+        # switched off writes such texts.
         thinks = opens_thought or any(mark in text for mark in self._thought_marks)
         thinks = self.reasoning_parser is not None and (thinks or not self._thought_marks)
         if tools and self.tool_parser is not None:
             parsed = self._run(text, sampled, tools, reads_calls=True, reads_thought=thinks)
             if parsed.calls:
                 return parsed
-        # Without calls once more: some parsers drop the markup that they could not read.
+        # Parse again without calls: some parsers drop the markup that they could not read.
         parsed = self._run(text, sampled, (), reads_calls=False, reads_thought=thinks)
         if not tools or self.tool_parser is None:
             return parsed
-        # Of a reply that is a thought alone, and may not have ended, nothing is left as content.
+        # A reply that is only a thought, perhaps an unfinished one, has no content.
         faults = self._faults(parsed.content or text, tools)
         return ParsedReply(content=parsed.content, reasoning=parsed.reasoning, calls=faults)
 
@@ -218,7 +218,7 @@ class ReplyParser:
         if parser_class is None:
             return ParsedReply(content=text)
         request = self._request(tools)
-        # One for each reply: parsers have state.
+        # A new parser for each reply, because parsers have state.
         reasoning, content, calls = parser_class(self.tokenizer, request.tools).parse(
             text, request, enable_auto_tools=True, model_output_token_ids=sampled.tolist()
         )
@@ -236,7 +236,7 @@ class ReplyParser:
         )
 
     def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
-        """What is wrong in a text that no call came out of."""
+        """Return the malformed calls in a text in which the parser found no call."""
         if self._is_usual_form:
             found = parse_tool_calls(text, tools)
             if faults := tuple(call for call in found if isinstance(call, MalformedCall)):
@@ -244,7 +244,7 @@ class ReplyParser:
         return (UNREADABLE,) if self._start is not None and self._start in text else ()
 
     def _text(self, sampled: TokenIds) -> str:
-        """Without the end tokens behind it; special tokens elsewhere are what parsers look for."""
+        """Return the text, with special tokens, which parsers need, except the end tokens."""
         ids = sampled.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
@@ -261,7 +261,7 @@ class ReplyParser:
         return is_open
 
     def _marks_of_thought(self) -> tuple[str, ...]:
-        """What a thought starts and ends with; empty where vLLM's parser does not say."""
+        """Return the start and the end mark of a thought; empty if vLLM's parser has none."""
         parser_class = _compose(self.tokenizer, reasoning_parser=self.reasoning_parser)
         reasoning = None if parser_class is None else parser_class(self.tokenizer).reasoning_parser
         if reasoning is None:
@@ -278,7 +278,7 @@ class ReplyParser:
 
 
 def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
-    """The request that vLLM's parsers want beside a text; they read its tools."""
+    """Return the request that vLLM's parsers require besides a text; they read its tools."""
     body: dict[str, Any] = {"messages": []}
     if tools:
         body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}
@@ -286,5 +286,5 @@ def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
 
 
 def _sound(text: str) -> str:
-    """JSON can spell half a character, which UTF-8 cannot hold."""
+    """Return a text without lone surrogates, which JSON can contain but UTF-8 cannot."""
     return text.encode(errors="replace").decode()

@@ -1,7 +1,7 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
-It makes the weight-transfer backends known by name, and ties the life of the engine's processes to
-the replica's: an engine core is no Ray worker, so nothing else ends it when its replica is killed.
+It registers the weight-transfer backends by name, and ends the engine's processes with the replica:
+an engine core is not a Ray worker, so that nothing else ends it when its replica is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
 registered_at = 0.0
-"""When this process had imported vLLM and called `register`, seconds since 1970; 0: not yet."""
+"""Time at which this process called `register`, after importing vLLM, in seconds since 1970; 0: not
+yet."""
 
 
 def register() -> None:
@@ -36,17 +37,17 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for backend, class_name in BACKENDS.items():
-        # By module path: it is imported in the worker alone, when the engine is created.
+        # By module path: only the worker imports it, when the engine is created.
         WeightTransferEngineFactory.register_engine(
             backend.value, "service.inference.weight_transfer", class_name
         )
-    # Its default makes a named semaphore, which outlives a process that is killed.
+    # tqdm's default lock is a named semaphore, which outlives a killed process.
     tqdm.set_lock(threading.RLock())
     _die_with_owner()
 
 
 def check_installed() -> None:
-    """Raises: RuntimeError when vLLM's own processes would not find this plugin."""
+    """Raise RuntimeError if vLLM's processes would not find this plugin."""
     if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT_NAME):
         raise RuntimeError(
             f"inference: got no vLLM plugin {ENTRY_POINT_NAME!r} among the installed packages, "

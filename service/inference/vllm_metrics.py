@@ -1,4 +1,4 @@
-"""Those of vLLM's own metrics that a run shows, under vLLM's names, so that its dashboards fit."""
+"""The metrics of vLLM that a run shows, under vLLM's names, so that vLLM's dashboards fit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHOWN = frozenset(
 
 
 def engine_metrics(*, replica: str, registry: CollectorRegistry = REGISTRY) -> list[Metric]:
-    """As they stand in this process, whose replica becomes a label.
+    """Return the current metrics of this process, with its replica as a label.
 
-    registry: vLLM has no other than the library's own.
+    Args: registry: vLLM uses only the library's default registry.
     """
     found = []
     for family in registry.collect():

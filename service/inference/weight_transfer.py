@@ -1,11 +1,11 @@
-"""The worker's end of the two weight backends, which load the same packed groups.
+"""The worker's side of the two weight backends, which load the same packed groups.
 
 collective: the worker receives them in a broadcast (`actors.weights.collective`).
 
-object_store: the replica writes each weight group into an anonymous memory file and names it by its
-own process (/proc/PID/fd/N): no name in /dev/shm, so nothing is left behind however a process dies,
-and no size limit of a container's /dev/shm. The worker, another process on the same machine, maps
-the file, checks the checksum and loads the tensors as views of it.
+object_store: the replica writes each weight group into an anonymous memory file and passes its path
+in its own process (/proc/PID/fd/N). Without a name in /dev/shm no file remains, however a process
+dies, and the size limit of a container's /dev/shm does not apply. The worker, another process on
+the same machine, maps the file, checks the checksum and loads the tensors as views of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Update = TypeVar("_Update", bound=WeightTransferUpdateInfo)
 
 
 class StagedBuffer:
-    """A weight group's bytes in an anonymous memory file, for as long as this object lives."""
+    """A weight group's bytes in an anonymous memory file, until `close`."""
 
     def __init__(self, buffer: Bytes) -> None:
         self.num_bytes = int(buffer.nbytes)
@@ -60,7 +60,7 @@ class StagedBuffer:
 
     @property
     def path(self) -> str:
-        """Where another process of the same user on the same machine opens it."""
+        """Return the path by which other processes of this user on this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class StagedBuffer:
 def map_buffer(path: str, *, num_bytes: int) -> Bytes:
     """Map a staged buffer; the mapping lives as long as the array and views of it.
 
-    Raises: ValueError when the file is not num_bytes long.
+    Raises: ValueError if the file is not num_bytes long.
     """
     with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) != num_bytes:
@@ -86,7 +86,7 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 @dataclass
 class ObjectStoreInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: every update holds all that it needs."""
+    """An empty agreement: every update has all that it needs."""
 
 
 @dataclass
@@ -96,37 +96,37 @@ class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
     path: str
     checksum: str
     manifest: dict[str, Any]
-    """The fields of its `WeightManifest`; vLLM's own serializer makes lists of their tuples."""
+    """The fields of its `WeightManifest`; vLLM's serializer turns their tuples into lists."""
 
 
 def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str) -> dict[str, Any]:
-    """The keyword arguments of `ObjectStoreUpdateInfo` as plain data."""
+    """Return the keyword arguments of `ObjectStoreUpdateInfo` as plain data."""
     return {"path": staged.path, "checksum": checksum, "manifest": asdict(manifest)}
 
 
 @dataclass
 class CollectiveInitInfo(WeightTransferInitInfo):
-    """A seat in a broadcast: `actors.weights.board.Seat`, and what this machine adds to it."""
+    """A seat in a broadcast (`actors.weights.board.Seat`), and this machine's address and files."""
 
     seat: dict[str, Any]
-    """Its fields; the rank is that of the engine's first worker."""
+    """The fields of the seat; the rank is that of the engine's first worker."""
     address: str
-    """Of this node, as the other members reach it."""
+    """The address of this node for the other members."""
     progress: str
-    """A file for each worker: this path and the worker's number."""
+    """Path of the workers' files: each appends its number to it."""
     manifests: list[dict[str, Any]]
     checksums: list[str]
 
 
 @dataclass
 class CollectiveUpdateInfo(WeightTransferUpdateInfo):
-    """One weight group of those that were received."""
+    """The number of a received weight group."""
 
     index: int
 
 
 class StartMarks:
-    """An extension of vLLM's worker, by which the replica reads the stages of its start."""
+    """An extension of vLLM's worker from which the replica reads the stages of its start."""
 
     vllm_config: VllmConfig
     weight_transfer_engine: WeightTransferEngine[Any, Any]
@@ -141,12 +141,12 @@ class StartMarks:
 
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
-    """Loads packed weight groups between the start and the end of a layerwise reload."""
+    """A loader of packed weight groups, between start and end of a layerwise reload."""
 
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any) -> None:
-        """Called once the worker has loaded the model."""
+        """Record the time; vLLM calls this once the worker has loaded the model."""
         super().__init__(*arguments)
         self.made_at = time.time()
 
@@ -154,10 +154,10 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one group. Raises: ValueError when its bytes are not what the trainer packed."""
+        """Load one group. Raises: ValueError if its bytes differ from the trainer's."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            # The copies read memory that is unmapped once the last view is gone.
+            # Wait for the copies: their source is unmapped with the last view of it.
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
@@ -166,17 +166,17 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             repack_kept_weights(self.model)
 
     def shutdown(self) -> None:
-        """Nothing outlives an update."""
+        """Do nothing: no state outlives an update."""
 
 
 class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, ObjectStoreUpdateInfo]):
-    """Loads weight groups from memory that the replica shares."""
+    """A loader of weight groups from memory that the replica shares."""
 
     init_info_cls = ObjectStoreInitInfo
     update_info_cls = ObjectStoreUpdateInfo
 
     def init_transfer_engine(self, init_info: ObjectStoreInitInfo) -> None:
-        """No rendezvous."""
+        """Do nothing: this backend has no group to join."""
 
     def receive_weights(self, update_info: ObjectStoreUpdateInfo) -> None:
         manifest = WeightManifest(**update_info.manifest)
@@ -184,16 +184,16 @@ class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, Obje
         if (checksum := buffer_checksum(buffer)) != update_info.checksum:
             raise ValueError(
                 f"weights: got checksum {checksum}, expected {update_info.checksum} for the group "
-                f"of {manifest.names[0]}; the buffer was changed on its way"
+                f"of {manifest.names[0]}; the buffer was changed in transit"
             )
         self.model.load_weights(unpack_group(manifest, torch.from_numpy(buffer)))
 
 
 class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, CollectiveUpdateInfo]):
-    """Loads weight groups that this worker has received in a broadcast.
+    """A loader of weight groups that this worker has received in a broadcast.
 
-    They are received beside the sampling, into memory of the host; the model is touched once they
-    are complete.
+    They are received during sampling, into the host's memory; the model is changed only after all
+    have arrived.
     """
 
     init_info_cls = CollectiveInitInfo
@@ -225,11 +225,11 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack again what vLLM's CPU kernels keep packed and a reload leaves unpacked.
+    """Pack the weights again that vLLM's CPU kernels keep packed and a reload leaves unpacked.
 
-    A head that shares its weight with the embedding gets the new weight by the reload, but not
-    its packed copy, and would go on answering with the old one. A mixture's experts are packed in
-    place when the engine starts, and not again: their kernel would read plain weights as packed.
+    A head that shares its weight with the embedding gets the new weight by the reload, but its
+    packed copy stays old, and the kernel would continue to use it. A mixture's experts are packed
+    in place only when the engine starts: their kernel would read plain weights as packed ones.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)

@@ -1,4 +1,4 @@
-"""The API as a Ray Serve deployment: stateless replicas that ask the run's supervisor by name."""
+"""The API as a Ray Serve deployment: stateless replicas that call the run's supervisor by name."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MAX_HELD_REQUESTS = 20_000
 
 @serve.ingress()
 class ApiIngress:
-    """Holds no state: any number of replicas may answer, and any may die."""
+    """A replica of the API, without state: any number of them may answer, and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
-        """Create a replica. host: the run's deployment, if Serve keeps that too."""
+        """Create a replica. host: the run's deployment, if Serve runs that too."""
         self._run_id = run_id
         self._host = host
         self._settings = settings
@@ -61,8 +61,9 @@ class ApiIngress:
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
-    """Return the argument of `serve.run`. run_id: the supervisor's name. host: the run's own
-    deployment.
+    """Return the argument of `serve.run`.
+
+    Args: run_id: the supervisor's name. host: the run's deployment.
     """
     deployment = serve.deployment(
         name="api",
@@ -95,9 +96,9 @@ def start_serve(*, host: str, port: int) -> None:
 
 
 def check_listens(*, host: str, port: int) -> None:
-    """Serve keeps the options of its first start, and says so in its own log alone.
+    """Check where Serve listens: it keeps the options of its first start, and only logs that.
 
-    Raises: ConfigError when it listens elsewhere.
+    Raises: ConfigError if it listens elsewhere.
     """
     running = _get_global_client().http_config
     if (running.host, running.port) != (host, port):

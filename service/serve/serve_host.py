@@ -1,10 +1,10 @@
 """A run as a Ray Serve deployment, for clusters without a command line.
 
-One replica, which starts the run's supervisor, and another one when it dies. When the replica dies,
-Serve starts it anew, and the run goes on from its newest checkpoint: the path of `--resume`. It
-stays whatever becomes of the run, and so do the run's metrics: a start that is refused is tried
-again, for its cause may lie outside; a run that failed is begun again, a few times and ever later;
-one that ended, or that another process took over, is left alone.
+There is one replica. It starts the run's supervisor, and another one if that dies. If the replica
+dies, Serve starts it again, and the run resumes from its newest checkpoint, as with `--resume`. The
+replica and the run's metrics remain, whatever happens to the run: a refused start is tried again,
+because the cause may be external; a failed run is started again, a limited number of times and with
+growing pauses; a run that ended, or that another process took over, is left alone.
 """
 
 from __future__ import annotations
@@ -42,28 +42,31 @@ from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 log = logging.getLogger("ray.serve")
 
 ANSWER_LIMIT_S = 300.0
-# A host that Serve ends, for another configuration or for good, gives up a step that takes longer;
-# the rest is for the checkpoint of the steps before it.
+# If Serve ends the host, for another configuration or finally, a step that takes longer is
+# abandoned; the rest of the time is for the checkpoint of the steps before it.
 STOP_GRACE_S = 60.0
 SHUTDOWN_LIMIT_S = 300.0
-# Before a start that was refused, or a run that failed, is tried again.
+# Pauses before a refused start or a failed run is tried again.
 PAUSES_S = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
 
 class _Attempts:
-    """When the next one comes."""
+    """The pauses between attempts, and their limit."""
 
     def __init__(self, *, max_failures: int) -> None:
         self._faults = FaultCount(limit=max_failures)
         self._furthest_step = self._num_pauses = 0
 
     def refused(self) -> float:
-        """Returns: seconds to wait."""
+        """Count a refused start. Returns: seconds to wait."""
         self._num_pauses += 1
         return PAUSES_S[min(self._num_pauses, len(PAUSES_S)) - 1]
 
     def failed(self, watcher: SupervisorWatcher | None) -> float | None:
-        """watcher: of what failed. Returns: seconds to wait; None when it has failed too often."""
+        """Count a failed run. Returns: seconds to wait; None if it has failed too often.
+
+        Args: watcher: the watcher of the failed run.
+        """
         step = watcher.last.checkpoint_step if watcher and watcher.last else 0
         if step > self._furthest_step:
             self._furthest_step, self._num_pauses = step, 0
@@ -72,43 +75,48 @@ class _Attempts:
 
 
 class RunHost:
-    """Keeps the run going. Its health is its own: what the run does is in /readyz and /metrics."""
+    """The host that keeps the run going.
+
+    Its health check is about the host itself: /readyz and /metrics show the run's state.
+    """
 
     def __init__(self, config: Config, run_dir: RunDir, store: StoreOptions) -> None:
         self._config, self._run_dir, self._store = config, run_dir, store
         self._run_id = run_id_of(config, run_dir)
         self._why_down = "the run is starting"
         self._endpoint: Any = None
-        self._told_to_go = Event()
-        # The checks ask the environment for a first observation in an event loop of their own, and
-        # Serve's runs in this thread.
+        self._must_end = Event()
+        # In another thread: the checks run an environment's reset in their own event loop, and
+        # Serve's event loop runs in this thread.
         self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
-        """Raises: what a bug raised in the keeping of the run."""
+        """Raise the error of a bug that ended the keeping of the run."""
         if self._keeping.done():
             self._keeping.result()
 
     def __del__(self) -> None:
-        """Serve calls this when it ends the replica in order: the run ends its step, or gives it up
-        after a grace, and commits what is done."""
-        self._told_to_go.set()
+        """Stop the run; Serve calls this when it ends the replica in order.
+
+        The run finishes its step, or abandons it after a grace period, and commits its progress.
+        """
+        self._must_end.set()
         wait([self._keeping])
 
     def why_down(self) -> str:
-        """Why no supervisor answers, in a sentence."""
+        """Return a sentence on why no supervisor answers."""
         return self._why_down
 
     def _keep(self) -> None:
-        """Return when the run has ended, or is given up."""
+        """Keep the run going; return when it has ended, or is abandoned."""
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
             pause_s: float | None
             try:
-                # Kept also after its end: its supervisor goes on answering what it knows.
+                # Kept after the run's end too: its supervisor continues to answer requests.
                 watcher = self._watcher = self._start()
-                self._tell(f"the run has ended: {watcher.run(self._run_dir).reason}")
+                self._log(f"the run has ended: {watcher.run(self._run_dir).reason}")
                 return
             except KeyboardInterrupt:
                 # Stopped before the supervisor has answered.
@@ -119,28 +127,28 @@ class RunHost:
             except (LeaseLost, RayError, StoreError, TimeoutError) as error:
                 cause = error.cause if isinstance(error, RayTaskError) else error
                 if isinstance(cause, LeaseLost):
-                    # Begun again, it would take the run back, and so on for ever.
-                    self._tell(str(cause))
+                    # A new attempt would take the run back, and the two would alternate forever.
+                    self._log(str(cause))
                     return
                 why, pause_s = f"the run failed: {cause}", attempts.failed(watcher)
                 if not isinstance(error, RayTaskError):
-                    # No supervisor has said so.
+                    # No supervisor has reported the failure.
                     self._show(Phase.FAILED)
             if pause_s is None:
-                self._tell(f"{why}; too often in a row, so it is not begun again")
+                self._log(f"{why}; too often in a row, so it is not started again")
                 return
-            self._tell(f"{why}; the next attempt comes in {pause_s:g} s")
-            if self._told_to_go.wait(pause_s):
+            self._log(f"{why}; the next attempt is in {pause_s:g} s")
+            if self._must_end.wait(pause_s):
                 return
             if watcher is not None:
                 watcher.kill()
 
-    def _tell(self, why: str) -> None:
+    def _log(self, why: str) -> None:
         self._why_down = why
         log.warning("%s", why)
 
     def _open_endpoint(self) -> None:
-        """Once; it stays. Raises: ConfigError for an address that cannot be listened on."""
+        """Open the endpoint once. Raises: ConfigError if its address cannot be listened on."""
         if self._endpoint is not None:
             return
         config = self._config
@@ -158,7 +166,7 @@ class RunHost:
         self._endpoint = start_endpoint(config, run_id=self._run_id, place=place)
 
     def _show(self, phase: Phase) -> None:
-        """Show it in the metrics, until a supervisor shows its own."""
+        """Show a phase in the metrics, until a supervisor reports its own."""
         if self._endpoint is None:
             return
         values = phase_values(phase)
@@ -167,7 +175,7 @@ class RunHost:
             ray.get(self._endpoint.push.remote(push), timeout=ANSWER_LIMIT_S)
 
     def _start(self) -> SupervisorWatcher:
-        """Raises: ConfigError."""
+        """Check the configuration and start the supervisor. Raises: ConfigError."""
         config, run_dir = self._config, self._run_dir
         self._open_endpoint()
         prepare_environment(config)
@@ -180,7 +188,7 @@ class RunHost:
         else:
             check_new(run_dir)
         with prepared_run(config, run_dir, is_local=False, store=self._store) as model:
-            # Serve may be quicker than the workers of its cluster.
+            # Serve may have started before the cluster's workers.
             check_places(config, limit_s=config.inference.start_deadline_s)
             check_other_nodes(config, run_dir, model=model, has_endpoint=True)
             start = partial(
@@ -194,14 +202,14 @@ class RunHost:
                 when_held=WhenHeld.WAIT,
             )
             supervisor = start()
-            # Once it answers, the database is there.
+            # Once it answers, the database exists.
             ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
         return SupervisorWatcher(
             supervisor,
             restart=start,
             max_restarts=config.run.max_recoveries,
             show=lambda _status: None,
-            is_stop_asked=self._told_to_go.is_set,
+            is_stop_asked=self._must_end.is_set,
             stop_grace_s=STOP_GRACE_S,
         )
 
@@ -212,7 +220,7 @@ def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
         name="run",
         num_replicas=1,
         max_ongoing_requests=8,
-        # Beside the supervisor: both see the same local disk and the same processes.
+        # On the supervisor's node: both see the same local disk and the same processes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: SHARE}},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=SHUTDOWN_LIMIT_S,

@@ -1,6 +1,6 @@
-"""Watches a run's supervisor, and starts another one when it dies.
+"""Watch a run's supervisor, and start another one if it dies.
 
-For whoever starts a run: the command, and the host on Ray Serve.
+Used by the two ways to start a run: the command, and the host on Ray Serve.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STATUS_DEADLINE_S = 60.0
 
 
 class SupervisorWatcher:
-    """Asks the supervisor how the run stands, shows it, and passes a stop on.
+    """Polls the supervisor's status, shows it, and passes a stop on.
 
-    A supervisor that dies is started again, `max_restarts` times at most in a row
-    (`service.run.health.FaultCount`): without a later checkpoint committed between them.
+    A dead supervisor is started again, at most `max_restarts` times in a row
+    (`service.run.health.FaultCount`); a later checkpoint begins a new row.
     """
 
     def __init__(
@@ -37,22 +37,25 @@ class SupervisorWatcher:
         is_stop_asked: Callable[[], bool],
         stop_grace_s: float | None = None,
     ) -> None:
-        """show: called with each status, in order. stop_grace_s: as `Supervisor.stop`'s."""
+        """Prepare to watch a supervisor.
+
+        Args: show: called with each status, in order. stop_grace_s: as for `Supervisor.stop`.
+        """
         self._supervisor = supervisor
         self._restart = restart
         self._max_restarts = max_restarts
         self._show, self._is_stop_asked = show, is_stop_asked
         self._stop_grace_s = stop_grace_s
         self._cursor = Cursor()
-        # One question at a time: an answer says from where the next one goes on.
+        # One request at a time: each answer has the cursor of the next request.
         self._question: Any = None
         self.last: RunStatus | None = None
 
     def run(self, run_dir: RunDir) -> Ending:
-        """Return when the run has ended.
+        """Watch until the run has ended.
 
-        Raises: RayTaskError for what ended it; one of ACTOR_DEATHS, LeaseLost when no supervisor is
-        left; KeyboardInterrupt for a stop before the supervisor has answered.
+        Raises: RayTaskError for the error that ended it; one of ACTOR_DEATHS, LeaseLost if no
+        supervisor is left; KeyboardInterrupt for a stop before the supervisor has answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:
@@ -79,7 +82,7 @@ class SupervisorWatcher:
         ray.kill(self._supervisor)
 
     def _follow(self, running: Any) -> None:
-        """Return when `running` has ended."""
+        """Show statuses until `running` has ended."""
         is_stop_sent = False
         while True:
             if self._question is None:
@@ -102,7 +105,7 @@ class SupervisorWatcher:
         try:
             status: RunStatus = ray.get(question)
         except RayError:
-            # The error that `run` raises says what happened.
+            # `run` raises the error that explains it.
             return
         self.last = status
         self._show(status)
