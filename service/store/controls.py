@@ -1,4 +1,4 @@
-"""What operators asked of a run: what is paused, and the newest of their calls."""
+"""The requests of a run's operators: the paused parts, and the newest calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pause:
     since: float
     """Seconds since 1970."""
     reason: str
-    """The operator's words; empty: none were given."""
+    """The operator's reason; empty: none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class AdminCall:
     at: float
     """Seconds since 1970."""
     caller: str
-    """The name of the key that was shown; empty: it has none."""
+    """The name of the caller's key; empty: the key has no name."""
     call: str
     """Method and path."""
     body: str
-    """As it was sent, cut."""
+    """The body of the request, cut to a length."""
     status: int
-    """Of the answer."""
+    """The status of the answer."""
     answer: str
-    """The answer, or why it was refused, cut."""
+    """The answer, or the reason of a refusal, cut to a length."""
 
 
 class ControlStore:
@@ -60,9 +60,7 @@ class ControlStore:
         return self._store.read(read)
 
     def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
-        """Store a pause of a part, or its end. pause: None: it is resumed. Raises: LeaseLost,
-        StoreError.
-        """
+        """Store the pause of a part; None: its end. Raises: LeaseLost, StoreError."""
         table = tables.pauses
 
         def write(connection: Connection) -> None:
@@ -74,7 +72,7 @@ class ControlStore:
         self._store.write(term, write)
 
     def add_call(self, call: AdminCall, *, term: int) -> None:
-        """Keep it, and of the others the newest. Raises: LeaseLost, StoreError."""
+        """Add a call, and keep only the newest KEPT_CALLS. Raises: LeaseLost, StoreError."""
         table = tables.admin_calls
         row = {each.name: getattr(call, each.name) for each in fields(AdminCall)}
 

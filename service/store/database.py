@@ -1,8 +1,8 @@
-"""A run's database: connections, transactions, and waiting while it does not answer.
+"""A run's database: connections, transactions, and retries while it does not answer.
 
-Invariants: a read never takes the write lock; writes come one after the other, whichever process
-they come from; each write is done once, also where its connection broke during the commit. For
-`run_store` alone. Safe to call from several threads.
+Invariants: a read never takes the write lock; writes of all processes are done one after the other;
+each write is done once, even if its connection breaks during the commit. Only `run_store` uses it.
+Safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from service.store.place import shown, sqlite_file, with_password
 
 log = logging.getLogger("rayloom.store")
 
-# How long SQLite, or PostgreSQL's lock, waits within one attempt.
+# Limit on the wait for a lock within one attempt.
 BUSY_S = 10.0
-# How long a store that does not answer is waited for. A restart of PostgreSQL takes seconds.
+# Limit on the wait for a store that does not answer. A restart of PostgreSQL takes seconds.
 PATIENCE_S = 60.0
-# A supervisor that is frozen within a transaction keeps nobody else out for longer.
+# Time after which a supervisor that is frozen within a transaction no longer blocks others.
 IDLE_IN_TRANSACTION_S = 20.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
 
@@ -61,16 +61,16 @@ _SQLITE_PASSING = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_PROTOCOL,
 }
-# Connections, resources (a full disk is 53100), the server's own start and stop, its disk, a lock
-# that was waited for too long, transactions in each other's way, a standby that is not promoted
-# yet, a session that was ended for being idle.
+# Connections, resources (a full disk is 53100), start and stop of the server, its disk, a time-out
+# of a lock, conflicting transactions, a standby that is not promoted yet, a session that was ended
+# because it was idle.
 _POSTGRESQL_PASSING = ("08", "53", "57P", "58", "55P03", "40", "25006", "25P03")
 
 Result = TypeVar("Result")
 
 
 class Database:
-    """Open with a place (`service.store.place`). Every error of a driver becomes a StoreError."""
+    """A database at a place (`service.store.place`); every driver's error becomes a StoreError."""
 
     def __init__(self, url: str, *, is_read_only: bool, patience_s: float = PATIENCE_S) -> None:
         parsed = make_url(url)
@@ -80,11 +80,11 @@ class Database:
         self._is_read_only = is_read_only
         self._patience_s = patience_s
         self._given_up: dict[str, StoreError] = {}
-        """By what could not be done for too long: nobody waits as long for it again."""
+        """Errors by the operation that failed for too long; it is not retried for so long again."""
         self._away_since: dict[int, float] = {}
-        """By the thread that waits, since when it does (time.monotonic)."""
+        """Start of the wait (time.monotonic) by thread."""
         self._writing = threading.Lock()
-        # Names this process's writes apart from those of every other.
+        # Distinguishes this process's writes from those of every other.
         self._name, self._num_writes = uuid4().hex, 0
         if self._file is None:
             self._engine = _postgresql_engine(parsed, schema=self.schema)
@@ -99,15 +99,15 @@ class Database:
 
     @property
     def away_s(self) -> float:
-        """Seconds for which it has not answered; 0: it answers, or was not called."""
+        """Return the seconds without an answer; 0: it answers, or was not called."""
         since = list(self._away_since.values())
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
         """End all connections; an SQLite database is then whole in its own file."""
         if self.is_sqlite and not self._is_read_only:
-            # Closing the last connection would do it, but another process may be reading the run.
-            # If this fails the log stays, and the next process that opens it continues with it.
+            # Closing the last connection would do this, but another process may be reading the run.
+            # If it fails, the log remains, and the next process that opens it continues with it.
             with (
                 suppress(DBAPIError, sqlite3.Error),
                 self._engine.connect() as connection,
@@ -124,7 +124,7 @@ class Database:
     def read(self, body: Callable[[Connection], Result]) -> Result:
         """Run body with a connection that sees one state of the database.
 
-        body: does nothing but use the connection, for it is called again where the database fails.
+        Args: body: may only use the connection, because it is repeated if the database fails.
         Raises: StoreError; what body raises.
         """
 
@@ -132,13 +132,14 @@ class Database:
             with self._reading_connection() as connection:
                 return body(connection)
 
-        return self._patiently("read", attempt)
+        return self._with_retries("read", attempt)
 
     def write(self, body: Callable[[Connection], Result]) -> Result:
         """Run body in a transaction that excludes all other writers, and commit it.
 
-        body: does nothing but use the connection, for it is called again where the database fails
-        before the commit is known to be done. Raises: StoreError; what body raises.
+        Args: body: may only use the connection, because it is repeated if the database fails before
+        the commit is confirmed.
+        Raises: StoreError; what body raises.
         """
         with self._writing:
             self._num_writes += 1
@@ -147,21 +148,21 @@ class Database:
 
             def attempt() -> Result:
                 with self._writing_connection() as connection:
-                    # Without the attempt before this one, nothing can be marked so.
+                    # Only an earlier attempt can have stored this mark.
                     if answers and _last_write(connection) == mark:
                         return answers[-1]
                     answers.append(body(connection))
                     connection.execute(update(tables.formats).values(last_write=mark))
                 return answers[-1]
 
-            return self._patiently("written", attempt)
+            return self._with_retries("written", attempt)
 
     def prepare(
         self, is_ready: Callable[[Connection], bool], create: Callable[[Connection], None]
     ) -> None:
-        """Run `create` alone, before there is a row to lock, unless a look says `is_ready`.
+        """Run `create` without other writers, before there is a row to lock, unless `is_ready`.
 
-        Another process may create between the two. Raises: StoreError; what they raise.
+        Another process may create between the two calls. Raises: StoreError; what they raise.
         """
 
         def attempt() -> None:
@@ -170,22 +171,22 @@ class Database:
                     return
             self._create(create)
 
-        self._patiently("opened", attempt)
+        self._with_retries("opened", attempt)
 
     def now(self, connection: Connection) -> float:
-        """Seconds since 1970 by the store's own clock, which all its users share."""
+        """Return the seconds since 1970 by the store's clock, which all its users share."""
         if self.is_sqlite:
             return time.time()
         return float(connection.scalar(select(_epoch(func.clock_timestamp()))) or 0.0)
 
     def answers_since(self, connection: Connection) -> float:
-        """Since when it has answered, by the same clock: nobody can have shown life before."""
+        """Return the start of the server, by the same clock: no owner could renew before it."""
         if self.is_sqlite:
             return 0.0
         return float(connection.scalar(select(_epoch(func.pg_postmaster_start_time()))) or 0.0)
 
     def damage(self, *, limit_s: float) -> str:
-        """Describe what is wrong with SQLite's file, as far as the limit allows; empty: nothing."""
+        """Describe damage that is found in SQLite's file within the limit; empty: none."""
         if not self.is_sqlite:
             return ""
 
@@ -209,10 +210,10 @@ class Database:
     def copy_to(self, target: Path) -> None:
         """Copy SQLite's file as of its newest commit; replace what is at `target`.
 
-        A transaction may be under way; the copy has nothing of it.
+        The copy contains nothing of an open transaction.
         Raises: StoreError.
         """
-        assert self._file is not None, "PostgreSQL has its own means"
+        assert self._file is not None, "only SQLite is copied; PostgreSQL has its own tools"
         part = target.with_name(f"{target.name}.part")
         try:
             part.unlink(missing_ok=True)
@@ -227,8 +228,7 @@ class Database:
             part.unlink(missing_ok=True)
             raise StoreError(
                 f"the database {self.location} cannot be copied to {target} "
-                f"({' '.join(str(error).split())}); expected a directory that can be written, with "
-                "room for it"
+                f"({' '.join(str(error).split())}); expected a writable directory with enough space"
             ) from error
 
     def has_tables(self, connection: Connection) -> bool:
@@ -242,7 +242,7 @@ class Database:
         expected = "a server that answers, and a user that may use the run's schema"
         if self._file is not None:
             expected = "a run's own, whole and writable, on a disk that is not full"
-            # Of a run that was cut off, SQLite writes an index before it can read.
+            # After a crash of the run, SQLite has to write an index before it can read.
             if not os.access(self._file.parent, os.W_OK):
                 expected += f"; the directory {self._file.parent} cannot be written"
         return StoreError(
@@ -268,7 +268,7 @@ class Database:
             if self._file is not None:
                 _check_in_place(connection, self._file)
             with connection.begin():
-                # SQLite: nothing, its BEGIN IMMEDIATE has locked the database.
+                # SQLite needs no lock here: BEGIN IMMEDIATE has locked the database.
                 connection.execute(select(tables.formats.c.number).with_for_update())
                 yield connection
 
@@ -276,18 +276,18 @@ class Database:
         with self._engine.connect().execution_options(writes=True) as connection:
             with connection.begin():
                 if self.schema is not None:
-                    # Two that create a schema at once get an error of PostgreSQL's catalogue.
+                    # Two processes that create a schema at once get an error of PostgreSQL.
                     connection.execute(
                         text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": self.schema}
                     )
-                    # Asked first: who may not create a schema may not say "if not exists" either.
+                    # Check first: without the right to create, "if not exists" is refused too.
                     if not inspect(connection).has_schema(self.schema):
                         quoted = connection.dialect.identifier_preparer.quote(self.schema)
                         connection.execute(text(f"CREATE SCHEMA {quoted}"))
                 create(connection)
 
-    def _patiently(self, what: str, attempt: Callable[[], Result]) -> Result:
-        """Try again while the database does not answer. Raises: StoreError."""
+    def _with_retries(self, what: str, attempt: Callable[[], Result]) -> Result:
+        """Repeat an attempt while the database does not answer. Raises: StoreError."""
         try:
             return self._attempts(what, attempt)
         except Damaged as error:
@@ -296,7 +296,7 @@ class Database:
             self._away_since.pop(threading.get_ident(), None)
 
     def _attempts(self, what: str, attempt: Callable[[], Result]) -> Result:
-        started, delay_s, is_told = time.monotonic(), _FIRST_DELAY_S, False
+        started, delay_s, has_warned = time.monotonic(), _FIRST_DELAY_S, False
         given_up = self._given_up.get(what)
         patience_s = self._patience_s if given_up is None else 0.0
         while True:
@@ -309,22 +309,22 @@ class Database:
                 if away_s + delay_s > patience_s:
                     if given_up is not None:
                         raise given_up from error
-                    if not is_told:
+                    if not has_warned:
                         raise self.unusable(what, error) from error
                     self._given_up[what] = self._away(what, away_s, error)
                     raise self._given_up[what] from error
-                if not is_told:
-                    is_told = True
+                if not has_warned:
+                    has_warned = True
                     self._away_since[threading.get_ident()] = started
                     log.warning(
-                        "the database %s cannot be %s now (%s); trying again for %g s",
+                        "the database %s cannot be %s now (%s); retrying for %g s",
                         *(self.location, what, _reason(error), patience_s),
                     )
                 time.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
             else:
                 self._given_up.pop(what, None)
-                if is_told:
+                if has_warned:
                     log.warning(
                         "the database %s answers again, after %.1f s",
                         *(self.location, time.monotonic() - started),
@@ -335,7 +335,7 @@ class Database:
         return StoreError(
             f"the database {self.location} could not be {what} for {away_s:.0f} s "
             f"({_reason(error)}), expected it to answer within {self._patience_s:g} s; what was "
-            "accepted and committed is kept: go on with --resume once it answers"
+            "accepted and committed is kept: resume the run with --resume once it answers"
         )
 
 
@@ -354,7 +354,7 @@ def _reason(error: DBAPIError | NoConnectionLeft) -> str:
 
 
 def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
-    """Whether the same may work a little later."""
+    """Whether the same operation may succeed a little later."""
     if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
         return True
     cause = error.orig
@@ -363,7 +363,7 @@ def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
         return code is not None and code & 0xFF in _SQLITE_PASSING
     state = getattr(cause, "sqlstate", None)
     if state is None:
-        # No server has answered: there is none, or the connection broke.
+        # No server answered: there is none, or the connection broke.
         return type(cause).__name__ in ("OperationalError", "InterfaceError")
     return str(state).startswith(_POSTGRESQL_PASSING)
 
@@ -377,7 +377,7 @@ def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
     defaults = {
         "connect_timeout": 10,
         "application_name": "rayloom",
-        # A connection whose other end is gone is noticed within half a minute.
+        # A dead connection is noticed within half a minute.
         "keepalives_idle": 10,
         "keepalives_interval": 5,
         "keepalives_count": 3,
@@ -399,7 +399,7 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
     cursor.execute(f"SET lock_timeout = '{BUSY_S:.0f}s'")
     cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S:.0f}s'")
-    # What is answered as accepted is on the disk, however the server is set.
+    # An acceptance must be on the disk before its answer, whatever the server's setting.
     cursor.execute(
         "SELECT set_config('synchronous_commit', 'on', false) "
         "WHERE current_setting('synchronous_commit') = 'off'"
@@ -420,9 +420,9 @@ def _sqlite_writer(url: URL, file: Path) -> Engine:
 
 
 def _sqlite_reader(file: Path) -> Engine:
-    """Open a file that is neither created nor written, without blocking its writer.
+    """Return an engine that reads a file, without creating or writing it or blocking its writer.
 
-    If a log is next to the database, SQLite keeps its index of it (-shm) up to date.
+    If there is a log next to the database, SQLite keeps its index of the log (-shm) up to date.
     """
 
     engine = create_engine(
@@ -438,7 +438,7 @@ def _sqlite_reader(file: Path) -> Engine:
 def _connect_reader(file: Path) -> sqlite3.Connection:
     wal = file.with_name(f"{file.name}-wal")
     is_whole = not wal.exists() or wal.stat().st_size == 0
-    # Without a log all is in the file itself, and SQLite need make no index of a log beside it.
+    # Without a log the file has all data, and SQLite need not make an index of a log next to it.
     mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
     uri = f"file:{quote(str(file))}?{mode}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
@@ -450,9 +450,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _check_in_place(connection: Connection, file: Path) -> None:
-    """Raise StoreError if the file was removed or moved away: SQLite's writes to it would be
-    lost.
-    """
+    """Raise StoreError if the file was removed or moved: SQLite's writes would be lost."""
     try:
         is_there = os.path.samestat(os.stat(file), connection.info["opened"])
     except OSError:
@@ -460,13 +458,13 @@ def _check_in_place(connection: Connection, file: Path) -> None:
     if not is_there:
         raise StoreError(
             f"the database {file} was removed, moved or replaced while the run had it open, "
-            "expected it to stay; put it back with its -wal file, or restore a copy, and go on "
+            "expected it to stay; put it back with its -wal file, or restore a copy, and resume "
             "with --resume"
         )
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    # The driver would open transactions by itself, too late for the lease check to be atomic.
+    # The driver would open transactions later, so that the lease check would not be atomic.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")

@@ -16,4 +16,4 @@ class LeaseHeld(LeaseLost):
 
 
 class Damaged(Exception):
-    """A row is missing, or holds what no run writes; `Database` makes a StoreError of it."""
+    """A row is missing, or has a value that no run writes; `Database` raises it as a StoreError."""

@@ -1,8 +1,9 @@
 """The feed of a run, stored (`service.intake.feed`).
 
-A writer puts its entries into the transaction of what they tell. All writers of a run exclude each
-other, so that numbers grow in the order of the commits and a reader who has seen one number will
-see no smaller one later. So it is with each tenant's own numbers, which say nothing of others.
+A writer adds its entries in the transaction of the events that they report. All writers of a run
+exclude each other, so that numbers grow in the order of the commits, and a reader that has seen a
+number sees no smaller one later. The same holds for each tenant's own numbers, which reveal nothing
+about other tenants.
 """
 
 from __future__ import annotations
@@ -54,20 +55,20 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append that each submission after this position was accepted, in order.
+    """Append an acceptance for each submission after a position, in order.
 
-    Only the database does this, because there may be thousands. num_of: how many of them each
-    tenant has.
+    One statement does it in the database, because there may be thousands.
+    Args: behind: the position. num_of: number of these submissions of each tenant.
     """
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
 
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
-    """Append an entry of the run's; a tenant's `void_after` is in its own numbers."""
+    """Append an entry about the run for all; a tenant's `void_after` is in its own numbers."""
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
-    told = [("", entry)]
+    entries = [("", entry)]
     for tenant, newest in connection.execute(known).all():
         first_void = connection.scalar(
             select(func.min(columns.own_number)).where(
@@ -75,15 +76,15 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
             )
         )
         own = None if after is None else newest if first_void is None else first_void - 1
-        told.append((tenant, replace(entry, void_after=own)))
-    _add(connection, told)
+        entries.append((tenant, replace(entry, void_after=own)))
+    _add(connection, entries)
 
 
-def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
-    """Add entries. told: each with the tenant to whom it is shown."""
-    num_of = Counter(tenant for tenant, _ in told if tenant)
+def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
+    """Add entries, each with the tenant to whom it is shown."""
+    num_of = Counter(tenant for tenant, _ in entries if tenant)
     newest, rows = _count_up(connection, num_of), []
-    for tenant, entry in told:
+    for tenant, entry in entries:
         if tenant:
             newest[tenant] = newest.get(tenant, 0) + 1
         values = {name: getattr(entry, name) for name in _STORED}
@@ -93,7 +94,7 @@ def _add(connection: Connection, told: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Give tenants their next numbers, so many each. Returns: their newest before."""
+    """Assign each tenant its next `num_of` numbers. Returns: the newest numbers before."""
     if not num_of:
         return {}
     numbers = tables.feed_numbers
@@ -125,8 +126,9 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries after a number.
 
-    sees: the tenant whose entries they are, by its own numbers; None: the entries of all tenants,
-    with an entry to all tenants only once. Raises: StoreError.
+    Args: sees: the tenant whose entries to return, by its own numbers; None: the entries of all
+    tenants, with an entry for all tenants only once.
+    Raises: StoreError.
     """
     columns = tables.feed.c
     number, is_shown = columns.own_number, columns.tenant == sees
@@ -144,7 +146,7 @@ def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = Non
     def read(connection: Connection) -> FeedPage:
         oldest = connection.scalar(select(func.min(number)).where(is_shown))
         if oldest is None and sees is not None and (last := connection.scalar(newest)):
-            # All entries of this tenant are gone.
+            # All entries of this tenant were pruned.
             oldest = last + 1
         entries = connection.execute(query).mappings()
         return FeedPage(entries=tuple(FeedEntry(**row) for row in entries), oldest=oldest or 0)

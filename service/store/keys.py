@@ -1,7 +1,8 @@
-"""The named keys of a run, stored: digests alone.
+"""The stored named keys of a run: only their digests.
 
-Invariants: a name and a digest are given once, a revoked key's too; a revocation stays. Keys belong
-to no term: whoever may write the run's database may create and revoke them, whoever holds the run.
+Invariants: a name and a digest are used once, also after a revocation, which is final. Keys belong
+to no term: any process with write access to the run's database may create and revoke them, whatever
+supervisor holds the run.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def add_key(store: RunStore, key: NamedKey) -> bool:
 
 
 def revoke_key(store: RunStore, name: str) -> NamedKey | None:
-    """Revoke a key for good; one that is revoked stays as it is. None: there is none.
+    """Revoke a key finally; a revoked one stays unchanged.
 
+    Returns: the key; None if there is none.
     Raises: StoreError.
     """
     columns = tables.keys.c

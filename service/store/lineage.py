@@ -1,8 +1,8 @@
-"""Which of a run's stored rows survive: the newest term and, before it, what it went on from.
+"""Find the surviving rows of a run: those of the newest term, and those that it continued from.
 
-A term that starts from checkpoint c keeps, of c's term, the steps up to c and the events up to
-c's; everything that term wrote later is superseded. Read by the report and by `inspect`; the
-metrics count all that was ever stored, superseded or not.
+A term that starts from checkpoint c keeps the steps of c's term up to c, and its events up to c's
+last one; everything that term wrote later is superseded. The report and `inspect` read it; the
+metrics count everything that was ever stored, superseded or not.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Checkpoint:
     directory: str
     """Its name in the run's directory of checkpoints, so that a run can be moved."""
     last_event_seq: int
-    """Of its term's ledger events, the last one that its ledger contains; -1: none."""
+    """Number of the last event of its term that its ledger contains; -1: none."""
     committed_at: float
     """Seconds since 1970."""
 
@@ -71,12 +71,12 @@ class History:
     """A run along its surviving lineage, in order."""
 
     steps: tuple[StepRecord, ...]
-    """Those that `retention` keeps: the first ones, of older ones some, the newest whole."""
+    """The steps that `retention` keeps: the first ones, some older ones, all of the newest."""
     evaluations: tuple[EvaluationRecord, ...]
     totals: RunTotals
-    """Of all its steps."""
+    """Totals of all its steps."""
     spans: tuple[Span, ...]
-    """What survives of which terms; empty for a run that never had a lease."""
+    """The surviving parts of terms; empty for a run that never had a lease."""
 
     @property
     def num_terms(self) -> int:
@@ -97,12 +97,12 @@ def read_history(store: Readable) -> History:
 
 
 def read_events(store: Readable) -> tuple[LedgerEvent, ...]:
-    """Return the events that survive and are kept, in order."""
+    """Return the surviving events that are kept, in order."""
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
 
 def recorded_steps(store: Readable) -> tuple[int, ...]:
-    """Return the numbers of the steps that survive and whose records are kept, in order."""
+    """Return the numbers of the surviving steps whose records are kept, in order."""
     columns = tables.steps.c
     query = select(columns.step).order_by(columns.step)
 
@@ -121,30 +121,30 @@ class RecordKind(StrEnum):
 
     STEP = "step"
     EVALUATION = "evaluation"
-    """The schedule's."""
+    """An evaluation of the schedule."""
     ASKED_EVALUATION = "asked_evaluation"
-    """An operator's."""
+    """An evaluation that an operator requested."""
 
 
 Place = tuple[int, int, int]
-"""Of a record among those of its kind: term, step, and an evaluation's number at that step."""
+"""Position of a record in its kind: term, step, and an evaluation's number at that step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A record that survives, and where it stands."""
+    """A surviving record and its position."""
 
     kind: RecordKind
     place: Place
     first_step: int
-    """Of its term: it took back what older ones have of this step and later ones."""
+    """First step of its term, which superseded older terms' records of this and later steps."""
     record: StepRecord | EvaluationRecord
 
 
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
-    """Return the records that survive after these positions, in the order in which they were made.
+    """Return the surviving records after these positions, in the order in which they were made.
 
-    For a kind without a position, all kept records.
+    Of a kind without a position, return all kept records.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:
@@ -192,9 +192,7 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the newest step and the newest scheduled evaluation that survive; None: there is
-    none.
-    """
+    """Return the newest surviving step and scheduled evaluation; None if there is none."""
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
@@ -209,8 +207,8 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
     """Return the mean returns in these steps' surviving records, scaled if the scale is known.
 
-    Returns: by step, whether it is the scheduled evaluation's, and the mean: the training's where
-        there was none. What was evaluated compares as more than what was not.
+    Returns: by step, a pair: whether it is a scheduled evaluation's mean, and the mean; without an
+        evaluation it is the training's. A pair with an evaluation compares greater.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -230,12 +228,12 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Whether `name`, a directory name or the number of a step, may refer to it."""
+    """Whether `name`, a directory name or a step's number, may refer to a checkpoint."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
 def stored_totals(store: Readable) -> RunTotals:
-    """Return the totals of every step that the run ever stored, including superseded ones."""
+    """Return the totals of all steps that the run ever stored, superseded ones included."""
     query = select(tables.step_totals.c.totals)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
@@ -264,7 +262,7 @@ def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Sum the steps that the newest `term` holds, up to last_step; None: all of them."""
+    """Sum the steps of the newest `term`'s lineage up to last_step; None: all of them."""
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
         connection,
@@ -321,7 +319,7 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
 
 
 def newest_term(connection: Connection) -> int:
-    """0 where no supervisor has ever had the lease."""
+    """Return the newest term; 0 if no supervisor has ever had the lease."""
     return int(connection.scalar(select(func.max(tables.leases.c.term))) or 0)
 
 
@@ -337,9 +335,7 @@ def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, .
 
 
 def within(columns: Any, span: Span) -> ColumnElement[bool]:
-    """Return a condition: whether a row is in the span. columns: of `events`, `steps`,
-    `evaluations`.
-    """
+    """Return the condition that a row of `events`, `steps` or `evaluations` is in a span."""
     last, ends = (
         (span.last_event_seq, columns.seq) if "seq" in columns else (span.last_step, columns.step)
     )
@@ -348,9 +344,9 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
-    """`term` and what it descends from, newest first.
+    """Return `term` and its ancestors, newest first.
 
-    Returns: each term with its checkpoint that the next one went on from; None for `term` itself.
+    Returns: each term with the checkpoint that the next one continued from; None for `term` itself.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
@@ -359,19 +355,17 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
     while True:
         newest = found[-1][0]
         if newest not in parents:
-            raise Damaged(f"term {newest} is not there")
+            raise Damaged(f"term {newest} is missing")
         if (parent := parents[newest]) is None:
             return found
         commit = by_id.get(parent)
         if commit is None or commit.term >= newest:
-            raise Damaged(f"checkpoint {parent}, which term {newest} went on from, is not there")
+            raise Damaged(f"checkpoint {parent}, which term {newest} continued from, is missing")
         found.append((commit.term, commit))
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return by term, of every lineage, the policy version that it continued from; 0: a fresh
-    start.
-    """
+    """Return the policy version that each term of any lineage continued from; 0: a new start."""
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint
     query = select(leases.c.term, checkpoints.c.policy_version).select_from(
@@ -382,13 +376,14 @@ def first_versions(connection: Connection) -> dict[int, int]:
 
 def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
     if (row := connection.execute(query).first()) is None:
-        raise Damaged(f"{what} is not there")
+        raise Damaged(f"{what} is missing")
     return row
 
 
 def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
-    """Return the checkpoints of every lineage, newest first. only_usable: with the queue's
-    snapshot.
+    """Return the checkpoints of every lineage, newest first.
+
+    Args: only_usable: leave out those without the queue's snapshot.
     """
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]

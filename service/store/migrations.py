@@ -1,14 +1,14 @@
-"""The steps by which a stored run moves forward, from the format that wrote it to this one's.
+"""The steps that move a stored run from an older format to the current one.
 
-Invariants: a step takes format N to N + 1 and is never edited once it was released; it uses the
-connection and nothing else, so that it may be run again after a rollback; no step changes the
-tables `format`, `leases` and `checkpoints`, which are read before the run is moved.
-`RunStore` runs the steps in the transaction that takes the lease, so that two processes never run
-them at once, and a run is in one format or in the other.
+Invariants: a step takes format N to N + 1 and is never edited after its release; it uses only the
+connection, so that it may be run again after a rollback; no step changes the tables `format`,
+`leases` and `checkpoints`, which are read before the run is moved. `RunStore` runs the steps in the
+transaction that takes the lease, so that two processes never run them at once, and a run is never
+between two formats.
 
-A step describes the tables as they were at its time, with a `MetaData` of its own, because those of
-`tables.py` move on. Every step gets its own test in `tests/store/test_migrations.py`, which also
-compares a moved database with a new one.
+A step describes the tables of its time with its own `MetaData`, because those of `tables.py`
+change. Every step gets its own test in `tests/store/test_migrations.py`, which also compares a
+moved database with a new one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
 
 
 def _keep_what_was_asked_of_turns(connection: Connection) -> None:
-    """Add to a turn its stop string, the parameters that were ignored, and the template's
-    options."""
+    """Add columns to turns: the stop string, the ignored parameters, the template's options."""
     for name, kind, of_old_rows in (
         ("stop_string", String, ""),
         ("ignored", Text, "[]"),
@@ -48,16 +47,16 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add the column that says whether a conversation's first message came as instructions.
+    """Add the column for whether a conversation's first message was sent as instructions.
 
-    Later instructions replace such a message. Old turns do not record how it came: they get true,
-    because their first system message was replaced in any case.
+    Later instructions replace such a message. Old turns do not record it and get true, because
+    their first system message was always replaced.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)
 
 
-# By the format that a step starts from, in order and without a gap.
+# Each step by the format that it starts from, in order and without gaps.
 STEPS: Mapping[int, Step] = {
     9: _keep_what_was_asked_of_turns,
     10: _keep_which_message_was_instructions,

@@ -1,4 +1,4 @@
-"""A lease's owner as a process: its name, and whether it lives on this machine."""
+"""The process that owns a lease: its name, and whether it is alive on this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import psutil
 
 
 def own_name() -> str:
-    """Return the name of this process, as its lease has it."""
+    """Return the name of this process for its lease: HOST:PID."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def process_of(owner: str) -> str:
-    """Tells the owner's process from every other, also from a later one of its number.
+    """Return a text that distinguishes the owner's process from every other, also of the same PID.
 
-    No clock is in it, which could be set. Returns: an empty text for one that is not seen here.
+    It uses no clock, which could be changed. Returns: "" for a process that is not seen here.
     """
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit() or not _is_running(int(pid)):
@@ -27,9 +27,9 @@ def process_of(owner: str) -> str:
 
 
 def is_alive_here(owner: str, process: str) -> bool | None:
-    """Whether the owner's process lives; None where this machine cannot tell.
+    """Whether the owner's process is alive; None if this machine cannot find out.
 
-    process: as `process_of` said when the lease was acquired.
+    process: the text of `process_of` when the lease was acquired.
     """
     host, _, pid = owner.rpartition(":")
     if not pid.isdigit():
@@ -48,9 +48,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Return the scope in which a process number is unique: a boot of a kernel, and a container on
-    it.
-    """
+    """Return the scope in which a PID is unique: a boot of a kernel, and a container on it."""
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -60,7 +58,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     if not sys.platform.startswith("linux"):
         return f"{psutil.Process(pid).create_time():.2f}"
-    # In ticks since the boot; the name before it may hold spaces and brackets.
+    # In ticks since the boot; the name before it may contain spaces and parentheses.
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -1,5 +1,4 @@
-"""The location of a run's database, as a URL without a password: chosen at its start, then
-recorded.
+"""The location of a run's database, as a URL without a password, chosen and recorded at its start.
 
 sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
 its own schema. Each process that connects reads the password again, from RAYLOOM_DATABASE_URL or
@@ -35,23 +34,23 @@ class StoreOptions:
     """A user's options for the store of a new run."""
 
     state_dir: Path | None = None
-    """Where rayloom.db is to lie; None: in the run directory."""
+    """The directory of rayloom.db; None: the run directory."""
     database_url: str | None = None
-    """Of a PostgreSQL database; None: the environment's, unless state_dir is given."""
+    """URL of a PostgreSQL database; None: the environment's, unless state_dir is given."""
 
     def check(self) -> None:
-        """Refuse what no run directory makes good. Raises: StoreError."""
+        """Check the options without a run directory. Raises: StoreError."""
         if self.state_dir is not None and self.database_url is not None:
             raise StoreError(
-                "--state-dir and --database-url: got both, expected one of them; SQLite lies in a "
-                "directory, PostgreSQL behind a URL"
+                "--state-dir and --database-url: got both, expected one of them: a directory for "
+                "SQLite, or a URL for PostgreSQL"
             )
         if self.database_url is not None:
             url = _parsed(self.database_url, source="--database-url")
             if _password_of(url) is not None:
                 raise StoreError(
                     "--database-url: got a password, which every user of this machine can read in "
-                    f"the list of processes; give the URL in {VARIABLE}, or the password alone in "
+                    f"the list of processes; give the URL in {VARIABLE}, or only the password in "
                     "PGPASSWORD or ~/.pgpass"
                 )
         elif self.state_dir is None and (given := os.environ.get(VARIABLE)):
@@ -77,7 +76,7 @@ def sqlite_url(directory: Path) -> str:
 
 
 def schema_name(run_id: str) -> str:
-    """Return a run's schema. PostgreSQL cuts longer names, and then two of them may be equal."""
+    """Return a run's schema; a long name is shortened, because PostgreSQL may cut two to one."""
     encoded = run_id.encode()
     if len(encoded) <= _MAX_NAME_BYTES:
         return run_id
@@ -86,10 +85,9 @@ def schema_name(run_id: str) -> str:
 
 
 def record(file: Path, url: str) -> None:
-    """Write the URL into the run directory; write nothing if the database is in that directory
-    itself.
+    """Write the URL into the run directory, unless that directory contains the database.
 
-    So a run with its database inside may be moved. Raises: OSError.
+    A run directory with its database may therefore be moved. Raises: OSError.
     """
     if url == sqlite_url(file.parent):
         file.unlink(missing_ok=True)
@@ -108,9 +106,8 @@ def recorded_url(file: Path) -> str:
         return sqlite_url(file.parent)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ArgumentError) as error:
         raise StoreError(
-            f"{file} cannot be read ({type(error).__name__}); expected where the run's database "
-            'lies, such as {"url": "postgresql+psycopg://USER@HOST/DATABASE?schema=RUN"}; restore '
-            "it from a copy"
+            f"{file} cannot be read ({type(error).__name__}); expected the run's database, such as "
+            '{"url": "postgresql+psycopg://USER@HOST/DATABASE?schema=RUN"}; restore it from a copy'
         ) from error
     return url.render_as_string(hide_password=False)
 
@@ -130,12 +127,12 @@ def shown(url: str | URL) -> str:
 
 
 def check_local(url: str | URL) -> None:
-    """Refuse SQLite on a network or FUSE file system. Raises: StoreError."""
+    """Raise StoreError if SQLite would be on a network or FUSE file system."""
     file = sqlite_file(url)
     if file is not None and (name := refused_filesystem(file.parent)) is not None:
         raise StoreError(
-            f"the database {file} would lie on {name}, where SQLite's locks and shared memory "
-            "cannot be trusted; expected a local disk: name a directory on one with --state-dir, "
+            f"the database {file} would be on {name}, where SQLite's locks and shared memory "
+            "are not reliable; expected a local disk: give a directory on one with --state-dir, "
             f"or a PostgreSQL database with --database-url or {VARIABLE}"
         )
 
@@ -157,7 +154,7 @@ def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """Parse a URL. No error contains the string itself: it may hold a password."""
+    """Parse a URL. No error contains the string itself: it may contain a password."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
@@ -174,7 +171,7 @@ def _parsed(text: str, *, source: str) -> URL:
 
 
 def _password_of(url: URL) -> str | None:
-    # libpq takes it as a parameter too.
+    # libpq also accepts the password as a parameter.
     in_query = url.query.get("password")
     return url.password or (in_query if isinstance(in_query, str) else None)
 
@@ -190,10 +187,10 @@ def _without_password(url: URL) -> URL:
     )
 
 
-# Check whether a directory is on a file system that SQLite cannot be trusted with.
+# File systems on which SQLite is not reliable.
 #
 # SQLite's log needs memory that all its processes share, and reliable locks. Network file systems
-# and FUSE guarantee neither: two hosts that both wrote left a malformed database, without an error.
+# and FUSE guarantee neither: two hosts that both wrote left a damaged database, without an error.
 # f_type of statfs(2), from the Linux kernel's magic.h and the file systems' own sources.
 REFUSED = {
     0x00006969: "NFS",
@@ -223,8 +220,8 @@ REFUSED = {
 def refused_filesystem(path: Path) -> str | None:
     """Return the name of the file system at `path` if SQLite may not be used on it; else None.
 
-    For a path that does not exist yet, its nearest parent counts. On systems other than Linux the
-    answer is not known: None.
+    For a path that does not exist yet, its nearest parent counts. On other systems than Linux
+    return None.
     """
     kind = _filesystem_type(path)
     return None if kind is None else REFUSED.get(kind)
@@ -233,8 +230,8 @@ def refused_filesystem(path: Path) -> str | None:
 def _filesystem_type(path: Path) -> int | None:
     if not sys.platform.startswith("linux"):
         return None
-    # os.statvfs does not tell the type. It is the first word of the structure, and unsigned of
-    # 32 bits in the kernel's table, however wide and signed the word is.
+    # os.statvfs does not have the type. It is the structure's first word; the kernel's table has 32
+    # unsigned bits, whatever the word's width and sign.
     libc = ctypes.CDLL(None, use_errno=True)
     found = (ctypes.c_long * 64)()
     for each in (path, *path.absolute().parents):

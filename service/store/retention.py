@@ -1,18 +1,18 @@
-"""Retention of a run's rows: those that a resume, the report, the API and `inspect` still need.
+"""Remove the rows of a run that no resume, report, API call or `inspect` needs any more.
 
 Called after each committed checkpoint, in one fenced transaction. Sums are kept incrementally
 (`service.telemetry.totals`), so that no sum changes when rows leave.
 
-- Superseded rows leave at once.
+- Superseded rows are removed at once.
 - Queue snapshots are kept of the newest `run.keep_checkpoints` and the best `run.keep_best`
   checkpoints: a run can go back only to these.
-- Step records: the first 5, the newest 256 or as many as the journal and the newest kept
-  checkpoints reach back, those of the best, and of the older ones the first of each 2^k steps, with
-  the smallest k that leaves at most 257. The same holds for evaluations.
-- Ledger events: those after the earliest step that a kept checkpoint (including the best) can go
-back to, and those of the journal's steps, which `inspect --audit` compares with them. The window
-admits no group earlier than the bound on the policy's age allows, so the journal's events were
-written after the step that is that many versions earlier.
+- Step records are kept of the first 5 steps, of the newest 256 (or back to the journal's and the
+  newest kept checkpoints' steps, if these are older), of the best checkpoints, and of the first of
+  each 2^k older steps, with the smallest k that leaves at most 257. The same holds for evaluations.
+- Ledger events are kept after the earliest step of a kept checkpoint (the best included), and of
+  the journal's steps, which `inspect --audit` compares with them. The window admits no group
+  earlier than the bound on the policy's age allows, so that the journal's events were written after
+  the step that is that many versions earlier.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Retention:
     """The retention settings of the run's configuration."""
 
     journal_steps: int
-    """Newest steps whose trajectories `inspect` can show."""
+    """Number of newest steps whose trajectories `inspect` can show."""
     max_policy_age: int
-    """Versions."""
+    """Bound on the policy's age, in versions."""
     keep_checkpoints: int
-    """How many of the kept checkpoints are kept because they are the newest."""
+    """Number of the newest checkpoints to keep, whether they are among the best or not."""
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
-    """Remove the rows that nothing needs any more.
+    """Remove the rows that are no longer needed.
 
-    kept: the checkpoints that the run can go back to from here on, newest first, at least one; the
-    newest is of this term.
+    Args: kept: the checkpoints that the run can go back to from now on, newest first, at least one;
+    the newest is of this term.
     Raises: LeaseLost, StoreError.
     """
     newest, oldest = kept[0].step, kept[-1].step
@@ -78,9 +78,9 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 
 
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
-    """Forget queue snapshots. A row that a term continued from stays, because it shows the lineage.
+    """Remove the queue snapshots of all checkpoints except those with the ids `kept`.
 
-    kept: ids.
+    The row of a checkpoint that a term continued from stays, because it shows the lineage.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
@@ -94,10 +94,7 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Keep the first five steps, and the first row of each 2^k steps up to last_step.
-
-    spared: steps that stay as well.
-    """
+    """Keep the first five steps, the `spared` ones, and the first of each 2^k up to last_step."""
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:
         stride *= 2
@@ -115,7 +112,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Forget the lineage's events, which are numbered without gaps, up to a step's last one."""
+    """Remove the lineage's events, which are numbered without gaps, up to a step's last one."""
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:

@@ -55,9 +55,9 @@ __all__ = [
 log = logging.getLogger("rayloom.store")
 
 RENEW_EVERY_S = 3.0
-# An owner on another machine that has not renewed for so long shows no life.
+# An owner on another machine that has not renewed its lease for this time counts as dead.
 TOLERANCE_S = 30.0
-# Of the search for damage, which reads the whole database.
+# Limit on the search for damage, which reads the whole database.
 CHECK_LIMIT_S = 2.0
 _ADD_EVENTS = (
     update(tables.event_totals)
@@ -79,9 +79,9 @@ class Lease:
     parent: Checkpoint | None
     """The checkpoint that this term continues from; None: a fresh start."""
     queue_snapshot: QueueSnapshot | None
-    """What the queue held at the parent."""
+    """The state of the queue at the parent."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None
-    """Results of tasks at the parent; None: of a run without one."""
+    """Results of tasks at the parent; None: the run has no curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +94,18 @@ class LeaseOwner:
     acquired_at: float
     """Seconds since 1970, by the owner's clock."""
     silent_s: float
-    """Since its last sign of life, by the store's clock."""
+    """Seconds since its last renewal, by the store's clock."""
 
     def __str__(self) -> str:
         return f"{self.name} (term {self.term}, since {_utc(self.acquired_at)})"
 
 
 class ReadOnlyStore:
-    """A run's database for those who look at it.
+    """A run's database for readers.
 
-    An older format is read from a copy that is moved forward, which shows the database as it was
-    when it was opened; in PostgreSQL an older format is refused.
-    Raises: StoreError for what cannot be read, or is of another format.
+    An older format is read from a copy that is moved forward, which shows the database at the time
+    of opening; in PostgreSQL an older format is refused.
+    Raises: StoreError if it cannot be read, or is in another format.
     """
 
     def __init__(
@@ -117,10 +117,11 @@ class ReadOnlyStore:
         may_be_older: bool = False,
         steps: Mapping[int, Step] = STEPS,
     ) -> None:
-        """Open a store. url: as in `service.store.place`, or the file of an SQLite database.
+        """Open a store.
 
-        may_be_older: leave what is in an older format as it is: the caller reads no more than the
-        tables that no step changes (`service.store.migrations`). steps: those of this Rayloom.
+        Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
+        accept an older format unchanged: the caller reads only the tables that no step changes
+        (`service.store.migrations`). steps: the steps of this Rayloom.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(place, is_read_only=is_read_only, patience_s=patience_s)
@@ -142,7 +143,7 @@ class ReadOnlyStore:
 
     @property
     def location(self) -> str:
-        """The database's location for people, without a password."""
+        """Return the database's location for people, without a password."""
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
@@ -151,11 +152,11 @@ class ReadOnlyStore:
 
     @property
     def away_s(self) -> float:
-        """Seconds without an answer, as `Database.away_s`."""
+        """Return the seconds without an answer, as `Database.away_s`."""
         return self._database.away_s
 
     def newest_term(self) -> int:
-        """0 where no supervisor has ever had the lease."""
+        """Return the newest term; 0 if no supervisor has ever had the lease."""
         row = self.read(self._newest_lease)
         return row.term if row else 0
 
@@ -165,9 +166,7 @@ class ReadOnlyStore:
         return row.kind if row else None
 
     def directory(self) -> str:
-        """Return the run directory as the newest owner saw it; empty if there is none or it is not
-        known.
-        """
+        """Return the run directory by the newest owner's path; empty if it is not known."""
         row = self.read(self._newest_lease)
         return row.directory if row else ""
 
@@ -185,7 +184,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Stored turns of sessions, and uploads, that are still to be trained, or may be again."""
+        """Count the stored turns of sessions and the uploads that may still be trained."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -197,24 +196,24 @@ class ReadOnlyStore:
         return self.read(count)
 
     def all_checkpoints(self) -> list[Checkpoint]:
-        """Return every row that is kept, of every lineage, newest first.
+        """Return every kept checkpoint, of every lineage, newest first.
 
-        Includes rows that only show where terms joined, and rows that are undone.
+        Included are rows that only show where terms joined, and rows that are undone.
         """
         return self.read(every_checkpoint)
 
     def check(self) -> None:
-        """Look for damage, which opening need not meet, for two seconds at most.
+        """Search for damage that opening does not find, for at most two seconds.
 
-        That is all of a database of some hundred MiB. A larger one is not read through at every
-        resume: what is damaged further on is met when it is read. Raises: StoreError.
+        That is enough for some hundred MiB. A larger database is not read completely at every
+        resume: damage in the rest is found when it is read. Raises: StoreError.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:
             raise self._database.damaged(found)
 
     def is_older(self) -> bool:
-        """Whether it is in an older format than this Rayloom's."""
+        """Whether the database is in an older format than this Rayloom's."""
 
         def is_older(connection: Connection) -> bool:
             return self._has_tables(connection) and self._read_format(connection) < self._format
@@ -257,7 +256,7 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Whether the tables exist. Raises: StoreError if they are of another format."""
+        """Whether the tables exist. Raises: StoreError if they are in another format."""
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
@@ -270,8 +269,8 @@ class ReadOnlyStore:
         written = f"the run in {place} was written in format {number}, this Rayloom reads format "
         if number > self._format:
             raise StoreError(
-                f"{written}{self._format}; go on with the newer Rayloom that wrote it, or with the "
-                "copy that it made before"
+                f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy that "
+                "was made before"
             )
         if number < FIRST_FORMAT:
             raise StoreError(
@@ -291,7 +290,7 @@ class ReadOnlyStore:
     def _not_moved(self) -> StoreError:
         return StoreError(
             f"the database {self.location} is in an older format than this Rayloom's "
-            f"{self._format}; move it forward first: go on with the run by --resume"
+            f"{self._format}; move it forward first: resume the run with --resume"
         )
 
 
@@ -312,9 +311,10 @@ class RunStore(ReadOnlyStore):
         may_be_older: bool = False,
         steps: Mapping[int, Step] = STEPS,
     ) -> None:
-        """Open a store for writing. may_be_older: the caller takes the lease, or moves it forward,
-        before it uses more than the tables that no step changes. Otherwise an older format is
-        refused.
+        """Open a store for writing.
+
+        Args: may_be_older: accept an older format: the caller takes the lease, or moves it forward,
+        before it uses more than the tables that no step changes. Otherwise it is refused.
         """
         check_local(url)
         super().__init__(
@@ -341,17 +341,17 @@ class RunStore(ReadOnlyStore):
         replaces: str = "",
         returns_to: str = "",
     ) -> Lease:
-        """Take the next term; the owner of an older one can write nothing from here on.
+        """Take the next term; the owner of an older one can write nothing from now on.
 
         The term continues from the newest checkpoint whose directory is not one of `passed_over`.
-        An older format is moved forward in the same transaction (`move_forward`). directory: of the
-        run. follows: the caller's own term so far, which has to be the newest still. unless_held:
-        leave a run alone whose owner is alive. replaces: HOST:PID of an owner that is known to be
-        dead. returns_to: the directory of the checkpoint to continue from, one that the run can go
-        back to: everything that was committed after it is undone. If it is no longer one of these,
-        the newest is taken.
-        Raises: LeaseHeld; LeaseLost; StoreError when there are checkpoints, but none is left, and
-            for a run of another kind.
+        An older format is moved forward in the same transaction (`move_forward`).
+        Args: directory: the run directory. follows: the caller's own term, which must still be the
+        newest. unless_held: refuse if the run's owner is alive. replaces: HOST:PID of an owner that
+        is known to be dead. returns_to: the directory of the checkpoint to continue from, one that
+        the run can go back to; everything committed after it is undone. If the run can no longer go
+        back to it, the newest checkpoint is taken.
+        Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
+            and for a run of another kind.
         """
         moved: list[int] = []
 
@@ -390,14 +390,14 @@ class RunStore(ReadOnlyStore):
             snapshot, curriculum = connection.execute(held).one()
             return Lease(term=term, parent=parent, queue_snapshot=snapshot, curriculum=curriculum)
 
-        # Who waits for the owner's end asks again and again, and takes no lock for it.
+        # Check without a lock first, because a caller that waits for the owner's end repeats this.
         self.read(check_free)
         lease = self._database.write(acquire)
-        self._tell_moved(moved[-1])
+        self._log_move(moved[-1])
         return lease
 
     def move_forward(self) -> None:
-        """Move a run that nobody holds to this Rayloom's format, after a copy of SQLite's file.
+        """Move a run without an owner to this Rayloom's format, after copying SQLite's file.
 
         Raises: LeaseHeld; StoreError.
         """
@@ -406,30 +406,30 @@ class RunStore(ReadOnlyStore):
             self._check_free(connection)
             return self._move_after_copy(connection)
 
-        self._tell_moved(self._database.write(move))
+        self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Raise LeaseHeld if the run has a living owner. replaces: as of `acquire_lease`."""
+        """Raise LeaseHeld if the run has a living owner. replaces: as for `acquire_lease`."""
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(
-                f"the run is held by {held}; its last sign of life came {held.silent_s:.0f} s ago"
+                f"the run is held by {held}; its last sign of life was {held.silent_s:.0f} s ago"
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Move an older format forward; return the format that it was in. Raises: StoreError."""
+        """Move an older format forward; return the format before. Raises: StoreError."""
         number = self._read_format(connection)
         if number < self._format:
-            # The transaction has written nothing yet, and keeps every other writer out.
+            # The transaction has written nothing yet, and excludes every other writer.
             if self._file is not None:
                 self._database.copy_to(self._copy_of(self._file, number))
             self._move_forward(connection)
         return number
 
-    def _tell_moved(self, number: int) -> None:
+    def _log_move(self, number: int) -> None:
         if number == self._format:
             return
-        copy = "the copy from before is a dump of yours, if you made one"
+        copy = "no copy was made before; a dump of yours, if any, has the old format"
         if self._file is not None:
             copy = f"the copy from before is {self._copy_of(self._file, number)}"
         log.warning(
@@ -446,7 +446,7 @@ class RunStore(ReadOnlyStore):
         self.read(lambda connection: _check_term(connection, term))
 
     def renew(self, term: int) -> None:
-        """Show that the owner of `term` is alive; nothing after its release.
+        """Record that the owner of `term` is alive; do nothing after its release.
 
         Raises: LeaseLost, StoreError.
         """
@@ -460,7 +460,10 @@ class RunStore(ReadOnlyStore):
         self.write(term, renew)
 
     def release(self, term: int) -> None:
-        """Leave the run to whoever comes next. Raises: LeaseLost, StoreError."""
+        """End the lease, so that the next supervisor may take the run.
+
+        Raises: LeaseLost, StoreError.
+        """
         leases = tables.leases
         ended = update(leases).where(leases.c.term == term).values(renewed_at=None)
         self.write(term, lambda connection: connection.execute(ended))
@@ -468,7 +471,7 @@ class RunStore(ReadOnlyStore):
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
         """Run body in a transaction that only the newest term gets, and commit it once.
 
-        body: does nothing but use the connection, for it may be called again.
+        Args: body: may only use the connection, because it may be repeated.
         Raises: LeaseLost, StoreError.
         """
 
@@ -479,7 +482,7 @@ class RunStore(ReadOnlyStore):
         return self._database.write(fenced)
 
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
-        """Write rows that belong to no term, as `write`: any process with the database may do so.
+        """Write rows that belong to no term; any process with the database may do so.
 
         Raises: StoreError.
         """
@@ -493,8 +496,9 @@ class RunStore(ReadOnlyStore):
         new_events: Sequence[LedgerEvent],
         new_results: Sequence[RolloutResult] = (),
     ) -> RunTotals:
-        """Add a step; return the totals of every step ever stored, this one included. Raises:
-        LeaseLost.
+        """Add a step; return the totals of all steps ever stored, this one included.
+
+        Raises: LeaseLost.
         """
         table = tables.step_totals
         row = {"term": term, "step": record.step, "record": record}
@@ -540,11 +544,11 @@ class RunStore(ReadOnlyStore):
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
     ) -> None:
-        """Commit a checkpoint: the rollouts that the snapshot's ledger calls trained are now
-        trained.
+        """Commit a checkpoint: the rollouts that its ledger marks as trained are trained from now.
 
-        directory: its name in the run's directory of checkpoints. new_entries: the feed's entries
-        about the ledger up to last_event_seq. Raises: LeaseLost.
+        Args: directory: its name in the run's directory of checkpoints. new_entries: the feed's
+        entries about the ledger up to last_event_seq.
+        Raises: LeaseLost.
         """
         row = {
             "term": term,
@@ -599,9 +603,8 @@ def check_kind(stored: RunKind | None, asked: RunKind) -> None:
     if stored is not None and stored is not asked:
         raise StoreError(
             f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
-            "the same command, because a step is made of the configuration's tasks or of "
-            f"submitted ones for all of a run: go on with `rayloom {stored.value} --resume`, or "
-            "start a new run"
+            "the same command, because all steps of a run use either the configuration's tasks or "
+            f"submitted ones: resume with `rayloom {stored.value} --resume`, or start a new run"
         )
 
 
@@ -647,7 +650,7 @@ def _insert_outcomes(
     new_events: Sequence[LedgerEvent],
     new_results: Sequence[RolloutResult],
 ) -> None:
-    # Not by asdict, which takes longer than the database.
+    # Not with asdict, which takes longer than the database.
     events = (
         {
             "term": term,
@@ -669,7 +672,7 @@ def _insert_outcomes(
 
 
 def _count_events(connection: Connection, new_events: Sequence[LedgerEvent]) -> None:
-    """Add to what was ever stored, in the transaction that stores them."""
+    """Add events to the counts of all events ever stored, in the same transaction."""
     for (kind, reason), count in Counter((item.kind, item.reason) for item in new_events).items():
         row = {"of_kind": kind.value, "of_reason": reason.value if reason else "", "more": count}
         if connection.execute(_ADD_EVENTS, row).rowcount == 0:

@@ -1,6 +1,6 @@
-"""The sessions that agents outside play, stored: their keys, what was sampled, and how they ended.
+"""The stored sessions of external agents: their keys, their sampled turns, and their ends.
 
-Invariants: a turn is inserted once, and of it `is_unseen` alone changes; nothing is sampled into a
+Invariants: a turn is inserted once, and then only its `is_unseen` changes; no turn is added to a
 session that has ended, or whose submission is cancelled or over. Rows are made and removed with
 their submission (`service.store.submissions`); the gateway writes in between, under the run's term.
 """
@@ -46,7 +46,7 @@ from service.store.feed import add_entries
 from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
-# Of one statement, of which a database takes so many values and no more.
+# Ids in one statement, because databases limit its number of values.
 MAX_IDS = 10_000
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
 _INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
@@ -61,7 +61,7 @@ class SessionStore:
     def load(
         self, session_id: str
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
-        """Load a session, its turns by number, and the intents that no turn has followed.
+        """Load a session, its turns by number, and its intents without a turn.
 
         The turns' arrays are read-only; versions of an earlier term that a recovery has undone are
         marked (`actors.policy_age`). Returns: None for an unknown session. Raises: StoreError.
@@ -153,18 +153,19 @@ class SessionStore:
         return self._store.read(read)
 
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
-        """Store changes in order, in one transaction; those that are stored already change nothing.
-        Returns: the indices in `changes` of those that came too late and were not stored: an intent
-            or a turn of a session that is not known, has ended, or whose submission is cancelled or
-            over; a turn whose number another one has; an end of a session that is not known, or
-            has another end and waits for no reward.
+        """Store changes in order, in one transaction; already stored ones change nothing.
+
+        Returns: the indices of the changes that came too late and were not stored: an intent or a
+            turn of a session that is unknown, has ended, or whose submission is cancelled or over;
+            a turn whose number another turn has; an end of a session that is unknown, or has
+            another end and waits for no reward.
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
 
 
 def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, why: str) -> None:
-    """Discard what has not ended of submissions that are played no more."""
+    """Discard the open sessions of submissions that will not be played any more."""
     sessions, now = tables.sessions.c, time.time()
     found = connection.execute(
         select(sessions.id, sessions.submission_id, sessions.member)
@@ -203,7 +204,7 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """The rows that changes result in, given what is stored of their sessions."""
+    """The rows that result from changes and the stored state of their sessions."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
@@ -211,20 +212,20 @@ class _Rows:
     """The submission and the member of each session."""
     was_opened: frozenset[str]
     ends: dict[str, SessionEnd]
-    """Of the sessions that have ended; a new one is noted here as well."""
+    """Ends of sessions, stored or new."""
     marks: dict[tuple[str, int], tuple[str, float]]
-    """Of turns that are to be added and are there: the request's id, and when they were made."""
+    """The request's id and the time of turns to add that are already stored."""
     intents: dict[tuple[str, str], SessionIntent | None] = field(default_factory=dict)
-    """By session and request; None: there is to be none."""
+    """Intents by session and request; None: to be deleted."""
     turns: dict[tuple[str, int], SessionTurn] = field(default_factory=dict)
-    """By session and number."""
+    """New turns by session and number."""
     unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
-    """Of turns that were stored before."""
+    """New values of `is_unseen` for stored turns."""
     opened: dict[str, float] = field(default_factory=dict)
     claims: dict[str, SessionClaimed] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     new_ends: dict[str, SessionEnd] = field(default_factory=dict)
-    told: list[FeedEntry] = field(default_factory=list)
+    entries: list[FeedEntry] = field(default_factory=list)
     now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
@@ -273,12 +274,12 @@ class _Rows:
 
     def _open(self, session: str, opened_at: float) -> None:
         if session in self.known and session not in self.was_opened | self.opened.keys():
-            self._tell(FeedKind.SESSION_OPENED, session)
+            self._add_entry(FeedKind.SESSION_OPENED, session)
             self.opened[session] = opened_at
 
-    def _tell(self, kind: FeedKind, session: str, end: SessionEnd | None = None) -> None:
+    def _add_entry(self, kind: FeedKind, session: str, end: SessionEnd | None = None) -> None:
         task, member = self.known[session]
-        self.told.append(
+        self.entries.append(
             FeedEntry(
                 at=self.now,
                 kind=kind,
@@ -297,13 +298,13 @@ class _Rows:
         if session not in self.known:
             return False
         kind = FeedKind.SESSION_ENDED if before is None else FeedKind.SESSION_REWARDED
-        self._tell(kind, session, end)
+        self._add_entry(kind, session, end)
         self.ends[session] = self.new_ends[session] = end
         return True
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Read turns. rows: the term, and a turn's fields. first: as `first_versions`."""
+    """Read turns from rows of a term and a turn's fields. first: as of `first_versions`."""
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]
@@ -315,7 +316,7 @@ def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionT
 
 def _apply(connection: Connection, changes: Sequence[Change], term: int) -> frozenset[int]:
     try:
-        # Turns that are there already are rare, and a search for them costs more than a refusal.
+        # Turns that are already stored are rare, and a search for them costs more than a retry.
         with connection.begin_nested():
             return _store(connection, changes, term, marks={})
     except IntegrityError:
@@ -333,11 +334,11 @@ def _store(
     too_late = frozenset(place for place, change in enumerate(changes) if not rows.take(change))
     _store_turns(connection, rows, term)
     _store_sessions(connection, rows)
-    add_entries(connection, rows.told)
+    add_entries(connection, rows.entries)
     return too_late
 
 
-# Names that are bound in a condition: others than the columns', which are those of the values.
+# Parameters of conditions; their names differ from the columns', which name the values.
 _OF_SESSION = bindparam("of_session", type_=tables.sessions.c.id.type)
 _OF_TURN = bindparam("of_turn", type_=tables.session_turns.c.number.type)
 _OF_REQUEST = bindparam("of_request", type_=tables.session_intents.c.request_id.type)
@@ -440,7 +441,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the marks of those of the changes' turns that are stored."""
+    """Return the marks of the changes' turns that are already stored."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)
@@ -461,7 +462,7 @@ def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str,
 
 
 def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
-    # Not by asdict, which copies every array.
+    # Not with asdict, which copies every array.
     return {name: getattr(record, name) for name in names}
 
 

@@ -1,8 +1,8 @@
-"""What clients submit, stored: accepted before it is answered, bound before it is played.
+"""The stored submissions of clients: stored before they are answered, bound before they are played.
 
-Every write carries the term of the lease. Reading back keeps what lies along the surviving lineage.
-A submission that is over leaves its id, its digest and how it ended, for as long as it is among the
-newest ones, and so do its sessions; its task, its bindings, its results and its sessions' turns go.
+Every write has the term of the lease. Reading returns only rows of the surviving lineage. Of an
+ended submission, and of its sessions, the id, the digest and the end are kept while it is among the
+newest ones; its task, its bindings, its results and its sessions' turns are deleted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from service.store.uploads import forget_contents, forget_groups
 NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
 _AS_STORED = tables.AsJson(RolloutRequest)
 _POSITION = tables.submissions.c.position
-# Made once: SQLAlchemy takes as long to make them as to store a few tasks.
+# Built once: SQLAlchemy takes as long to build them as to store a few tasks.
 _NEWEST = select(func.max(_POSITION))
 _INSERT = insert(tables.submissions).values(request=bindparam("text", type_=Text))
 _BEHIND = select(_POSITION).where(_POSITION > bindparam("newest")).order_by(_POSITION)
@@ -79,10 +79,11 @@ class SubmissionStore:
         term: int,
         request_keys: Mapping[str, tuple[str, str]] = NO_KEYS,
     ) -> list[Submission]:
-        """Accept all in one transaction; they are durable when this returns.
+        """Accept all requests in one transaction; they are durable when this returns.
 
-        request_keys: by the task's id, `request_key` and `request_digest` of the table, for those
-        that came in a request with a key. Raises: LeaseLost.
+        Args: request_keys: `request_key` and `request_digest` of the table by the task's id, for
+        tasks from a request with a key.
+        Raises: LeaseLost.
         """
         accepted_at = time.time()
         rows = [
@@ -123,7 +124,7 @@ class SubmissionStore:
         ]
 
         def accept(connection: Connection) -> Sequence[int]:
-            # Nobody else writes meanwhile, and positions only grow.
+            # The transaction excludes other writers, and positions only grow.
             newest = connection.scalar(_NEWEST) or 0
             connection.execute(_INSERT, rows)
             positions = connection.scalars(_BEHIND, {"newest": newest}).all()
@@ -176,12 +177,12 @@ class SubmissionStore:
             update(table).where(table.c.id == submission_id).values(is_cancelled=True, request=None)
         )
 
-        told = FeedEntry(at=time.time(), kind=FeedKind.CANCELLED, task=submission_id)
+        entry = FeedEntry(at=time.time(), kind=FeedKind.CANCELLED, task=submission_id)
 
         def cancel(connection: Connection) -> None:
             connection.execute(statement)
             _forget_turns(connection, [submission_id])
-            add_entries(connection, [told])
+            add_entries(connection, [entry])
             end_sessions_of(connection, [submission_id], why="its group was cancelled")
 
         self._store.write(term, cancel)
@@ -195,15 +196,16 @@ class SubmissionStore:
         keep: int,
         keep_entries: int,
     ) -> None:
-        """Store how submissions ended, and delete the data that only a live one needs.
+        """Store the ends of submissions, and delete the data that only live ones need.
 
-        rollout_ids: of these submissions. keep: number of the newest ended submissions that stay
-        known. keep_entries: number of the feed's newest entries that are kept. Raises: LeaseLost.
+        Args: rollout_ids: the rollouts of these submissions. keep: number of the newest ended
+        submissions to keep. keep_entries: number of the feed's newest entries to keep.
+        Raises: LeaseLost.
         """
         table, bindings, results = tables.submissions, tables.bindings, tables.results
         ended = [{"ended_id": view.id, "view": view} for view in views]
 
-        def let_go(connection: Connection) -> None:
+        def archive(connection: Connection) -> None:
             connection.execute(
                 update(table)
                 .where(table.c.id == bindparam("ended_id"))
@@ -234,15 +236,14 @@ class SubmissionStore:
                 connection.execute(delete(table).where(is_left_out))
             prune_feed(connection, keep=keep_entries)
 
-        self._store.write(term, let_go)
+        self._store.write(term, archive)
 
     def digests(
         self, submission_ids: Sequence[str], request_keys: Sequence[str]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digests of the ended submissions that are still known, by id; and those of
-        accepted requests, by key.
+        """Return digests of ended submissions that are kept, by id, and of requests, by key.
 
-        A digest is returned for each key whose submission is still known. Raises: StoreError.
+        A key has a digest if its submission is kept. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(
@@ -259,10 +260,7 @@ class SubmissionStore:
         return self._store.read(read)
 
     def ended(self, submission_ids: Collection[str]) -> dict[str, SubmissionView]:
-        """Return the submissions of these that have ended and are still known.
-
-        Raises: StoreError.
-        """
+        """Return the ended submissions among these that are kept. Raises: StoreError."""
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
@@ -272,10 +270,10 @@ class SubmissionStore:
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int
     ) -> list[tuple[int, str, SubmissionView | None]]:
-        """Return the first `limit` submissions after a position that may match: position, id, and
-        end.
+        """Return position, id and end of the first `limit` submissions that may match.
 
-        The caller checks whether the status matches. Raises: StoreError.
+        Args: after: the position after which to begin. The caller checks the status.
+        Raises: StoreError.
         """
         accepted = tables.submissions.c
         query = select(accepted.position, accepted.id, accepted.ended).where(
@@ -294,7 +292,7 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Tell in the feed where the term goes back to a checkpoint that was not the newest.
+        """Add an entry to the feed if the term goes back to a checkpoint that was not the newest.
 
         Raises: LeaseLost, StoreError.
         """
@@ -304,7 +302,7 @@ class SubmissionStore:
         newer = select(commits.id).where(commits.id > parent.id).limit(1)
         number = select(commits.feed_number).where(commits.id == parent.id)
 
-        def tell(connection: Connection) -> None:
+        def add(connection: Connection) -> None:
             if connection.scalar(newer) is None:
                 return
             void_after = connection.scalar(number)
@@ -313,12 +311,10 @@ class SubmissionStore:
             )
             tell_all(connection, entry)
 
-        self._store.write(lease.term, tell)
+        self._store.write(lease.term, add)
 
     def read(self) -> StoredSubmissions:
-        """Return the unfinished submissions, and the other rows that the newest term continues
-        from.
-        """
+        """Return the unfinished submissions, and their rows that the newest term continues with."""
         accepted, bindings, results = (
             tables.submissions.c,
             tables.bindings.c,
@@ -363,9 +359,9 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """Delete the turns, and the trajectories that were uploaded as submissions.
+    """Delete the turns, and the contents of uploads, of submissions.
 
-    `SessionStore.apply` adds no turn to a submission without a request.
+    `SessionStore.apply` adds no turn to a submission whose request is deleted.
     """
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))

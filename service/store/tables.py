@@ -1,12 +1,11 @@
-"""The tables of a run's database: leases, checkpoints, ledger events, records, submissions,
-sessions, uploads, keys, and operators' requests.
+"""The tables of a run's database, from leases to operators' requests.
 
-A row of `checkpoints` is the commit point: the rollouts that its ledger names as trained are
-trained. Rows of `events`, `steps` and `evaluations` carry the term that wrote them; `lineage.py`
-decides which of them survive, and `retention.py` for how long. `event_totals` and `step_totals`
-count everything that was ever stored. A row of `submissions` is a promise to a client and belongs
-to no term; the same holds for a session and its turns, a key, and an uploaded trajectory, which
-every later term continues with.
+A row of `checkpoints` is the commit point: the rollouts that its ledger marks as trained are
+trained. Rows of `events`, `steps` and `evaluations` have the term that wrote them; `lineage.py`
+decides which of them survive, and `retention.py` how long they are kept. `event_totals` and
+`step_totals` count everything that was ever stored. A row of `submissions` is a promise to a client
+and belongs to no term; the same holds for a session and its turns, a key, and an uploaded
+trajectory: every later term continues with them.
 """
 
 from __future__ import annotations
@@ -57,21 +56,21 @@ class Pausable(StrEnum):
     """The parts of a run that can be paused; the values are those of the API."""
 
     ADMISSION = "admission"
-    """No new group gets a place in the window; what has one is played and trained."""
+    """No new group is admitted to the window; admitted groups are played and trained."""
     GENERATION = "generation"
-    """Engines freeze the turns that they sample and begin no other; no rollout is handed out."""
+    """Engines freeze their turns and begin no others; no rollout is handed out."""
     TRAINING = "training"
-    """The step in hand is finished and published; the next one is not taken."""
+    """The current step is finished and published; the next one is not begun."""
 
 
 class RunKind(StrEnum):
-    """The source of a run's tasks, for all of its life; the values are the commands."""
+    """The source of a run's tasks, which never changes; the values are the commands."""
 
     TRAIN = "train"
     SERVE = "serve"
 
 
-# A change of a table, or of a stored record that an older Rayloom cannot read, is a step there.
+# Each change of a table, or of a record that an older Rayloom could not read, needs a step there.
 FORMAT = newest_format()
 
 metadata = MetaData()
@@ -89,16 +88,14 @@ class AsJson(TypeDecorator[Any]):
     cache_ok = True
 
     def __init__(self, kind: Any, *, left_out: Any = None) -> None:
-        """Create a column type. left_out: fields that follow from the rest, as pydantic's
-        `exclude`.
-        """
+        """Create a column type. left_out: derived fields, in the form of pydantic's `exclude`."""
         super().__init__()
         self.kind = kind
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
         self._left_out = left_out
 
     def text_of(self, value: Any) -> str:
-        """Return a value as it is stored."""
+        """Return the stored form of a value."""
         return self._adapter.dump_json(value, exclude=self._left_out).decode()
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
@@ -132,7 +129,7 @@ class AsWord(TypeDecorator[Any]):
 class AsCut(TypeDecorator[Cut]):
     """A column of a session's cut: its outcome, num_turns and follows with spaces between them.
 
-    The outcome alone is what older versions stored. Raises: Damaged when it is read.
+    Older versions stored only the outcome. Raises: Damaged when it is read.
     """
 
     impl = String
@@ -161,9 +158,9 @@ class AsCut(TypeDecorator[Cut]):
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
-    """A column of token ids or of numbers of them, stored as little-endian bytes.
+    """A column of token ids or of a number for each token, stored as little-endian bytes.
 
-    What is read is read-only. Raises: Damaged when it is read.
+    Arrays that are read are read-only. Raises: Damaged when it is read.
     """
 
     impl = LargeBinary
@@ -180,15 +177,17 @@ class AsColumn(TypeDecorator[NDArray[Any]]):
         return None if value is None else _array_of(value, np.dtype(self.kind))
 
 
-# By the first byte of what is stored.
+# The types by the first byte of the stored value.
 _EXPERT_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
-# Which of these, and the three lengths.
+# The number of the type, and the three lengths.
 _EXPERT_HEAD = struct.Struct("<B3I")
 
 
 class AsExperts(TypeDecorator[NDArray[Any]]):
-    """A column of recorded experts, [R, L, K] uint8 or int16, stored as its type, its shape and
-    little-endian bytes. What is read is read-only. Raises: Damaged when it is read.
+    """A column of recorded experts, [R, L, K] uint8 or int16.
+
+    They are stored as type, shape and little-endian bytes; arrays that are read are read-only.
+    Raises: Damaged when it is read.
     """
 
     impl = LargeBinary
@@ -204,10 +203,10 @@ class AsExperts(TypeDecorator[NDArray[Any]]):
         if value is None:
             return None
         if len(value) < _EXPERT_HEAD.size or value[0] not in _EXPERT_TYPES:
-            raise Damaged("stored experts begin with no type and shape")
+            raise Damaged("stored experts do not begin with type and shape")
         code, *shape = _EXPERT_HEAD.unpack_from(value)
         indices = _array_of(value[_EXPERT_HEAD.size :], _EXPERT_TYPES[code])
-        # In Python's numbers, which do not overflow.
+        # Python's integers do not overflow.
         if len(indices) != shape[0] * shape[1] * shape[2]:
             raise Damaged(f"{len(indices)} experts are stored, expected {shape}")
         return indices.reshape(shape)
@@ -230,7 +229,7 @@ def word_of(kind: type[Word], value: str) -> Word:
     try:
         return kind(value)
     except ValueError as error:
-        raise Damaged(f"a stored {kind.__name__} is none of {', '.join(kind)}") from error
+        raise Damaged(f"a stored {kind.__name__} is not one of {', '.join(kind)}") from error
 
 
 # One row: the format of all other tables and of the records in them. Format 1 had no such table.
@@ -238,8 +237,8 @@ formats = Table(
     "format",
     metadata,
     Column("number", Integer, primary_key=True),
-    # Names the newest write, for a writer whose connection broke while it was being committed.
-    # Every writer locks this row first.
+    # Mark of the newest write, for a writer whose connection broke during the commit. Every writer
+    # locks this row first.
     Column("last_write", String, nullable=True),
 )
 
@@ -249,20 +248,20 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
-    # Distinguishes this process from a later one with its number; empty if that is not known.
+    # Distinguishes this process from a later one of the same PID; empty if that is not known.
     Column("process", String, nullable=False),
-    # Of the run, as the owner saw it; empty where it did not say.
+    # The run directory by the owner's path; empty if it is not known.
     Column("directory", String, nullable=False),
     # The same in every term of a run.
     Column("kind", AsWord(RunKind), nullable=False),
     # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
-    # By the store's clock, when the owner last showed that it is alive; null after its end.
+    # Time of the owner's last renewal, by the store's clock; null after its end.
     Column("renewed_at", Float, nullable=True),
     # The checkpoint that this term started from; null for a fresh start.
     Column("parent_checkpoint", Integer, ForeignKey("checkpoints.id"), nullable=True),
-    # An operator asked for that checkpoint: what was committed after it is undone, and is gone back
-    # to no more, also where this term commits nothing.
+    # Whether an operator requested that checkpoint: later commits are undone, and the run does not
+    # go back to them, even if this term commits nothing.
     Column("is_return", Boolean, nullable=False, default=False),
 )
 
@@ -274,15 +273,15 @@ checkpoints = Table(
     Column("step", Integer, nullable=False),
     Column("policy_version", Integer, nullable=False),
     Column("directory", String, nullable=False),
-    # Null once the run cannot go back to it any more; then the row only says where terms joined.
+    # Null once the run can no longer go back to it; the row then only shows where terms joined.
     Column("queue_snapshot", AsJson(QueueSnapshot), nullable=True),
-    # By task, or by environment, the shares of its newest groups that passed.
+    # Shares of passed samples in the newest groups, by task or by environment.
     Column("curriculum", AsJson(Mapping[str, tuple[float, ...]]), nullable=True),
     Column("last_event_seq", Integer, nullable=False),
-    # Of the lineage's steps up to this one; null with the snapshot.
+    # Totals of the lineage's steps up to this one; null with the snapshot.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
-    # The feed's newest entry that it makes final.
+    # Number of the feed's newest entry that it makes final.
     Column("feed_number", Integer, nullable=False),
 )
 
@@ -310,12 +309,12 @@ evaluations = Table(
     metadata,
     Column("term", Integer, ForeignKey("leases.term"), primary_key=True),
     Column("step", Integer, primary_key=True, autoincrement=False),
-    # 0: the schedule's own; 1, 2, 3, … those of named sets, or asked for, at this step.
+    # 0: of the schedule; 1, 2, 3, …: of named sets, or requested, at this step.
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("record", AsJson(EvaluationRecord), nullable=False),
 )
 
-# How many events were ever stored, by kind and reason ("" for none), superseded ones included.
+# Counts of all events ever stored, by kind and reason ("" for none), superseded ones included.
 event_totals = Table(
     "event_totals",
     metadata,
@@ -324,7 +323,7 @@ event_totals = Table(
     Column("count", BigInteger, nullable=False),
 )
 
-# One row: of every step that was ever stored, superseded ones included.
+# One row: the totals of all steps ever stored, superseded ones included.
 step_totals = Table(
     "step_totals",
     metadata,
@@ -338,30 +337,30 @@ submissions = Table(
     # The order of acceptance.
     Column("position", Integer, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
-    # Null once nothing can play it again: it was cancelled, or is over.
+    # Null once it cannot be played again: it was cancelled, or is over.
     Column("request", AsJson(RolloutRequest), nullable=True),
     Column("digest", String, nullable=False),
     Column("num_samples", Integer, nullable=False),
     Column("num_bytes", Integer, nullable=False),
     Column("accepted_at", Float, nullable=False),
     Column("environment", String, nullable=False),
-    # Whose it is; empty: the run's own.
+    # The owner; empty: the run itself.
     Column("tenant", String, nullable=False, index=True),
-    # The name of the key that it was accepted with; empty: of the first one, or of none.
+    # The name of the key that it was accepted with; empty: the first key, or none.
     Column("key_name", String, nullable=False),
-    # The client's own name for some tasks; empty: none.
+    # The client's name for a batch of tasks; empty: none.
     Column("batch", String, nullable=False, index=True),
-    # Of the request that it was accepted with: SHA-256 of its Idempotency-Key, and the digest of
-    # its content; null without one.
+    # Of the request with which it was accepted: SHA-256 of its Idempotency-Key, and the digest of
+    # its content; null without such a key.
     Column("request_key", String, nullable=True, index=True),
     Column("request_digest", String, nullable=True),
     Column("is_cancelled", Boolean, nullable=False, default=False),
-    # How it ended; null as long as it is not over.
+    # Its end; null while it is not over.
     Column("ended", AsJson(SubmissionView), nullable=True),
     sqlite_autoincrement=True,
 )
 
-# Which group a term gave a submission; written before the group is admitted.
+# The group of a submission in a term; written before the group is admitted.
 bindings = Table(
     "bindings",
     metadata,
@@ -370,7 +369,7 @@ bindings = Table(
     Column("submission_id", String, ForeignKey("submissions.id"), nullable=False),
 )
 
-# What attempts of submitted rollouts came to; stored together with the ledger's events.
+# The results of attempts of submitted rollouts; stored together with the ledger's events.
 results = Table(
     "results",
     metadata,
@@ -380,7 +379,7 @@ results = Table(
     Column("result", AsJson(RolloutResult), nullable=False),
 )
 
-# The columns are the fields of `FeedEntry`, and its owner.
+# The columns are the fields of `FeedEntry`, and its tenant.
 feed = Table(
     "feed",
     metadata,
@@ -395,15 +394,15 @@ feed = Table(
     Column("reason", AsWord(EvictionReason), nullable=True),
     Column("session_status", AsWord(SessionStatus), nullable=True),
     Column("void_after", Integer, nullable=True),
-    # Who is shown it; empty: admins alone.
+    # The tenant to whom it is shown; empty: only admins.
     Column("tenant", String, nullable=False, default=""),
-    # 1, 2, 3, … in the tenant's own feed; null where it is empty.
+    # 1, 2, 3, … in the tenant's own feed; null without a tenant.
     Column("own_number", Integer, nullable=True),
     Index("feed_of_tenant", "tenant", "own_number"),
     sqlite_autoincrement=True,
 )
 
-# The newest own number of each tenant; stays when entries go, so that none is given twice.
+# The newest own number of each tenant; kept when entries are pruned, so that numbers are unique.
 feed_numbers = Table(
     "feed_numbers",
     metadata,
@@ -411,8 +410,7 @@ feed_numbers = Table(
     Column("newest", Integer, nullable=False),
 )
 
-# One for each member of a submission whose task agents outside play; gone with the submission's
-# row.
+# One for each member of a submission that external agents play; deleted with the submission's row.
 sessions = Table(
     "sessions",
     metadata,
@@ -423,7 +421,7 @@ sessions = Table(
     # SHA-256, hexadecimal.
     Column("agent_key", String, nullable=False),
     Column("reward_key", String, nullable=False),
-    # As its submission's.
+    # The same as its submission's.
     Column("tenant", String, nullable=False),
     Column("key_name", String, nullable=False),
     Column("created_at", Float, nullable=False),
@@ -434,10 +432,10 @@ sessions = Table(
     Column("end", AsJson(SessionEnd), nullable=True),
 )
 
-# The columns are the fields of `SessionTurn`. Gone once nothing can play the submission again.
-# Not "without rowid" in SQLite: there a new row goes behind all others, so that pages are filled in
-# order, while the key's own index stays small. The blobs stand last: a look at the columns before
-# them, or a change of is_unseen, reads none of the pages that they fill.
+# The columns are the fields of `SessionTurn`. Deleted once the submission cannot be played again.
+# Not "without rowid" in SQLite: so a new row is added after all others, pages are filled in order,
+# and the key's index stays small. The blobs are the last columns, so that reading the others, or
+# changing is_unseen, reads none of the blobs' pages.
 session_turns = Table(
     "session_turns",
     metadata,
@@ -465,7 +463,7 @@ session_turns = Table(
     Column("template_options", AsJson(dict[str, Any]), nullable=False, server_default="{}"),
     Column("version_spans", AsJson(tuple[VersionSpan, ...]), nullable=False),
     Column("tools", AsJson(tuple[ToolSchema, ...]), nullable=False),
-    # A message makes these texts of its calls.
+    # A message derives call_texts from its calls.
     Column("reply", AsJson(Message, left_out={"call_texts"}), nullable=False),
     Column(
         "new_messages",
@@ -478,8 +476,8 @@ session_turns = Table(
     Column("expert_indices", AsExperts, nullable=True),
 )
 
-# Of uploaded trajectories. The columns are the fields of `UploadGroup`. Gone with the submission
-# that a group becomes.
+# Groups of uploaded trajectories. The columns are the fields of `UploadGroup`. Deleted with the
+# submission that a group becomes.
 upload_groups = Table(
     "upload_groups",
     metadata,
@@ -494,7 +492,7 @@ uploads = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("group_id", String, ForeignKey("upload_groups.id"), nullable=False),
-    # Of the rollout in its group.
+    # Number of the rollout in its group.
     Column("member", Integer, nullable=False),
     # That wrote it.
     Column("term", Integer, ForeignKey("leases.term"), nullable=False),
@@ -502,13 +500,13 @@ uploads = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("metadata", AsJson(dict[str, Any]), nullable=False),
-    # Null once nothing can deliver it again. It stands last: see `session_turns`.
+    # Null once it cannot be delivered again. It is the last column: see `session_turns`.
     Column("content", LargeBinary, nullable=True),
     UniqueConstraint("group_id", "member"),
 )
 
-# The columns are the fields of `SessionIntent`. Gone with the turn that it announces, or once there
-# will be none.
+# The columns are the fields of `SessionIntent`. Deleted with the turn that it announces, or once it
+# is clear that there will be none.
 session_intents = Table(
     "session_intents",
     metadata,
@@ -534,7 +532,8 @@ keys = Table(
     Column("revoked_at", Float, nullable=True),
 )
 
-# What an operator has paused; no row: nothing. Of no term: a pause ends when it is resumed.
+# The parts that an operator has paused; no row: none. They belong to no term: only a resume ends a
+# pause.
 pauses = Table(
     "pauses",
     metadata,
@@ -543,17 +542,17 @@ pauses = Table(
     Column("reason", String, nullable=False),
 )
 
-# What operators asked of the run, refusals included; the newest of them.
+# The newest requests of operators, refused ones included.
 admin_calls = Table(
     "admin_calls",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("at", Float, nullable=False),
-    # The name of the key; empty: the run knows none.
+    # The name of the key; empty: the run has no keys.
     Column("caller", String, nullable=False),
     # Such as "POST /api/v1/control/training/pause".
     Column("call", String, nullable=False),
-    # The body as it was sent, cut.
+    # The body of the request, cut to a length.
     Column("body", Text, nullable=False),
     Column("status", Integer, nullable=False),
     Column("answer", Text, nullable=False),

@@ -1,8 +1,8 @@
 """The thread in which a process calls its run's store, so that no event loop waits for a disk.
 
-Invariants: calls run one after the other, in the order in which they were made; a call that was
+Invariants: calls run one after the other, in the order in which they were made; a call that has
 begun is finished, with everything that follows from it, even if its caller is cancelled meanwhile.
-So no write is lost or made twice, and the counts agree with the stored rows.
+So no write is lost or repeated, and the counts agree with the stored rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreThread:
-    """One for a process; belongs to one event loop."""
+    """The process's thread for its store; it belongs to one event loop."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
@@ -39,19 +39,19 @@ class StoreThread:
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work that calls the store, to its end in any case."""
+        """Await work that calls the store; it is finished even if the caller is cancelled."""
         task = self._begun.begin(work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # The caller is gone: nobody else tells how it ends.
-            task.add_done_callback(_tell)
+            # No caller is left to report the work's error.
+            task.add_done_callback(_log_error)
             raise
 
     async def _call(self, function: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
 
-def _tell(task: asyncio.Task[Any]) -> None:
+def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.info("a call of the store ended with %s: %s", type(error).__name__, error)

@@ -1,7 +1,7 @@
-"""Uploaded trajectories, stored until no rollout of theirs can be delivered any more.
+"""The stored uploads of trajectories, kept until they cannot be delivered any more.
 
-Invariants: an id has one content; a group that is closed has as many members as it says, numbered
-from 0, and gets no more. What a group's submission leaves behind goes with the submission
+Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
+gets no more. Rows that remain are deleted with the group's submission
 (`service.store.submissions`).
 """
 
@@ -32,21 +32,21 @@ from service.store.run_store import RunStore
 
 
 class UploadsFull(Exception):
-    """Too much waits for the window; nothing of the request is stored."""
+    """Too much data waits for the window; nothing of the request is stored."""
 
 
 class GroupDiffers(Exception):
-    """A group is known with another number of members; nothing of the request is stored."""
+    """A stored group has another number of members; nothing of the request is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredUpload:
-    """An uploaded trajectory, as it is delivered."""
+    """An uploaded trajectory, to deliver."""
 
     content: bytes
-    """As `Upload.content`."""
+    """The content, as `Upload.content`."""
     kept_version: int | None
-    """A recovery has undone the versions after this one since it came; None: it has not."""
+    """A recovery after the upload has undone the versions after this one; None: there was none."""
 
 
 class UploadStore:
@@ -63,9 +63,11 @@ class UploadStore:
         term: int,
         limits: UploadLimits,
     ) -> UploadReply:
-        """Take in what can be, and say of each what became of it; durable when this returns.
+        """Store the acceptable uploads; they are durable when this returns.
 
-        policies: of groups, each once. Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
+        Args: policies: at most one for each group.
+        Returns: the result of each upload, and the groups.
+        Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
         """
 
         def add(connection: Connection) -> UploadReply:
@@ -81,9 +83,7 @@ class UploadStore:
         return self._store.write(term, add)
 
     def load(self, group: str, member: int) -> StoredUpload | None:
-        """Load an upload; return None if there is none, or its content is gone. Raises:
-        StoreError.
-        """
+        """Load an upload; None if there is none, or its content is deleted. Raises: StoreError."""
         uploads = tables.uploads.c
         query = select(uploads.content, uploads.term).where(
             uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
@@ -99,7 +99,7 @@ class UploadStore:
         return self._store.read(load)
 
     def view(self, name: str) -> UploadView | None:
-        """Return the view of an upload; None: it is not known. Raises: StoreError."""
+        """Return the view of an upload; None if it is not known. Raises: StoreError."""
         uploads, groups = tables.uploads, tables.upload_groups
         query = (
             select(uploads, groups.c.is_closed)
@@ -120,9 +120,9 @@ class UploadStore:
         )
 
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
-        """Forget a group that is not closed; one that is stays as it is.
+        """Delete a group that is not closed; a closed one stays unchanged.
 
-        Returns: as it stood; None: it is not known.
+        Returns: the group before; None if it is not known.
         Raises: LeaseLost; StoreError.
         """
 
@@ -153,18 +153,18 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """The result of an upload request, given what is stored of its groups and ids."""
+    """The result of an upload request, given the stored state of its groups and ids."""
 
     limits: UploadLimits
     digests: dict[str, str]
-    """By id, of what is stored, or taken in."""
+    """Digests of stored and newly accepted uploads, by id."""
     known: Mapping[str, UploadGroup]
-    """As they are stored."""
+    """The stored groups."""
     groups: dict[str, UploadGroup]
     named: tuple[str, ...]
     """Groups that the request names, in order."""
     taken_ids: frozenset[str]
-    """Of the groups' ids, those of other submissions."""
+    """Ids of groups that are ids of other submissions."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
@@ -178,7 +178,7 @@ class _Intake:
         policies: Sequence[GroupPolicy],
         limits: UploadLimits,
     ) -> _Intake:
-        """Read what is stored. Raises: UploadsFull; GroupDiffers."""
+        """Read the stored state, and check the request. Raises: UploadsFull; GroupDiffers."""
         named = tuple(dict.fromkeys([*(each.id for each in policies), *_group_ids(uploads)]))
         known, groups = tables.uploads.c, _groups(connection, named)
         ids = [upload.id for upload in uploads]
@@ -231,7 +231,7 @@ class _Intake:
             self.accepted.append(upload.id)
 
     def close(self, name: str) -> None:
-        """Close a group; one that is too small to be trained stays open."""
+        """Close a group, unless it is too small to be trained."""
         group = self.groups.get(name)
         if group is not None and group.num_uploaded >= self.limits.min_members:
             self.groups[name] = replace(group, num_members=group.num_uploaded, is_closed=True)
@@ -271,15 +271,13 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """Return why an upload is refused; None: it is new and acceptable, or is the same as
-        before.
-        """
+        """Return why an upload is refused; None if it is acceptable, or the same as before."""
         limits, known = self.limits, self.digests.get(upload.id)
         if known is not None:
             if known == upload.digest:
                 return None
             return UploadRefusal.ID_CONFLICT, (
-                "this id is known with another content; give another trajectory another id"
+                "this id already has another content; give this trajectory another id"
             )
         if upload.group in self.taken_ids:
             return UploadRefusal.GROUP_CONFLICT, (
@@ -287,8 +285,8 @@ class _Intake:
             )
         if upload.newest_version > limits.newest_version:
             return UploadRefusal.UNKNOWN_VERSION, (
-                f"sampled by version {upload.newest_version}, which was not published; the newest "
-                f"is {limits.newest_version} at most"
+                f"sampled by version {upload.newest_version}, which was not published, expected at "
+                f"most {limits.newest_version}"
             )
         if upload.oldest_version < limits.oldest_version:
             return UploadRefusal.STALE_POLICY, (
@@ -312,8 +310,8 @@ class _Intake:
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
     """Raise UploadsFull if there is no room."""
     uploads, bindings = tables.uploads.c, tables.bindings.c
-    # What has been admitted once does not wait: else a run whose checkpoints are far apart would
-    # take nothing in that could bring it to the next one.
+    # An upload that has been admitted does not count as waiting: else a run with rare checkpoints
+    # could refuse the data that it needs to reach the next one.
     is_admitted = exists().where(bindings.submission_id == uploads.group_id)
     waiting = connection.scalar(
         select(func.coalesce(func.sum(uploads.num_bytes), 0)).where(
@@ -321,7 +319,7 @@ def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLim
         )
     )
     num_new = sum(len(upload.content) for upload in new)
-    # What is taken when nothing waits is bounded by the size of a body.
+    # If nothing waits, only the limit on a request's body applies.
     if waiting and waiting + num_new > limits.max_waiting_bytes:
         raise UploadsFull(
             f"{waiting} bytes of trajectories wait for a place in the window and {num_new} more "

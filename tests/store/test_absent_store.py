@@ -58,7 +58,7 @@ def test_a_restart_of_postgresql_is_waited_for_and_loses_nothing(
                 store.add_step(step_record(step), term=term, new_events=())
             restarting.join()
         assert [record.step for record in read_history(store).steps] == list(range(1, step + 1))
-        assert "trying again for 60 s" in caplog.text and "answers again, after" in caplog.text
+        assert "retrying for 60 s" in caplog.text and "answers again, after" in caplog.text
         assert PASSWORD not in caplog.text
         store.close()
 
@@ -190,7 +190,7 @@ def test_a_store_that_stays_away_ends_the_wait_with_a_sentence(tmp_path: Path) -
         store = RunStore(f"sqlite:///{tmp_path / 'run.db'}", patience_s=1.5)
         term = store.acquire_lease(owner="elsewhere:1").term
         fill(tmp_path / "filler")
-        words = r"could not be written for \d s .*: go on with --resume"
+        words = r"could not be written for \d s .*: resume the run with --resume"
         with pytest.raises(StoreError, match=words):
             for step in range(1, 200):
                 store.add_step(step_record(step), term=term, new_events=())

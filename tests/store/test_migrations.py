@@ -82,7 +82,7 @@ def test_the_next_lease_moves_a_run_forward_once(
     assert painting.num_runs == 1 and stored_format(place) == NEXT + 1
     [said] = [record.getMessage() for record in caplog.records if "moved" in record.getMessage()]
     assert f"was moved forward from format {NEXT} to {NEXT + 1}" in said
-    with pytest.raises(StoreError, match="go on with the newer Rayloom that wrote it"):
+    with pytest.raises(StoreError, match="use the newer Rayloom that wrote it"):
         RunStore(place)
     copy = tmp_path / f"run.db.format-{NEXT}.bak"
     if place.startswith("sqlite"):
@@ -156,7 +156,7 @@ def test_who_looks_sees_an_older_run_as_it_will_be_and_leaves_it(
     place, painting = place_of(tmp_path), Painting()
     write_run(place)
     if not place.startswith("sqlite"):
-        with pytest.raises(StoreError, match="move it forward first: go on with the run by --res"):
+        with pytest.raises(StoreError, match="move it forward first: resume the run with --res"):
             ReadOnlyStore(place, steps=painting.steps)
         return
     before = (tmp_path / "run.db").read_bytes()
@@ -175,7 +175,7 @@ def test_without_its_copy_no_run_is_moved(tmp_path: Path) -> None:
     (copy / "in the way").touch()
     with (
         closing(RunStore(place, may_be_older=True, steps=painting.steps)) as store,
-        pytest.raises(StoreError, match=r"cannot be copied to .*\.bak .*; expected a directory"),
+        pytest.raises(StoreError, match=r"cannot be copied to .*\.bak .*; expected a writable"),
     ):
         store.acquire_lease(owner="b")
     assert painting.num_runs == 0 and stored_format(place) == NEXT

@@ -50,7 +50,7 @@ def test_an_owner_is_replaced_by_who_knows_that_it_is_dead(
 ) -> None:
     store = opened(tmp_path)
     store.acquire_lease(owner="elsewhere:1")
-    with pytest.raises(LeaseHeld, match="last sign of life came 0 s ago"):
+    with pytest.raises(LeaseHeld, match="last sign of life was 0 s ago"):
         store.acquire_lease(owner="here:2", unless_held=True)
     assert store.acquire_lease(owner="here:2", unless_held=True, replaces="elsewhere:1").term == 2
 

@@ -183,7 +183,7 @@ def test_sqlite_on_fuse_is_refused_with_the_way_out(tmp_path: Path) -> None:
     mounted = tmp_path / "mounted"
     mounted.mkdir()
     place = RunDir(path=tmp_path)
-    words = "would lie on FUSE.*--state-dir.*--database-url"
+    words = "would be on FUSE.*--state-dir.*--database-url"
     with fuse_mount(mounted):
         assert refused_filesystem(mounted / "not" / "there") == "FUSE"
         with pytest.raises(StoreError, match=words):

@@ -300,17 +300,21 @@ def test_a_database_that_lacks_something_is_refused_in_a_sentence(
     [
         ("UPDATE steps SET record = '{'", read_history, "a stored StepRecord cannot be read"),
         ("UPDATE steps SET record = '{}'", newest_records, "a stored StepRecord cannot be read"),
-        ("UPDATE leases SET kind = 'x'", RunStore.kind, "a stored RunKind is none of train, serve"),
-        ("UPDATE events SET reason = 'x'", read_events, "a stored EvictionReason is none of .*"),
-        ("UPDATE event_totals SET kind = 'x'", count_events, "a stored LedgerEventKind is none .*"),
+        (
+            "UPDATE leases SET kind = 'x'",
+            RunStore.kind,
+            "a stored RunKind is not one of train, serve",
+        ),
+        ("UPDATE events SET reason = 'x'", read_events, "a stored EvictionReason is not one of .*"),
+        ("UPDATE event_totals SET kind = 'x'", count_events, "a stored LedgerEventKind is not .*"),
         (
             "UPDATE checkpoints SET queue_snapshot = 'x' WHERE step = 2",
             lambda store: store.acquire_lease(owner="c"),
             "a stored QueueSnapshot cannot be read",
         ),
-        ("DELETE FROM checkpoints", read_history, "checkpoint 1, which term 2 went on from, is .*"),
-        ("DELETE FROM leases WHERE term = 1", read_events, "term 1 is not there"),
-        ("DELETE FROM leases", lambda store: store.checkpoints(), "term 2 is not there"),
+        ("DELETE FROM checkpoints", read_history, "checkpoint 1, which term 2 continued from.*"),
+        ("DELETE FROM leases WHERE term = 1", read_events, "term 1 is missing"),
+        ("DELETE FROM leases", lambda store: store.checkpoints(), "term 2 is missing"),
     ],
 )
 def test_what_no_run_has_written_is_refused_in_a_sentence(
@@ -344,8 +348,7 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
     store.close()
     remedies = {
         1: "finish it with the version that began it, or start a new run",
-        tables.FORMAT + 1: "go on with the newer Rayloom that wrote it, or with the copy that it "
-        "made before",
+        tables.FORMAT + 1: "use the newer Rayloom that wrote it, or the copy that was made before",
     }
     for directory, number in ((old, 1), (newer, tables.FORMAT + 1)):
         words = (

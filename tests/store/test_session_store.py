@@ -373,8 +373,8 @@ DAMAGES = {
     r"5 bytes are stored, expected a multiple of 4": "sampled_token_ids = x'0102030405'",
     r"a stored tuple\[.*Message, \.\.\.\] cannot be read": "new_messages = '[{]'",
     r"a stored Message cannot be read": 'reply = \'{"role": "nobody", "content": ""}\'',
-    r"a stored FinishReason is none of stop, ": "finish_reason = 'bored'",
-    r"stored experts begin with no type and shape": "expert_indices = x'07'",
+    r"a stored FinishReason is not one of stop, ": "finish_reason = 'bored'",
+    r"stored experts do not begin with type and shape": "expert_indices = x'07'",
     r"2 experts are stored, expected \[1, 1, 3\]": (
         "expert_indices = x'010100000001000000030000000102'"
     ),
