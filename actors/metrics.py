@@ -58,7 +58,7 @@ class PublishPhase(StrEnum):
 
 
 class OptionalGauges(Collector):
-    """Gauges of one name, by the value of their label; only those that were set last are present.
+    """Gauges of one name, by the value of their label; only the newest set ones are present.
 
     The library's own gauges begin at 0. Without a label there is one gauge, whose key is "".
     """
@@ -66,12 +66,12 @@ class OptionalGauges(Collector):
     def __init__(self, name: str, documentation: str, label: str = "") -> None:
         self._name = name
         self._documentation = documentation
-        # Where the library's own metrics have theirs.
+        # The library's metrics use this attribute name too.
         self._labelnames = (label,) if label else ()
         self._values: Mapping[str, float] = {}
 
     def show(self, values: Mapping[str, float]) -> None:
-        """Show these, by the label's value, and nothing that was shown before."""
+        """Show these values, by the label's value, and remove those that were shown before."""
         self._values = dict(values)
 
     def describe(self) -> Iterable[Metric]:
@@ -454,7 +454,7 @@ class StatisticMetrics:
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:
-        """Show the known statistics of a step, and nothing that was shown before."""
+        """Show the known statistics of a step, and remove those that were shown before."""
         for name, gauge in self._gauges.items():
             gauge.set(statistics.get(name))
 

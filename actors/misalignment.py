@@ -1,4 +1,4 @@
-"""Checks of turns and trajectories that an engine or another producer sent.
+"""Check the turns and trajectories that an engine or another producer sent.
 
 `find_misalignment` checks one turn before a sample is built of it; `find_misfit` checks a
 trajectory in the merge actor, where the trained model is known. Each returns one sentence with the

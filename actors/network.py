@@ -1,4 +1,4 @@
-"""Which of this machine's network interfaces has an address."""
+"""Find the network interface of this machine that has an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ages of policy versions: the number of training steps between two of them.
 
 Versions count publications. A trainer that was restarted with other bits publishes the weights of a
-step again under the next version (docs/semantics.md): the two versions are of one step, and no
+step again under the next version (docs/semantics.md): both versions belong to one step, and no
 token gets older by that.
 
 Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the

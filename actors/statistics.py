@@ -1,4 +1,4 @@
-"""The table of statistics: every number that a step says about itself, declared once.
+"""The table of statistics: every number that describes a step, declared once.
 
 A part that produces values names them as the table does (`Statistic.values`); reduction, the
 step's record, the metrics, the report, the dashboard and docs/metrics.md walk the table. A

@@ -34,7 +34,7 @@ class GroupAdvantages:
     values: Float64s
     """[G] float64."""
     no_signal: EvictionReason | None = None
-    """Why all values are 0 (zero_variance, negative_return); None: they are not."""
+    """Reason if all values are 0 (zero_variance, negative_return); else None."""
 
 
 def credit_group(

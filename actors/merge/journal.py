@@ -1,4 +1,4 @@
-"""Writes a built step to the journal, and reads it back as members. Called by the merge actor."""
+"""Write a built step to the journal, and read it back as members. Called by the merge actor."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Member:
 
     trajectory: Trajectory
     reason: EvictionReason | None
-    """Why it is not in the loss; None: it is."""
+    """Reason why it is not in the loss; None: it is in the loss."""
     problem: str = ""
     """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
@@ -40,7 +40,7 @@ class Member:
     advantages: tuple[Float64s, ...] = ()
     """For each sample, [M]; empty for a member that is not in the baseline."""
     no_signal: EvictionReason | None = None
-    """Why its group gives no training signal: all its advantages are 0. None: it gives one."""
+    """Reason why all advantages of its group are 0; None: the group gives a training signal."""
     old_values: tuple[Float32s, ...] = ()
     """For each sample, [M]: the critic's values of the states that the tokens were sampled in."""
     value_targets: tuple[Float32s, ...] = ()

@@ -1,4 +1,4 @@
-"""Abandoning the current step before its first update, so that a run can end within its grace
+"""Abandon the current step before its first update, so that a run can end within its grace
 period.
 
 Every rank is asked, at a different time; between two micro-batches the ranks agree whether any of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class StepAbandoned(Exception):
-    """A step was given up; the weights are those of the step before."""
+    """A step was abandoned; the weights are those of the step before."""
 
 
 class Abandonment:

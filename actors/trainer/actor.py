@@ -33,7 +33,7 @@ from actors.network import LOOPBACK
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
 
-# Seconds of imports, torch among them, which the processes that start the ranks do without: a
+# Imports that take seconds, such as torch, are not needed by processes that start the ranks: a
 # rank's own process makes them in its constructor and in `join`.
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,7 +58,7 @@ class RankProcess:
 
 
 class TrainerRankActor:
-    """Holds one `TrainerRank`, which `join` makes; all of its methods are reached by `call`."""
+    """The holder of one `TrainerRank`, which `join` makes; `call` calls its methods."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
         with quick_imports():
@@ -204,7 +204,7 @@ def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | No
         except RayTaskError as error:
             raise error.cause from error
         except ACTOR_DEATHS as error:
-            raise StaleTerm("the weight board is gone, and what it asked for with it") from error
+            raise StaleTerm("the weight board is gone, and the broadcast with it") from error
         except (GetTimeoutError, ActorUnavailableError):
             time.sleep(BOARD_PAUSE_S)
             return None

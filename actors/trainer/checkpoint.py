@@ -1,4 +1,4 @@
-"""Which directories are whole checkpoints, what each one records, and which run may write them.
+"""Complete checkpoints: their directories, their manifests, and the run that may write them.
 
 A checkpoint is the directory `step-000012-t2`: shards of weights and optimiser, and
 `manifest.json`, written last, with a digest of every other file and of itself. Invariants: a
@@ -37,7 +37,7 @@ class CheckpointError(Exception):
 
 
 class CheckpointNotWritten(CheckpointError):
-    """The file system did not take it; it may later."""
+    """The file system refused a write; a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,13 @@ class Progress:
     version: int
     """The policy version of the weights."""
     term: int
-    """Of the run's lease."""
+    """Term of the run's lease."""
     num_updates: int
     """Optimiser updates applied to the policy."""
     num_ranks: int
-    """How many wrote it; any number may read it."""
+    """Number of ranks that wrote it; any number may read it."""
     model: str
-    """The base model, for its configuration and tokenizer."""
+    """The base model, which has its configuration and tokenizer."""
     critic_updates: int | None = None
     """Optimiser updates applied to the critic that is in it; None: there is none."""
     chat_template: str | None = None

@@ -1,4 +1,4 @@
-"""A checkpoint's files as torch writes them, with the digest of each computed on the way.
+"""A writer of torch checkpoints that computes the digest of each file while writing.
 
 Invariant: a digest is of the bytes that were passed to the file system, not of what it stored.
 Called by `sharded_model`, in the thread that writes.
@@ -61,7 +61,7 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream(io.RawIOBase):
-    """Passes on what is written from one end to the other."""
+    """A stream that passes its bytes on and digests them."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw

@@ -59,7 +59,7 @@ def clipped_value_loss(
 def explained_variance(
     *, target_mean: float, target_mean_square: float, error_mean_square: float
 ) -> float | None:
-    """Tell how much of the value targets' variance the values explain.
+    """Return the share of the value targets' variance that the values explain.
 
     1 - E[(R - V)^2] / Var[R].   Source: OpenAI Baselines, `explained_variance` (deviation: the
     error counts with its mean, so that values off by a constant explain less).

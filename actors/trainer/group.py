@@ -44,13 +44,13 @@ from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
-# What a rank's own code raises in these, it would raise again in a new group.
+# Errors of a rank's own code in these calls would be raised again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
 # Caused by another process that ended or still holds memory; a new group may not meet them.
 _CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
 _GRACE_S = 10.0
 _BLAME_S = 2.0
-# Until ranks that could share a node must have found one; then they are spread over several.
+# Time for ranks that could share a node to find one; then they are spread over several.
 _ONE_NODE_S = 5.0
 _LOOK_EVERY_S = 2.0
 _Result = TypeVar("_Result")
@@ -99,7 +99,7 @@ class Deadlines:
     """Seconds until a call other than a step must have ended on every rank."""
 
     place_s: float = 300.0
-    """Until a cluster has room for the ranks."""
+    """Time until a cluster has room for the ranks."""
     idle_s: float = 300.0
     """Without progress of any rank, in a start, a load, a checkpoint or a publish, nor of the
     weight board, while it makes copies of its own."""
@@ -154,7 +154,7 @@ class TrainerGroup:
         self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
         self._lost: _RankFailure | None = None
-        """What every call raises once the group has been killed."""
+        """The error that every call raises once the group has been killed."""
         self._saves: list[ObjectRef] = []
         self._placement: PlacementGroup | None = None
 
@@ -188,7 +188,7 @@ class TrainerGroup:
         """
         self._check_not_killed()
         await self.reserve()
-        # Killed meanwhile: its ranks would be nobody's.
+        # The group was killed meanwhile: no one would own its ranks.
         self._check_not_killed()
         options = {
             "num_cpus": 1,
@@ -314,7 +314,7 @@ class TrainerGroup:
 
         Raises: TrainerRankLost.
         """
-        # As long as a step: the rows may fill the context.
+        # The limit of a step: the rows may fill the context.
         timeout_s = self.settings.trainer.step_deadline_s if rows else self.deadlines.check_s
         found = await self._call_all("check_logprobs", tuple(rows), timeout_s=timeout_s)
         logprobs: Float32s = found[0]
@@ -466,7 +466,7 @@ class TrainerGroup:
             _ignore_results(answers)
             raise
         if any(answer.done() and _agreed_error(answer) is not None for answer in answers):
-            # The others are raising the same.
+            # The others raise the same error.
             await asyncio.wait(answers, timeout=_GRACE_S)
             errors = [_agreed_error(answer) if answer.done() else None for answer in answers]
             if errors[0] is not None and all(errors):
@@ -549,7 +549,7 @@ def _is_caused_elsewhere(cause: BaseException) -> bool:
     import torch.distributed as dist
 
     kinds = (*_CAUSED_ELSEWHERE, dist.DistError, torch.OutOfMemoryError)
-    # Gloo has no type of its own for a peer that is gone.
+    # Gloo has no type of its own for a lost peer.
     return isinstance(cause, kinds) or "gloo" in str(cause).lower()
 
 

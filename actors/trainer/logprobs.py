@@ -104,7 +104,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(slopes.t(), hidden[part])
             else:
                 grad_weight.add_(slopes.t() @ hidden[part])
-            del slopes  # otherwise it stays alive beside the next chunk's
+            del slopes  # otherwise it stays alive during the next chunk
         return (
             grad_hidden,
             grad_weight.to(weight.dtype),

@@ -1,4 +1,4 @@
-"""Whether a model can be trained packed: that its rows equal transformers' own model on each path.
+"""Check whether a model can be trained packed: its rows equal transformers' model on each path.
 
 `check_architecture` looks at the architecture in seconds, before anything starts: a copy of the
 configuration with a few narrow layers, short windows and random weights is run on rows longer than
@@ -156,7 +156,7 @@ def _refused(name: str, error: Exception) -> NotImplementedError:
 
 
 def longest_context(config: PreTrainedConfig) -> int:
-    """Return how many positions a model has."""
+    """Return the number of a model's positions."""
     return int(getattr(config, "max_position_embeddings", None) or _COPY_CONTEXT)
 
 
@@ -193,7 +193,7 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
 
 
 def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
-    """Few heads of the model's own size, in its own ratio to those of keys and values."""
+    """Return few heads of the model's size, in its ratio to those of keys and values."""
     heads, kv_heads = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )

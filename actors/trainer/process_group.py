@@ -35,7 +35,7 @@ class ByteCounter:
         self.total += num_bytes
 
 
-# There is one rank in a process.
+# A process has one rank.
 MOVED = ByteCounter()
 
 

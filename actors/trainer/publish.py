@@ -1,4 +1,4 @@
-"""Full weights out of the shards, packed group by group for the weight board.
+"""Gather full weights from the shards and pack them by group for the weight board.
 
 Invariant: names and tensors are those of the model's checkpoint, each once (a tied head travels as
 its embedding): where transformers holds a layer's experts as one tensor, or calls a module by
@@ -42,7 +42,7 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
 
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
-    """Whole layers of a model under the names, and in the pieces, that its checkpoint has."""
+    """Return whole layers of a model with the names, and in the pieces, of its checkpoint."""
     return list(revert_weight_conversion(causal_lm, tensors).items())
 
 

@@ -172,7 +172,7 @@ class TrainerRank:
     def split_step(
         self, shard: RankShard, group_ids: Sequence[Sequence[str]]
     ) -> tuple[SplitGradient, ...]:
-        """Tell what each trajectory brings to the gradient of each of the step's updates.
+        """Measure each trajectory's share in the gradient of each of the step's updates.
 
         For one rank alone. An update is applied where another one follows, so that each gradient
         is of the weights that it was of in the step; the step is not counted.
@@ -312,7 +312,7 @@ class TrainerRank:
         return progress
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Call the weights another version of the same step."""
+        """Give the weights another version of the same step."""
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
@@ -538,7 +538,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 def peak_of(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a device, as `torch.cuda.get_device_name` calls it; None: not known."""
+    """Return the FLOP/s of a device by its name in torch.cuda; None if it is not known."""
     if dtype is not torch.bfloat16:
         return None
     found = (peak for name, peak in _BFLOAT16_PEAKS.items() if device_name.startswith(name))

@@ -1,4 +1,4 @@
-"""Routing replay: at recorded positions a mixture uses the experts that the sampler chose.
+"""Replay recorded routing: a mixture uses the experts that the sampler chose.
 
 A rounding can make the trainer's router choose other experts than the engine's, which gives the
 token another probability. Only the choice is replayed; its weights are the router's

@@ -1,4 +1,4 @@
-"""What can be wrong with a rank's shard at run time, and how the ranks agree to refuse it.
+"""Check a rank's shard at run time, and agree among the ranks to refuse it.
 
 A shard can come for another version than the trainer holds (a recovery), hold tokens that are too
 old (admission), or differ from the other ranks' (the supervisor's references). How rows are packed

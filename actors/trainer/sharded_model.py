@@ -48,7 +48,7 @@ from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
 
-# A disk that is full is waited for. Attempts and not seconds: ranks have clocks of their own.
+# Attempts to write to a full disk; not seconds, because each rank has its own clock.
 _WRITE_ATTEMPTS, _WRITE_PAUSE_S = 13, 5.0
 _CRITIC = "critic"
 _HASH_BLOCK, _HASH_FACTOR = 2**20, 0x9E3779B97F4A7C15
@@ -109,7 +109,7 @@ class ShardedModel(Generic[Model]):
             group.set_reduce_scatter_unused_params(True, recurse=False)
 
     def free_weights(self) -> None:
-        """Let go of gathered weights after a forward that no backward pass follows.
+        """Free gathered weights after a forward pass without a backward pass.
 
         They would stay, and the next forward after an update would still read them.
         """
@@ -324,7 +324,7 @@ def _write_once(
         dcp.save(state, storage_writer=writer, process_group=group, planner=_CountingSave())
     except (CheckpointException, OSError) as error:
         if is_writer:
-            # A full disk would otherwise stay full.
+            # Otherwise a full disk would stay full.
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointNotWritten(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "

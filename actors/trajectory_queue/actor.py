@@ -55,11 +55,11 @@ class TrajectoryQueue:
         self._opened = asyncio.Event()
         self._num_cuts = 0
         self._cut_snapshot: QueueSnapshot | None = None
-        """What the newest cut that carried a snapshot told."""
+        """The snapshot of the newest cut that had one."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
         self._blocked_s = dict.fromkeys(Side, 0.0)
-        # Blocks are stored one after the other, so that an actor's puts keep their order.
+        # Store blocks one after the other, so that an actor's puts keep their order.
         self._storing = asyncio.Lock()
 
     async def open(
@@ -188,7 +188,7 @@ class TrajectoryQueue:
     async def finalise(
         self, step: int, outcomes: Sequence[RolloutOutcome]
     ) -> tuple[TokenCounts, QueueCut]:
-        """Let a step's rollouts leave, each once.
+        """Record how a step's rollouts left the ledger, each once.
 
         Returns: the tokens of attempts that no step took, since the step before was finalised.
         Raises: ValueError, as QueueState.finalise.
@@ -270,7 +270,7 @@ class TrajectoryQueue:
                 "expected one for each row"
             )
         async with self._storing:
-            # A thread does this, because copying a large block would block every other call.
+            # In a thread, because copying a large block would block every other call.
             reference = await asyncio.to_thread(ray.put, block)
         num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
         return [

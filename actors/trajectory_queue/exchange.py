@@ -76,12 +76,12 @@ class RolloutExchange:
         self._plays: set[asyncio.Task[None]] = set()
         self._finished: list[Trajectory] = []
         self._num_deaths_seen = 0
-        """Of the queue: what was taken before the last one is not kept."""
+        """Number of the deaths of the queue; rollouts taken before the newest are dropped."""
         self._num_sending = 0
         self._is_taking = False
         self._is_running = False
         self._is_stopping = False
-        # One waiter each: an event that two loops clear can lose a wake-up.
+        # One waiter for each event: if two loops clear one, a wake-up can be lost.
         self._has_free_slots = asyncio.Event()
         self._has_finished = asyncio.Event()
 
@@ -147,7 +147,7 @@ class RolloutExchange:
         return self._num_slots - held
 
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
-        # Not tried again: an answer that was lost may have held assignments.
+        # Not repeated: a lost answer may have had assignments.
         settings = self._settings
         call = self._queue.take_rollouts.remote(
             self._actor_id, max_count, settings.poll_s, self._environments
@@ -188,7 +188,7 @@ class RolloutExchange:
         self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
     ) -> None:
         self._plays.discard(task)
-        # A play that lets its cancellation through, or was cancelled before its first step.
+        # The play raised its cancellation, or was cancelled before its first step.
         if not task.cancelled():
             return
         if self._is_durable:
@@ -211,7 +211,7 @@ class RolloutExchange:
 
     def _cancel_all(self) -> None:
         for task in self._plays:
-            # Once each: a second cancellation would cut the play's closing short.
+            # Cancel each once: a second cancellation would interrupt the play's cleanup.
             if not task.cancelling():
                 task.cancel()
 
@@ -222,7 +222,7 @@ class RolloutExchange:
             if not self._finished:
                 await self._wait_for(self._has_finished)
                 continue
-            # What has just finished is still among the plays.
+            # Plays that have just finished are still in the set.
             await asyncio.sleep(0)
             if self._plays and len(self._finished) < self._settings.max_block:
                 await asyncio.sleep(self._settings.tick_s)
@@ -266,7 +266,7 @@ class RolloutExchange:
 
 
 class GroupExchange:
-    """Takes groups that are to be scored together from the queue, and returns them scored.
+    """An exchange that takes groups to be scored together from the queue, and returns them scored.
 
     This runs concurrently with the episodes. If the actor dies while it scores a group, the queue
     hands the group out again, so that its functions may be called twice.

@@ -2,7 +2,7 @@
 
 Attempt numbers only grow: a retry, a lost payload and a restart each take a new one, so that a late
 result is never taken for a newer one. Only failures use up the retry budget. Pure; the queue state
-calls these methods and enters in the ledger what follows from them.
+calls these methods and records their consequences in the ledger.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class BlockRow:
     num_bytes: int
     """Size of the whole block, which stays while any of its rows does."""
     arrived_at: float = 0.0
-    """When the queue took it in, by the monotonic clock of its process."""
+    """Time at which the queue accepted it, by the monotonic clock of its process."""
 
 
-# Replaces a payload that died with the queue that owned it.
+# Stands for a payload that was lost with the queue that owned it.
 LOST_ROW = BlockRow(block=None, row=0, num_bytes=0)
 
 
@@ -72,7 +72,7 @@ class RolloutSnapshot:
     """Failed attempts, which the retry budget counts."""
     is_gone: bool
     num_sampled: int = 0
-    """Tokens of the attempt that a step has taken; 0 of any other."""
+    """Tokens of the attempt that a step has taken; 0 for any other attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Group:
 
     number: int
     replacement: int
-    """How often its number was filled before."""
+    """Number of earlier groups of its number."""
     task: Task
     policy: OutcomePolicy
     min_usable_samples: int | None = None

@@ -3,7 +3,7 @@
 Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
 flight from its admission until it is trained or evicted; how often it is attempted in between is
 not counted here. Events are numbered and drained by the caller, which stores them; an event that
-was drained and not stored before a crash comes again under the same number. Only ids in flight are
+was drained but not stored before a crash comes again under the same number. Only ids in flight are
 kept, so that the ledger does not grow with the run. Beside the rollouts it counts the sampled
 tokens of attempts that no step took, which the record of the next step holds. Called by the queue
 state; the merge actor says with the same words how the rollouts of a step left.
@@ -19,7 +19,7 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """The reason why a rollout left without being trained: of its group or step, or its outcome."""
+    """The reason why a rollout left untrained: its group's, its step's, or its outcome."""
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
@@ -61,7 +61,7 @@ def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
 
 
 TokenCause = EvictionReason | LeftOutReason
-"""Why a sampled token is not trained."""
+"""The cause why a sampled token is not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class LedgerSnapshot:
 
 
 class Ledger:
-    """The state machine: absent -> in flight -> trained or evicted, and no other way."""
+    """The state machine: absent -> in flight -> trained or evicted, without other transitions."""
 
     def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
         snapshot = snapshot or LedgerSnapshot()

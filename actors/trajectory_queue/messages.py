@@ -30,7 +30,7 @@ class OpenSlot:
 
     group_number: int
     replacement: int
-    """How often it was filled before."""
+    """Number of earlier groups of this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from actors.outcomes import OutcomePolicy
 class QueueSettings:
     """Bounds on what is handed out and buffered.
 
-    Above either, only the step that is being collected gets further rollouts.
+    Above either bound, only the step that is being collected gets further rollouts.
     """
 
     __pydantic_config__ = STRICT

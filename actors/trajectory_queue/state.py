@@ -54,7 +54,7 @@ HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
 class QueueState:
-    """Everything the queue knows; payloads are opaque references."""
+    """The complete state of the queue; payloads are opaque references."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class QueueState:
             limit=settings.algorithm.max_variance_refills, counts=snapshot.variance_refills
         )
         self._groups: dict[int, Group] = {}
-        """By group number: admitted, and neither evicted nor finalised."""
+        """Groups by number that are admitted and neither evicted nor finalised."""
         self._group_numbers: dict[str, int] = {}
-        """By rollout id, the number of its group."""
+        """Numbers of groups by rollout id."""
         self._closed: set[int] = set()
         """Numbers of the groups of which no rollout is pending or handed out."""
         self._ready: dict[str, list[tuple[bool, int, int, str]]] = {}
@@ -89,16 +89,16 @@ class QueueState:
         self._handed_out: dict[str, None] = {}
         """Rollout ids, in the order of handing out."""
         self._waiting: dict[str, BlockRow] = {}
-        """Where each finished rollout lies that no step has taken."""
+        """Location of each finished rollout that no step has taken."""
         self._unscored: dict[int, str] = {}
         """The actor that scores each group that is to be scored together, by the group's number;
         empty if no actor does yet."""
         self._untold: dict[str, TrajectorySummary] = {}
         """The summaries that are drained once their rollout's group is scored, by rollout id."""
         self._waiting_rows: Counter[Any] = Counter()
-        """By block, its rows in `_waiting`."""
+        """Rows in `_waiting` by block."""
         self._waiting_bytes = 0
-        """Of these blocks, each counted once and whole."""
+        """Bytes of these blocks, each counted once and completely."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
@@ -108,7 +108,7 @@ class QueueState:
         self._held_up: set[str] = set()
         """Rollout ids that were handed out while turns were held, and have not come back."""
         self._unwanted: dict[str, str] = {}
-        """By trajectory id, the actor that still plays an attempt whose rollout was evicted."""
+        """Actor that still plays an attempt of an evicted rollout, by trajectory id."""
         self._num_changes = 0
         if not keeps_taken:
             self._window.roll_back_all()
@@ -303,7 +303,7 @@ class QueueState:
 
         Returns: how many rollouts it held.
         """
-        return self._take_back(actor_id, detail="its environment actor lost sight of the queue")
+        return self._take_back(actor_id, detail="its environment actor lost its queue")
 
     def take_step(self) -> tuple[int, list[Group]] | None:
         """Take the next step's closed groups. Returns: (step, groups), None: not complete yet."""

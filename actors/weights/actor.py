@@ -329,7 +329,7 @@ class WeightBoard:
             await self.leave(replica_id)
             return False
         except (TimeoutError, RayError):
-            # Busy, frozen, or out of reach for now: its lease decides.
+            # It is busy, frozen or unreachable for now: its lease decides.
             return False
         return True
 

@@ -136,7 +136,7 @@ class ReplicaReport:
     none to this board.
     """
     is_held: bool = False
-    """It samples nothing: its turns wait."""
+    """Whether it holds its turns and samples nothing."""
     stages: StartStages = ()
     """The stages of its start."""
 
@@ -211,7 +211,7 @@ class Board:
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
         self._stages: dict[str, StartStages] = {}
-        """By replica that has started and not yet joined, the stages of its start."""
+        """Stages of the start of each replica that has not joined yet."""
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
         """The furthest progress of any replica since `_settle`."""
@@ -219,7 +219,7 @@ class Board:
         self._waiting: set[str] = set()
         """The replicas that wait for a seat."""
         self._num_failed: Counter[str] = Counter()
-        """By replica, the number of seats that it was given since it last loaded a version."""
+        """Number of seats that each replica got since it last loaded a version."""
         self._num_groups = 0
         self._is_held = False
 

@@ -145,7 +145,7 @@ class Reception:
                 for _ in self._receive():
                     progress.write(RECEIVED)
             except (RuntimeError, ValueError, OSError) as error:
-                # torch has no type for the error of a peer that is gone.
+                # torch has no type for the error of a lost peer.
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 progress.write(FAILED + first_line.encode())
 
@@ -176,7 +176,7 @@ class Offer:
     term: int
     version: int
     groups: tuple[WeightGroup, ...]
-    """Including their buffers."""
+    """The groups with their buffers."""
 
 
 class Sender:
@@ -222,7 +222,7 @@ class Sender:
         try:
             self._serve_forever()
         except Exception as error:
-            # The outermost frame of the thread: an error would otherwise be lost.
+            # This is the outermost frame of the thread: an error would otherwise be lost.
             log.exception("weights: the broadcasting thread has ended")
             self._ended_by = error
 

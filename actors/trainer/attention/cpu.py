@@ -207,7 +207,7 @@ def _put(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
 
 
 def _add(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
-    """Positions are all different, so that adding is a take, a sum and a put."""
+    """Add rows at positions that are all different: a take, a sum and a put."""
     if isinstance(positions, slice):
         rows[positions] += values
     else:

@@ -1,4 +1,4 @@
-"""Ratios of policies, and what is made of them: importance weights and rejection masks.
+"""Ratios of policies, and the importance weights and rejection masks that derive from them.
 
 Three policies, three names. *behaviour*: the engine that sampled the token. *old*: the trainer at
 the step's start. *current*: the trainer now. A ratio compares current with one of the other two,

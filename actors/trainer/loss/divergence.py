@@ -1,4 +1,4 @@
-"""How far two policies are apart: estimators of KL from sampled tokens, and DPPO's trust region.
+"""The distance of two policies: estimators of KL from sampled tokens, and DPPO's trust region.
 
 Pure. `kl_*` serve the mismatch of trainer and engine (a statistic) and the KL term of the loss.
 Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sampled token.

@@ -1,4 +1,4 @@
-"""Directories of tiny models that were built before: what marks them, and copies of them.
+"""Directories of tiny models that were built before: their marker, and copies of them.
 
 This module imports neither torch nor transformers, so that a start that copies a model needs
 neither of them.

@@ -152,7 +152,7 @@ def _write_model(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing by threads, and on busy cores they wait for each other."""
+    """Compute in one thread: small matrices gain nothing by threads, which wait for each other."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

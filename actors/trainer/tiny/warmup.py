@@ -178,7 +178,7 @@ def _step_loss(
     tokenizer: PreTrainedTokenizerFast,
     conversations: Sequence[Sequence[Conversation]],
 ) -> torch.Tensor:
-    """Mean cross-entropy over all assistant tokens; each kind is padded on its own."""
+    """Return the mean cross-entropy over all assistant tokens; each kind is padded separately."""
     total = torch.zeros(())
     count = 0
     for kind in conversations:
