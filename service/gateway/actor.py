@@ -1,8 +1,8 @@
 """The gateway as a Ray actor: it plays the run's sessions, as environment actors play games, and
-delivers what was uploaded.
+delivers uploaded trajectories.
 
-One for a run, on the supervisor's node, where the run's database may be a file. What it holds is in
-the store, so that one that dies is replaced: its successor takes its rollouts again.
+There is one per run, on the supervisor's node, since the run's database may be a file. Its state is
+in the store: if the actor dies, its successor takes its rollouts again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore
 from service.telemetry.endpoint import Reading, push_forever
 
-# Shorter than the store's own patience, after which it is given up.
+# Shorter than the store's own patience, after which the store gives up.
 STORE_HOLD_S = PATIENCE_S / 2
 
 
 class Gateway:
-    """An asynchronous Ray actor. Refusals are returned: Ray logs what is raised."""
+    """An asynchronous Ray actor; its calls are those of `Sessions`, `Uploads` and `Generation`.
+
+    Refusals are returned, since Ray logs what is raised.
+    """
 
     def __init__(
         self,
@@ -58,10 +61,11 @@ class Gateway:
         run_id: str,
         term: int,
     ) -> None:
-        """tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+        """Connect to the store and load the tokenizer.
 
-        run_id: by which the endpoint of its metrics is found. term: whose lease the turns are
-        stored under. Raises: StoreError.
+        Args: tokenizer_path: a directory or hub name. queue: handle of the trajectory queue actor.
+        run_id: names the endpoint of its metrics. term: the term under whose lease turns are
+        stored. Raises: StoreError.
         """
         store = RunStore(database_url)
         self._run_id, self._actor_id = run_id, actor_id
@@ -132,13 +136,12 @@ class Gateway:
         """Answer; an actor whose event loop is blocked does not."""
 
     async def stop(self) -> None:
-        """Take nothing more, and let what is being stored be stored."""
+        """Accept nothing more, and finish storing what is queued."""
         await self._exchange.stop()
         self._sessions.close()
         await self._commits.close()
 
     async def chat(self, call: ChatCall) -> ChatReply | Refused:
-        """As `Sessions.chat`; like all that follow."""
         return await _answer(self._sessions.chat(call))
 
     async def check_key(self, session_id: str, key_digest: str) -> Refused | None:

@@ -1,8 +1,8 @@
-"""Checks by a request's head whether it has a key of its session, before its body is read.
+"""Check by a request's headers that it has a key of its session, before its body is read.
 
-A key that names another session, or none, is refused at once; before a large body is read the
-gateway is asked whether the key is the session's. The gateway decides what follows from the key
-(its owner, what it may do now) when it answers, as for every request.
+A key that names another session, or none, is refused at once. Before a large body is read, the
+gateway checks that the key is the session's. What the key allows now, the gateway decides when it
+answers, as for every request.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
 class ChecksKeys(Protocol):
-    """Knows the sessions' keys."""
+    """A port that knows the sessions' keys."""
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raises: Refused if it is neither of the session's keys; RunUnavailable."""
+        """Raise Refused if it is neither of the session's keys. Raises: RunUnavailable."""
         ...
 
 
 class SessionAdmission:
-    """`service.api.guards.CheckSessionKey`."""
+    """The check of session keys; implements `service.api.guards.CheckSessionKey`."""
 
     def __init__(self, gateway: ChecksKeys, callers: Callers) -> None:
         self._gateway, self._callers = gateway, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
-        """Raises: RunUnavailable."""
+        """Return the refusal of a request, or None if it may be read. Raises: RunUnavailable."""
         try:
             await self._check(path, headers)
         except Refused as refused:
@@ -61,7 +61,7 @@ class SessionAdmission:
         whole = holder_of(key).whole(named)
         of_key = session_of_key(key)
         if len(key) > MAX_KEY_CHARACTERS or not of_key or of_key != whole:
-            # A client's own key rewards and ends sessions, and is looked up here.
+            # A client's own key may reward and end sessions.
             is_client = (
                 _ENDING.match(path) is not None
                 and not of_key
@@ -79,35 +79,35 @@ def sent_key(headers: Mapping[str, str]) -> str:
 
 
 def holder_of(key: str) -> Caller:
-    """Who sends a session's key: somebody of its tenant."""
+    """Return the caller that sends a session's key: a client of the session's tenant."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 
 def no_key() -> Refused:
-    """A request to a session came without any."""
+    """Return the refusal of a request to a session that has no key."""
     return Refused(
         RefusalCode.INVALID_KEY,
-        "no key was sent, expected one of the session's; send it as Authorization: Bearer KEY",
+        "no key was sent, expected a key of the session; send it as Authorization: Bearer KEY",
     )
 
 
 def unknown_session(name: str) -> Refused:
-    """There is no such session, or the key is not the session's: the answer is the same."""
+    """Return the refusal if there is no such session or the key is not its own, in equal words."""
     return Refused(
         RefusalCode.UNKNOWN_SESSION,
-        f"this run knows no session {name!r} of this key; take the key that its creation was "
-        "answered with, or create it with POST /api/v1/sessions",
+        f"this run has no session {name!r} with this key; use the key that the session's creation "
+        "returned, or create the session with POST /api/v1/sessions",
     )
 
 
 def _name_in(path: str) -> str:
-    """The session in a path; empty: none."""
+    """Return the session that a path names; empty: none."""
     found = _BOUND.match(path) or _ENDING.match(path)
     return found[1] if found else ""
 
 
 def _answer(path: str, headers: Headers, refused: Refused) -> Response:
-    """The refusal in the form of the requested route."""
+    """Return a refusal in the form of the requested route."""
     if path.startswith("/api/") or "/v1/" not in path:
         return problem_response(as_problem(refused), instance=path)
     return JSONResponse(

@@ -1,4 +1,4 @@
-"""What the gateway does beside its calls: tasks that outlive their callers, and a thread."""
+"""The gateway's background work: tasks that outlive their callers, and a thread."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Answer = TypeVar("Answer")
 
 
 class Background:
-    """One for a gateway; belongs to one event loop."""
+    """The background tasks and the thread of a gateway; belongs to one event loop."""
 
     def __init__(self) -> None:
-        # One thread: a tokenizer is not for two at once.
+        # One thread: two must not use a tokenizer at once.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._begun = TaskSet()
 
     def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """Begin work that goes on when its caller is gone; how it fails is logged."""
+        """Begin work that continues when its caller is gone; a failure is logged."""
         task = self._begun.begin(work)
         task.add_done_callback(_log_failure)
         return task
@@ -38,12 +38,12 @@ class Background:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call what would hold the event loop up: tokenising, hashing, building samples."""
+        """Call in the thread what would block the event loop: tokenising, hashing, samples."""
         call = partial(function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def close(self) -> None:
-        """Give up what was begun."""
+        """Cancel all tasks that were begun."""
         self._begun.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""The bodies of the session routes, and their answers. Unknown fields are refused."""
+"""The bodies and answers of the session routes. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
 def _turn_number(name: object) -> object:
-    """So that no two names are one turn's."""
+    """Refuse another spelling of a turn's number, so that two names never mean one turn."""
     if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
-        raise ValueError("expected the number of a turn, in digits alone, as 0 or 12")
+        raise ValueError("expected the number of a turn in digits only, such as 0 or 12")
     return name
 
 
@@ -78,7 +78,7 @@ TurnRewards = Annotated[
     dict[Annotated[int, Field(ge=0, lt=10**9), BeforeValidator(_turn_number)], Reward],
     Field(json_schema_extra={"propertyNames": {"pattern": TURN_PATTERN}}),
 ]
-# Beyond any limit of a run. A number that no float can hold could not even be shown.
+# Beyond any limit of a run, and small enough for an error to show it as a float.
 MAX_WHOLE = 2**31 - 1
 WholeNumber = Annotated[int, Field(ge=1, le=MAX_WHOLE, strict=True), WHOLE]
 Seconds = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -86,27 +86,26 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 class LimitsBody(StrictBody):
-    """What one session may cost; each at most what the run allows, which null asks for."""
+    """Limits of one session; each is at most the run's own limit, which is the default."""
 
-    max_turns: WholeNumber | None = Field(None, description="rollouts.max_turns at most")
+    max_turns: WholeNumber | None = Field(None, description="at most rollouts.max_turns")
     max_tokens_per_turn: WholeNumber | None = Field(
-        None, description="sampled tokens; rollouts.max_tokens_per_turn at most"
+        None, description="sampled tokens; at most rollouts.max_tokens_per_turn"
     )
     ttl_seconds: Seconds | None = Field(
-        None, description="from its admission to its end; rollouts.episode_deadline_s at most"
+        None, description="from its admission to its end; at most rollouts.episode_deadline_s"
     )
     idle_seconds: Seconds | None = Field(
-        None, description="without a request; sessions.idle_s at most"
+        None, description="without a request; at most sessions.idle_s"
     )
     reward_seconds: Seconds | None = Field(
         None,
-        description="from the finish to a reward that is to come; sessions.reward_deadline_s at "
-        "most",
+        description="from the finish to a pending reward; at most sessions.reward_deadline_s",
     )
 
 
 class SamplingBody(StrictBody):
-    """What training samples with; given to be checked, since the loss assumes the run's own."""
+    """Sampling parameters to check: they must equal the run's, which the loss assumes."""
 
     temperature: Number | None = Field(None, description="rollouts.temperature")
     top_p: Number | None = Field(None, description="1")
@@ -116,31 +115,31 @@ class SamplingBody(StrictBody):
 
 
 class SessionsBody(StrictBody):
-    """A task that agents outside play, in several sessions that share a baseline."""
+    """A task for external agents, played in several sessions that share a baseline."""
 
-    id: str = Field(pattern=SESSIONS_ID_PATTERN, description="yours; unique among your tenant's")
+    id: str = Field(pattern=SESSIONS_ID_PATTERN, description="chosen by you; unique in your tenant")
     task: TaskData = Field(
-        default_factory=dict, description="what is played; kept beside the sessions, for people"
+        default_factory=dict, description="the task; stored with the sessions for people to read"
     )
     session: str | None = Field(
         None,
         pattern=SESSIONS_ID_PATTERN,
-        description="claim one session of the group, under this name of yours: agents join it as "
-        "they come, and all of them send the same body but for this name; null: all sessions",
+        description="claim one session of the group, under this name that you choose: agents join "
+        "one by one, and send the same body except this name; null: get all sessions",
     )
     join_seconds: Seconds | None = Field(
         None,
         description="with `session`: how long after its admission the group can be joined; "
-        "rollouts.episode_deadline_s at most, which null asks for",
+        "at most rollouts.episode_deadline_s, the default",
     )
     num_sessions: NumSamples | None = Field(
         None, description="members of the group; null: algorithm.group_size"
     )
     min_usable_sessions: NumSamples | None = Field(
-        None, description="train as soon as so many can be used; null: wait for all"
+        None, description="train as soon as this number can be used; null: wait for all"
     )
     batch: RolloutId | None = Field(
-        None, description="a name of yours for some groups, by which they can be listed"
+        None, description="a name that you choose, by which groups can be listed"
     )
     limits: LimitsBody = LimitsBody()
     sampling: SamplingBody = SamplingBody()
@@ -156,15 +155,16 @@ class SessionsBody(StrictBody):
         rollouts: RolloutSettings,
         sessions: SessionSettings,
     ) -> RolloutRequest:
-        """caller: from whose key the sessions' are derived. group_size: the default.
+        """Return the group to submit.
 
-        Raises: ValueError for limits beyond the run's, and for sampling that it does not use.
+        Args: caller: the sessions' keys are derived from its key. group_size: the default.
+        Raises: ValueError for limits beyond the run's, or sampling other than the run's.
         """
         self._check_sampling(rollouts)
         if self.session is None and self.join_seconds is not None:
             raise ValueError(
-                "join_seconds without session: nobody joins a group whose sessions are all given "
-                "at once; leave it out"
+                "join_seconds without session: a group whose sessions are all given at once cannot "
+                "be joined; leave it out"
             )
         task = Task(
             task_id=caller.whole(self.id),
@@ -227,7 +227,7 @@ class SessionsBody(StrictBody):
         for name, (value, allowed) in wanted.items():
             if value is not None and value not in allowed:
                 raise ValueError(
-                    f"sampling.{name} is {value:g}, expected {max(allowed):g}, by which the run "
+                    f"sampling.{name} is {value:g}, expected {max(allowed):g}, with which the run "
                     "samples and trains; leave it out"
                 )
 
@@ -235,14 +235,14 @@ class SessionsBody(StrictBody):
 def _at_most(name: str, asked: Any, limit: Any) -> Any:
     if asked is not None and asked > limit:
         raise ValueError(
-            f"{name} is {asked:g}, expected at most {limit:g}, the run's own; lower it, or "
+            f"{name} is {asked:g}, expected at most {limit:g}, the run's limit; lower it, or "
             "raise the run's setting"
         )
     return limit if asked is None else asked
 
 
 class FinishBody(StrictBody):
-    """How a session ends. The same body again changes nothing."""
+    """The end of a session. The same body again changes nothing."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -255,20 +255,21 @@ class FinishBody(StrictBody):
 
     reward: Reward | None = Field(None, description="for the whole session; 0 is a reward")
     reward_pending: Flag = Field(
-        False, description="it is given later, with PUT …/reward; then reward is null"
+        False, description="the reward is given later, with PUT …/reward; then reward is null"
     )
     components: Components = Field(
         default_factory=dict, description="named parts of the reward, for curves"
     )
     turn_rewards: TurnRewards = Field(
-        default_factory=dict, description="by the number of the turn, beside the session's"
+        default_factory=dict,
+        description="by the number of the turn, in addition to the session's reward",
     )
     turn: TurnNumber | None = Field(
         None,
-        description="the number of the judged turn, which reward and components go to; null: the "
+        description="the number of the judged turn, which gets reward and components; null: the "
         "newest of a conversation that continued",
     )
-    outcome: StatedOutcome | None = Field(None, description="null: as the gateway saw it")
+    outcome: StatedOutcome | None = Field(None, description="null: the gateway decides")
     detail: str = Field("", max_length=2000, description="why, for people")
 
     @model_validator(mode="after")
@@ -279,7 +280,7 @@ class FinishBody(StrictBody):
 
     @property
     def _stated_reward(self) -> float | None:
-        """The reward, which is 0 if only turns have some: null has to be written."""
+        """The reward; 0 if it is left out and only turns have rewards, since null is explicit."""
         is_left_out = "reward" not in self.model_fields_set and not self.reward_pending
         return 0.0 if is_left_out and self.turn_rewards else self.reward
 
@@ -298,7 +299,7 @@ class FinishBody(StrictBody):
 class RewardBody(StrictBody):
     """The reward that a finished session waits for."""
 
-    reward: Reward | None = Field(description="null: it could not be had, a reward_error")
+    reward: Reward | None = Field(description="null: it could not be obtained, a reward_error")
     components: Components = Field(default_factory=dict)
     turn_rewards: TurnRewards = Field(default_factory=dict)
 
@@ -309,17 +310,20 @@ class RewardBody(StrictBody):
 
 
 class NewSession(StrictBody):
-    """How an agent reaches its session."""
+    """A session's address and keys."""
 
     id: str
-    base_url: str = Field(description="of the OpenAI protocols; Anthropic's is without /v1")
-    agent_key: str = Field(description="for the agent: it samples, and can give no reward")
-    reward_key: str = Field(description="for whoever judges: it ends the session and rewards it")
-    env: dict[str, str] = Field(description="the variables to start an agent with")
+    base_url: str = Field(description="for the OpenAI protocols; Anthropic's is without /v1")
+    agent_key: str = Field(description="for the agent: it can sample, but give no reward")
+    reward_key: str = Field(description="for the judge: it can end and reward the session")
+    env: dict[str, str] = Field(description="environment variables to start an agent with")
 
     @classmethod
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
-        """name: as the run calls it. address: of the API, without a slash at its end."""
+        """Derive a session's keys and addresses.
+
+        Args: name: the run's name of it. address: the API's, without a slash at its end.
+        """
         root = f"{address}/sessions/{name}"
         agent_key = session_key(client_key, name, AGENT)
         return cls(
@@ -337,16 +341,16 @@ class NewSession(StrictBody):
 
 
 class CloseAnswer(StrictBody):
-    """Nobody joins a group any more."""
+    """The answer when a group is closed: no agent can join it any more."""
 
-    given_up: int = Field(description="its sessions that nobody had claimed")
+    given_up: int = Field(description="number of its sessions that were unclaimed")
 
 
 class SessionsAnswer(StrictBody):
-    """The sessions of a group, or the one that was claimed; only the same request is shown them."""
+    """The sessions of a group, or the claimed one; only the same request shows them again."""
 
     id: str
-    is_new: bool = Field(description="false: this very group was created before")
+    is_new: bool = Field(description="false: this group existed before")
     sessions: list[NewSession]
 
 
@@ -354,7 +358,7 @@ class SessionLineAnswer(StrictBody):
     """A session in a list."""
 
     id: str
-    group: str = Field(description="whose member it is; GET /api/v1/rollouts/GROUP tells the rest")
+    group: str = Field(description="its group; see GET /api/v1/rollouts/GROUP")
     member: int
     status: SessionStatus
     created_at: float = Field(description="seconds since 1970")
@@ -402,22 +406,22 @@ class LeftOutTurn(StrictBody):
 
 
 class SessionAnswer(SessionLineAnswer):
-    """Where a session stands."""
+    """The state of a session."""
 
     turns: int
     sampled_tokens: int
     ambiguous: int = Field(
-        description="conversations that went on from one of two turns of equal text, and nobody "
-        "knows from which: what was said before is not trained in them"
+        description="conversations that continue from one of two turns with equal text, without "
+        "a sign of which: what was said before is not trained in them"
     )
     left_out: int = Field(description="turns that are not trained")
     left_out_turns: list[LeftOutTurn] = Field(
-        description="those turns; empty for a session that an older version ended"
+        description="the turns that are not trained; empty if an older version ended the session"
     )
     malformed: int = Field(description="turns with a call that could not be read")
     ignored: dict[str, int] = Field(
-        description="parameters that agents sent and that sessions.unsupported has ignored: in how "
-        "many turns"
+        description="parameters that agents sent and sessions.unsupported ignored, each with its "
+        "number of turns"
     )
     detail: str
 

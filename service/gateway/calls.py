@@ -1,4 +1,4 @@
-"""What the API's replicas ask of the gateway, and what it answers: frozen values."""
+"""The arguments and answers of the gateway's calls: frozen values."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ class ChatCall:
     key_digest: str
     """SHA-256 of the key that the client sent."""
     request_id: str
-    """Of the HTTP request; the same when it is sent on again to another gateway."""
+    """Id of the HTTP request; the same if it is sent again to another gateway."""
     request: ChatRequest
     deadline_s: float
-    """Seconds from now until there has to be an answer."""
+    """Seconds from now until the answer is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How a client ends a session."""
+    """The end of a session, as its client states it."""
 
     reward: float | None = None
-    """Of the whole session; None: it is to come, or could not be had."""
+    """Of the whole session; None: it is pending, or could not be obtained."""
     is_reward_pending: bool = False
-    """It is to come."""
+    """The reward is given later."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """By the number of the turn, beside the session's."""
+    """By the number of the turn, in addition to the session's reward."""
     turn: int | None = None
     """Number of the judged turn, which gets the reward; None: by the gateway's rule."""
     outcome: Outcome | None = None
-    """How it ended; None: as the gateway saw it."""
+    """The outcome that the client states; None: the gateway decides."""
     detail: str = ""
 
     @property
     def digest(self) -> str:
-        """Equal for an equal request."""
+        """A digest that is equal for equal requests."""
         content = asdict(self)
         if self.turn is None:
-            # As it was before a turn could be named: a request may be repeated to a newer version.
+            # Older versions had no `turn`: a request may be repeated to a newer version.
             del content["turn"]
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -63,12 +63,12 @@ class SessionView:
     member: int
     status: SessionStatus
     created_at: float
-    """Seconds since 1970, like the other two."""
+    """Seconds since 1970, like the next two."""
     opened_at: float | None
     ended_at: float | None
     totals: SessionTotals
     reward: float | None
     is_reward_pending: bool
     outcome: Outcome | None
-    """None: it has not ended."""
+    """None: the session has not ended."""
     detail: str

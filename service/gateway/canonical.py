@@ -1,10 +1,9 @@
-"""When two messages are one: the canonical form of a message, and keys over conversations.
+"""When two messages are equal: the canonical form of a message, and keys of conversations.
 
-Clients send a conversation back changed: they drop or trim reasoning or write it
-into the content, write a call's arguments anew, round its numbers as JavaScript does, rename the
-ids of calls, put bookkeeping into the system text. Two
-conversations have equal keys when they differ in nothing else. Reading one costs one pass over its
-text. Called by a session's tree.
+Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
+write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of
+calls, put bookkeeping into the system text. Two conversations that differ only in this have equal
+keys. Reading a conversation takes one pass over its text. Called by a session's tree.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from service.gateway.chat import ChatRequest
 START = b""
 """The key of a conversation without messages."""
 
-# Claude Code writes it anew for every request.
+# Claude Code changes this line in every request.
 _ROTATING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
-# Beyond it JavaScript does not represent every integer.
+# JavaScript does not represent every integer above this.
 _MOST_EXACT = 2**53
 
 
@@ -32,9 +31,9 @@ class Link(NamedTuple):
     """A message in its conversation."""
 
     key: bytes
-    """Of the conversation up to and with it."""
+    """Key of the conversation up to and including this message."""
     answers: int | None
-    """Which of the conversation's calls a tool answers: 0, 1, 2, …; None: none that was made."""
+    """Number of the conversation's call that a tool answers: 0, 1, 2, …; None: of no call."""
 
 
 def links_of(
@@ -46,9 +45,9 @@ def links_of(
 ) -> list[Link]:
     """Read a conversation, or what follows a part of it that was read before.
 
-    Args: after: the key of what was read. num_calls: how many calls it has. call_before: gives the
-    number of the call in it with an id, the newest of several; None: there is none.
-    Returns: one link a message.
+    Args: after: the key of the part that was read. num_calls: the number of its calls. call_before:
+    returns the number of its newest call with an id; None: there is none.
+    Returns: one link per message.
     """
     key, links = after, []
     numbers: dict[str, int] = {}
@@ -70,17 +69,17 @@ def links_of(
 def tools_key(
     tools: Sequence[ToolSchema], template_options: Mapping[str, object] | None = None
 ) -> bytes:
-    """Equal for equal tools, whatever their order, under equal options of the chat template."""
+    """Return a key that is equal for equal tools in any order, with equal template options."""
     options = [_json(dict(template_options))] if template_options else []
     return _digest(*sorted(_json(_tool_form(tool)) for tool in tools), *options)
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
-    """Equal for a request that is sent again; hexadecimal.
+    """Return a hexadecimal digest that is equal if a request is sent again.
 
-    Unlike the keys it tells apart what a client shows of ids and reasoning: they may say which of
-    two replies of equal text it goes on from.
-    Args: key: of the whole conversation. tools: their key.
+    Unlike the keys it depends on the ids and reasoning that a client sends: they may show which of
+    two replies with equal text it continues.
+    Args: key: of the whole conversation. tools: the tools' key.
     """
     shown = [
         (shown_reasoning(message), [call_id for call_id, _, _ in message.call_texts])
@@ -100,7 +99,7 @@ def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
 
 
 def shown_reasoning(message: Message) -> str | None:
-    """An assistant's thought, in its own field or at the head of the content."""
+    """Return an assistant's reasoning, from its own field or the start of the content."""
     return message.reasoning or split_thought(message.content)[0] or message.reasoning
 
 
@@ -122,7 +121,7 @@ def _values(arguments: str) -> object:
 
 
 def _number(text: str) -> float | int:
-    """JavaScript has one kind of number, and writes 1.0 as 1."""
+    """Return a number as JavaScript writes it, which has one kind: 1.0 as 1."""
     value = float(text)
     return int(value) if value.is_integer() else value
 
@@ -143,7 +142,7 @@ def _json(value: object) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    """Of the parts and where they end."""
+    """Return the digest of the parts and their lengths."""
     hashed = sha256()
     for part in parts:
         hashed.update(b"%d:" % len(part))

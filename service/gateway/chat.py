@@ -1,8 +1,8 @@
-"""One model call as every dialect means it, its answer, and why there is none.
+"""A model call in the form common to all dialects: request, reply and refusal.
 
-Each dialect (`service.gateway.dialects`) translates a client's body to a `ChatRequest` and a
-`ChatReply` back to its own words; a session's tree (`tree`) knows these alone, so that a session
-may mix dialects.
+Each dialect (`service.gateway.dialects`) translates a client's body to a `ChatRequest`, and a
+`ChatReply` back to its own form. A session's tree (`tree`) knows only these, so that a session may
+mix dialects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import LogProbs, TokenIds
 
-# When a request that cannot be answered now is worth another try.
+# Seconds until a request that cannot be answered now is worth another try.
 RETRY_AFTER_S = 5
 
 
@@ -30,7 +30,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A part of an assistant's message that a client names by its id in place of sending it."""
+    """A part of an assistant's message that a client names by its id instead of sending it."""
 
     message: int
     """Index of the request's message that gets the part, empty until it is looked up."""
@@ -42,29 +42,29 @@ class Reference:
     number: int = 0
     """For a call: its index in the reply."""
     where: str
-    """The place of the id in the body, for an error."""
+    """Position of the id in the body, for an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """What a client asks of the policy."""
+    """A client's request for a reply of the policy."""
 
     messages: tuple[Message, ...]
     """The whole conversation, or with `continues` what follows that turn; not empty."""
     tools: tuple[ToolSchema, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to the chat template with the run's own options, whose equal names they replace."""
+    """Options for the chat template; they replace the run's options of the same names."""
     max_tokens: int | None = None
-    """Sampled tokens at most, >= 1; None: the session's own limit."""
+    """Maximum of sampled tokens, >= 1; None: the session's own limit."""
     stop: tuple[str, ...] = ()
-    """The text that the client is shown ends before the first of these; none is empty."""
+    """The text that the client receives ends before the first of these; none is empty."""
     references: tuple[Reference, ...] = ()
-    """Parts of the messages that are still to be looked up in the session."""
+    """Parts of the messages that must still be looked up in the session."""
     ignored: tuple[str, ...] = ()
     """Parameters that the client sent and that a session cannot obey."""
     continues: str = ""
-    """The id of the turn that the messages follow, where the client names one; empty: it sends the
-    whole conversation."""
+    """The id of the turn that the messages follow; empty: the client sends the whole
+    conversation."""
     instructions: str | None = None
     """System message of the request's `instructions`; None: the request has none. Without
     `continues` it is also the first of `messages`, unless it is empty. With `continues` it replaces
@@ -72,56 +72,56 @@ class ChatRequest:
     may_call: bool = True
     """Whether calls are read out of the reply; the tools are in the prompt in any case."""
     is_auxiliary: bool = False
-    """The client says that this call is no part of the task (a title, a classifier)."""
+    """The client says that this call does not belong to the task (a title, a classifier)."""
     is_retry: bool = False
     """The client says that it has sent this very request before, and got no answer."""
     idempotency_key: str = ""
-    """Names the request; the same key again is the same request. Empty: unnamed."""
+    """Names the request: the same key means the same request. Empty: unnamed."""
 
 
 class StopReason(StrEnum):
-    """Why a reply ends."""
+    """The reason that a reply ends."""
 
     STOP = "stop"
     LENGTH = "length"
-    """It was cut off; the last call that it began is not among its calls."""
+    """It was cut off; its calls do not include one that was cut off."""
     CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One sampled turn, as a client is shown it."""
+    """One sampled turn, as a client receives it."""
 
     turn_id: str
     """Unique in the run: the session's id, a dot, the turn's number."""
     message: Message
-    """Of the assistant: content, reasoning and calls."""
+    """The assistant's content, reasoning and calls."""
     stop_reason: StopReason
     stop_string: str = ""
     """The string of the request's `stop` at which the text was cut; empty: it was not cut."""
     num_prompt_tokens: int
     num_sampled_tokens: int
     policy_version: int
-    """The newest that sampled a token of it."""
+    """The newest version that sampled a token of it."""
     created_at: float
     """Seconds since 1970."""
     sampled_token_ids: TokenIds | None = None
-    """[A] int32; None where the session does not show its tokens."""
+    """[A] int32; None if the session does not show its tokens."""
     logprobs: LogProbs | None = None
-    """[A] float32, nats; None likewise."""
+    """[A] float32, nats; None in the same case."""
 
 
 class RefusalCode(StrEnum):
-    """Why a request of a session is refused; stable, for programs."""
+    """The reason that a session's request is refused; stable, for programs."""
 
     INVALID_REQUEST = "invalid_request"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     ROLLOUT_STOPPED = "rollout_stopped"
-    """A limit of the session is reached: it can be finished, and samples nothing more."""
+    """A limit of the session is reached: it samples nothing more, and can be finished."""
     INVALID_KEY = "invalid_key"
     FORBIDDEN = "forbidden"
-    """The key is a session's own, but not for this."""
+    """The key is the session's, but does not allow this."""
     UNKNOWN_SESSION = "unknown_session"
     NOT_FOUND = "not_found"
     """There is no such route, or no such model."""
@@ -133,7 +133,7 @@ class RefusalCode(StrEnum):
 
     @property
     def status(self) -> int:
-        """Of HTTP."""
+        """The HTTP status."""
         return _STATUS[self]
 
 
@@ -154,12 +154,12 @@ _STATUS = {
 
 
 class Refused(Exception):
-    """A request of a session that is not answered; the text has what was got and the remedy."""
+    """A refused request of a session; the text says what was got and the remedy."""
 
     def __init__(
         self, code: RefusalCode, message: str, *, param: str = "", retry_after_s: int | None = None
     ) -> None:
-        """param: the part of the body that is at fault; empty: none."""
+        """Refuse a request. param: the part of the body that is wrong; empty: none."""
         super().__init__(code, message, param, retry_after_s)
         self.code, self.message, self.param = code, message, param
         self.retry_after_s = retry_after_s
@@ -173,14 +173,14 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """A reference to what no answer of this session has. where: the id's place in the body."""
+    """Return the refusal of an id that no answer has. where: the id's position in the body."""
     return Refused(
         RefusalCode.INVALID_REQUEST,
-        f"{where}: no answer of this session has an item of this id; send the item itself",
+        f"{where}: no answer of this session has an item with this id; send the item itself",
         param=where,
     )
 
 
 def unavailable(why: str) -> Refused:
-    """The same request may be sent again."""
+    """Return the refusal of a request that may be sent again unchanged."""
     return Refused(RefusalCode.NOT_AVAILABLE, why, retry_after_s=RETRY_AFTER_S)

@@ -1,7 +1,7 @@
-"""The gateway as the API's replicas call it: found through the supervisor, and waited for.
+"""The client through which the API's replicas call the gateway, found through the supervisor.
 
-A request for a turn outlives the gateway that had it: it is sent on to the next one, under its id,
-until its time is up.
+If the gateway dies, a request for a turn is sent to its successor, with the same id, until the
+request's time is up.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from service.intake.uploads import (
 from service.remote_calls import SUPERVISOR_DEADLINE_S, await_reply
 from service.store.errors import LeaseLost, StoreError
 
-# The gateway ends a request itself when its time is up; only one that does not is given up.
+# The gateway itself ends a request when its time is up; the client waits this much longer.
 ANSWER_MARGIN_S = 2.0
 AGAIN_S = 0.5
-# How long a gateway is looked for that is to be told of a client that has gone.
+# How long to look for a gateway, to report that a client has gone.
 ABANDON_S = 300.0
 Answer = TypeVar("Answer")
 
 
 class FindsGateway(Protocol):
-    """Who knows the run's gateway."""
+    """A port that finds the run's gateway."""
 
     async def gateway(self) -> Any:
-        """The actor's handle. Raises: RunUnavailable while there is none."""
+        """Return the actor's handle. Raises: RunUnavailable while there is none."""
         ...
 
 
 class GatewayClient:
-    """`service.gateway.routes.SessionPort`, and `service.gateway.upload_routes.UploadPort`, in any
-    process."""
+    """The gateway's calls, from any process; they raise Refused and RunUnavailable.
+
+    Implements `service.gateway.routes.SessionPort` and `service.gateway.upload_routes.UploadPort`.
+    """
 
     def __init__(self, run: FindsGateway) -> None:
         self._run = run
@@ -55,8 +57,7 @@ class GatewayClient:
         self._abandoning = TaskSet()
 
     async def chat(self, call: ChatCall) -> ChatReply:
-        """Raises: Refused."""
-
+        """Return the turn that answers a request. Raises: Refused."""
         was_asked = False
 
         async def ask(actor: Any, left_s: float) -> ChatReply:
@@ -71,12 +72,12 @@ class GatewayClient:
             is_answered = True
             return answer
         finally:
-            # Also between two gateways: the one that died may have stored the turn as seen.
+            # Also if a gateway died meanwhile: it may have stored the turn as seen.
             if was_asked and not is_answered:
                 self.abandon(call.session_id, call.request_id)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raises: Refused; RunUnavailable."""
+        """Raise Refused if the key is neither of the session's keys. Raises: RunUnavailable."""
 
         async def ask(actor: Any, left_s: float) -> None:
             _raised(await self._reply(actor.check_key.remote(session_id, key_digest), left_s))
@@ -84,7 +85,7 @@ class GatewayClient:
         await self._until_answered(ask, deadline_s=SUPERVISOR_DEADLINE_S)
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Raises: Refused."""
+        """Return the prompt's length for a request. Raises: Refused."""
 
         async def ask(actor: Any, left_s: float) -> int:
             reply = actor.num_prompt_tokens.remote(call)
@@ -93,7 +94,7 @@ class GatewayClient:
         return await self._until_answered(ask, deadline_s=call.deadline_s)
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """Raises: Refused."""
+        """Return what the engine samples for token ids. Raises: Refused."""
 
         async def ask(actor: Any, left_s: float) -> GenerateReply:
             wanted = replace(request, deadline_s=max(left_s, 0.001))
@@ -105,7 +106,7 @@ class GatewayClient:
     async def _until_answered(
         self, ask: Callable[[Any, float], Awaitable[Answer]], *, deadline_s: float
     ) -> Answer:
-        """Send a request on to the gateway that there is, until one answers. Raises: Refused."""
+        """Send a request to the current gateway until one answers. Raises: Refused."""
         loop = asyncio.get_running_loop()
         deadline_at = loop.time() + deadline_s
         while True:
@@ -118,14 +119,11 @@ class GatewayClient:
                 await asyncio.sleep(AGAIN_S)
 
     def abandon(self, session_id: str, request_id: str) -> None:
-        """The client has gone, or was told nothing: it may not have got its answer.
-
-        The gateway that there is, or the next one, is told.
-        """
+        """Report to the gateway, or its successor, that a client may not have got its answer."""
         self._abandoning.begin(self._abandon(session_id, request_id))
 
     async def _abandon(self, session_id: str, request_id: str) -> None:
-        # Where no gateway comes for so long, the turn stays as it is stored.
+        # If no gateway appears in this time, the turn stays as it is stored.
         with suppress(RunUnavailable):
             await retry(
                 lambda: self._ask("abandon", session_id, request_id),
@@ -136,7 +134,7 @@ class GatewayClient:
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView:
-        """Raises: Refused; RunUnavailable."""
+        """End a session. Raises: Refused; RunUnavailable."""
         client = _without_secret(client)
         found: SessionView = await self._ask("finish", session_id, key_digest, finish, client)
         return found
@@ -144,50 +142,50 @@ class GatewayClient:
     async def give_reward(
         self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView:
-        """Raises: Refused; RunUnavailable."""
+        """Give a finished session its reward. Raises: Refused; RunUnavailable."""
         client = _without_secret(client)
         found: SessionView = await self._ask("give_reward", session_id, key_digest, given, client)
         return found
 
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """None: there is none. Raises: Refused; RunUnavailable."""
+        """End a session untrained; None: unknown. Raises: Refused; RunUnavailable."""
         found: SessionView | None = await self._ask("discard", session_id, sees)
         return found
 
     async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """None: there is no such group. Raises: Refused; RunUnavailable."""
+        """Claim a session of a group; None: no such group. Raises: Refused; RunUnavailable."""
         found: int | None = await self._ask("claim", submission_id, name, sees)
         return found
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """None: there is no such group. Raises: Refused; RunUnavailable."""
+        """Close a group; None: there is no such group. Raises: Refused; RunUnavailable."""
         found: int | None = await self._ask("close_group", submission_id, sees)
         return found
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """None: there is none. Raises: Refused; RunUnavailable."""
+        """Return a session; None: unknown. Raises: Refused; RunUnavailable."""
         found: SessionView | None = await self._ask("view", session_id, sees)
         return found
 
     async def policy_facts(self) -> PolicyFacts:
-        """Raises: RunUnavailable."""
+        """Return what uploads are checked against. Raises: RunUnavailable."""
         found: PolicyFacts = await self._ask("policy_facts")
         return found
 
     async def upload(
         self, uploads: Sequence[Upload], policies: Sequence[GroupPolicy], **limits: int
     ) -> UploadReply:
-        """limits: as `Uploads.add`. Raises: Refused; RunUnavailable."""
+        """Add uploads. limits: as in `Uploads.add`. Raises: Refused; RunUnavailable."""
         found: UploadReply = await self._ask("upload", uploads, policies, **limits)
         return found
 
     async def uploaded(self, name: str) -> UploadView | None:
-        """None: it is not known. Raises: Refused; RunUnavailable."""
+        """Return an upload; None: unknown. Raises: Refused; RunUnavailable."""
         found: UploadView | None = await self._ask("uploaded", name)
         return found
 
     async def drop_group(self, group: str) -> UploadGroup | None:
-        """None: it is not known. Raises: Refused; RunUnavailable."""
+        """Drop a group of uploads; None: unknown. Raises: Refused; RunUnavailable."""
         found: UploadGroup | None = await self._ask("drop_group", group)
         return found
 
@@ -199,7 +197,7 @@ class GatewayClient:
         try:
             return await await_reply(call, name="gateway", deadline_s=deadline_s)
         except (ActorLost, LeaseLost, StoreError) as error:
-            # It is gone, or will be: it can store nothing any more.
+            # The gateway is gone, or can store nothing any more and will end.
             self._actor = None
             raise RunUnavailable(str(error)) from error
 
@@ -210,7 +208,7 @@ class GatewayClient:
 
 
 def _without_secret(client: Caller | None) -> Caller | None:
-    """No raw key leaves the replica that it was sent to."""
+    """Remove the raw key, which must not leave the replica that received it."""
     return None if client is None else replace(client, secret="")
 
 

@@ -1,14 +1,14 @@
-"""Stores what happens in all sessions together: one transaction for what comes within 5 ms.
+"""Store the changes of all sessions together: one transaction for all within 5 ms.
 
-Invariants: one transaction at a time, and changes are stored in the order in which they came; a
+Invariants: there is one transaction at a time, and changes are stored in their order of arrival; a
 turn is durable before `commit` returns; a turn whose `commit` raised is stored as unseen, or never,
-so that it is trained only where a client's marked retry was answered with it.
-One for a gateway; belongs to one event loop.
+so that it is trained only if a client's marked retry was answered with it.
+There is one per gateway; it belongs to one event loop.
 
-A transaction begins at once where the last one ended 5 ms ago or longer: a lone turn waits for the
-disk alone. Else it begins 5 ms after the last one's end: what comes meanwhile shares its sync, and
-the supervisor, whose lease and steps go through the same lock, gets its turn in between. What can
-wait, such as intents, begins no transaction for 100 ms: mostly it goes along with a turn.
+A transaction begins at once if the last one ended at least 5 ms ago: a single turn waits only for
+the disk. Otherwise it begins 5 ms after the last one's end: changes that arrive meanwhile share its
+sync, and the supervisor can take the lock in between, for its lease and steps. Changes that can
+wait, such as intents, begin no transaction for 100 ms: mostly they are stored with a turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from service.store.thread import StoreThread
 
 PAUSE_S = 0.005
 LINGER_S = 0.1
-# Of one transaction. A statement has room for 32,766 values in SQLite.
+# In one transaction. A statement of SQLite can have 32,766 values.
 MAX_CHANGES = 2048
 
 
@@ -41,42 +41,45 @@ class TooLate(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTotals:
-    """Since the gateway's start, of what is durable."""
+    """Totals of durable changes since the gateway's start."""
 
     num_commits: int = 0
     num_changes: int = 0
     commit_s: float = 0.0
-    """Seconds in transactions, with the wait for the database."""
+    """Seconds in transactions, including the wait for the database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     changes: tuple[Change, ...]
     done: asyncio.Future[None] | None
-    """None: nobody waits."""
+    """None: no caller waits."""
     can_linger: bool = False
 
 
 class GroupCommit:
     """The only writer of its sessions.
 
-    Where the database does not answer, it goes on trying as long as the `RunStore` does, also after
-    `hold_s`: of a transaction whose connection broke nobody knows otherwise whether it was done.
-    After that, or where the lease is lost, it is over: it writes nothing more, and the gateway
-    ends. Its successor goes on from what is stored: where the very last transaction was done but
-    not confirmed, its turns look as after a kill between commit and answer.
+    If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`:
+    only so is it known whether a transaction whose connection broke was done.
+    After that, or if the lease is lost, it has failed: it writes nothing more, and the gateway
+    ends. Its successor resumes from what is stored: if the last transaction was done but not
+    confirmed, its turns look as after a kill between commit and answer.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
-        """hold_s: how long a `commit` waits for the database; shorter than the store's patience."""
+        """Start with an empty queue.
+
+        hold_s: how long a `commit` waits for the database; shorter than the store's patience.
+        """
         self._store = store
         self._term = term
         self._hold_s = hold_s
-        # Of its own: a session is loaded meanwhile, also while a write waits for the database.
+        # A separate thread: sessions can be loaded while a write waits for the database.
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
         self._hurries = asyncio.Event()
-        """Among the entries is one that cannot linger, or it is closed."""
+        """Set if an entry cannot linger, or if this is closed."""
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False
@@ -89,25 +92,25 @@ class GroupCommit:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it is over: LeaseLost, StoreError, or a defect; None: it is not."""
+        """The error it failed with: LeaseLost, StoreError, or a defect; None: it has not failed."""
         return self._failure
 
     def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:
-        """Store them soon, behind all that came before; one that comes too late is left out.
+        """Store changes soon, after all earlier ones; one that comes too late is left out.
 
-        can_linger: for want of others to go along with, they may take `LINGER_S`.
-        Raises: LeaseLost, StoreError where it is over; RuntimeError after `close`.
+        can_linger: they may wait up to `LINGER_S` for others that share their transaction.
+        Raises: LeaseLost, StoreError if it has failed; RuntimeError after `close`.
         """
         self._queue(changes, done=None, can_linger=can_linger)
 
     async def commit(self, changes: Sequence[Change]) -> None:
-        """Store them, behind all that came before; they are durable when this returns.
+        """Store changes, after all earlier ones; they are durable when this returns.
 
-        Where it raises, or its caller is cancelled, the client is not shown the turns among the
-        changes. Those that are in the queue still are stored, as unseen.
-        Raises: StoreAway after `hold_s`: the changes stand in the queue; TooLate: of these changes,
-            what came too late is not stored; LeaseLost, StoreError: it is over; RuntimeError after
-            `close`.
+        If it raises, or its caller is cancelled, the client does not receive the turns among the
+        changes. Turns that are still in the queue are stored, as unseen.
+        Raises: StoreAway after `hold_s`: the changes stay in the queue; TooLate: those of the
+            changes that came too late are not stored; LeaseLost, StoreError: it has failed;
+            RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue(changes, done=done)
@@ -117,14 +120,14 @@ class GroupCommit:
             self._hide(changes)
             raise StoreAway(
                 f"the run's database has not answered for {self._hold_s:g} s, expected it to store "
-                "the turn before it is shown; send the same request again"
+                "the turn before the answer; send the same request again"
             ) from None
         except asyncio.CancelledError:
             self._hide(changes)
             raise
 
     async def close(self) -> None:
-        """Take nothing more, and store what is left; `failure` says whether that went well."""
+        """Accept nothing more, and store the rest of the queue; `failure` has an error if any."""
         self._is_closed = True
         self._hurries.set()
         if self._writing is not None:
@@ -136,7 +139,7 @@ class GroupCommit:
             for change in changes
             if isinstance(change, TurnAdded)
         ]
-        # While it closes, the queue takes these still: they belong to what is in it.
+        # While it closes, the queue still accepts these: they belong to turns in it.
         is_over = self._failure is not None or (self._is_closed and self._writing is None)
         if hidden and not is_over:
             self._enter(_Entry(changes=tuple(hidden), done=None))
@@ -151,7 +154,7 @@ class GroupCommit:
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
-            raise RuntimeError("the gateway's store is closed; expected no change after its end")
+            raise RuntimeError("the gateway's store is closed, expected no change after that")
         self._enter(_Entry(changes=tuple(changes), done=done, can_linger=can_linger))
 
     def _enter(self, entry: _Entry) -> None:
@@ -162,12 +165,12 @@ class GroupCommit:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Until the queue is empty. Raises: a defect."""
+        """Write until the queue is empty. Raises: a defect."""
         batch: list[_Entry] = []
         try:
             while self._entries:
                 await is_set_within(LINGER_S, self._hurries)
-                # Also of no time at all: what is to be stored in this turn of the loop comes along.
+                # Also if there is no time to wait: changes of this turn of the event loop join.
                 await asyncio.sleep(self._ended_at + PAUSE_S - time.monotonic())
                 batch = self._next_batch()
                 if not self._is_closed and all(each.can_linger for each in self._entries):
@@ -178,7 +181,7 @@ class GroupCommit:
             if not isinstance(error, LeaseLost | StoreError):
                 raise
         finally:
-            # Not in a callback of the task: an entry that came before it would start no writer.
+            # Not in the task's callback: an entry that came before that would start no writer.
             self._writing = None
 
     def _next_batch(self) -> list[_Entry]:
@@ -223,6 +226,6 @@ class GroupCommit:
 def _too_late(change: Change) -> TooLate:
     return TooLate(
         f"session {change.session_id}: {type(change).__name__} came too late, expected a session "
-        "that has not ended, of a submission that is neither cancelled nor over, and a turn's "
+        "that has not ended, of a submission that is neither cancelled nor over, and each turn "
         "number once; begin a new session"
     )

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the dialects' routes, made of their tables and functions."""
+"""The dialects' routes in the OpenAPI document, made from their tables and functions."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ SMALLEST: Mapping[str, dict[str, Any]] = {
     "anthropic-messages": {"model": "policy", "messages": _HELLO},
     "openai-responses": {"model": "policy", "input": "Hello."},
 }
-"""By dialect, the smallest body that is answered; its names are the required ones."""
+"""By dialect, the smallest valid body; its names are the required ones."""
 _PREFIXES = {
     Effect.READ: "",
-    Effect.NONE: "Taken without effect: ",
+    Effect.NONE: "Accepted without effect: ",
     Effect.REFUSED: "Refused: ",
 }
 _IGNORABLE = "Refused, or ignored with sessions.unsupported: "
 _SAID = {
-    400: "a parameter that a session cannot keep to, a full context, or a limit of the session",
+    400: "a parameter that a session does not support, a full context, or a limit of the session",
     401: "no key of this session",
-    403: "the session's key, but not its agent's",
+    403: "a key of the session, but not its agent's",
     404: "no such session, or no such route",
     409: "the request contradicts what the session has",
     410: "the session has ended",
-    429: "too many requests; Retry-After says when to come again",
+    429: "too many requests; Retry-After says when to try again",
     503: "neither the engine nor the database answered in time; the same request may be sent again",
 }
 
@@ -43,15 +43,15 @@ _SAMPLED: dict[str, Any] = {
     },
 }
 _COUNTED: dict[str, Any] = {
-    "description": "how many tokens the prompt of this request has",
+    "description": "number of tokens in the prompt of this request",
     "content": {"application/json": {"schema": {"type": "object"}}},
 }
 
 
 def described(dialect: Dialect, *, counts: bool = False) -> dict[str, Any]:
-    """Return the `openapi_extra` of a dialect's route: what FastAPI cannot find by itself.
+    """Return the `openapi_extra` of a dialect's route: what FastAPI cannot derive.
 
-    counts: of the route that counts a prompt's tokens.
+    counts: whether the route counts a prompt's tokens.
     """
     smallest = SMALLEST[dialect.name]
     body = {
@@ -86,7 +86,7 @@ def _property(parameter: Parameter) -> dict[str, Any]:
     prefix = _IGNORABLE if parameter.is_ignorable else _PREFIXES[parameter.effect]
     found: dict[str, Any] = {"description": prefix + parameter.note}
     if parameter.effect is Effect.REFUSED:
-        # The values that are taken all the same.
+        # The values that are accepted nevertheless.
         found["enum"] = [None, *parameter.harmless]
     return found
 

@@ -1,4 +1,4 @@
-"""The rules by which sessions end, and what is trained of one that has; pure.
+"""The rules by which sessions end, and by which an ended session becomes a trajectory; pure.
 
 Used by `service.gateway.session`, and by `service.gateway.sessions` for the trajectory.
 """
@@ -30,19 +30,19 @@ from service.intake.session import (
     StoredSession,
 )
 
-# Clients choose the names of parameters that nobody knows.
+# Clients choose the names of unknown parameters: bound their number.
 MAX_IGNORED_NAMES = 64
-# Outcomes of which a missing reward is an error of its own.
+# Outcomes with which a missing reward is an error.
 GRADED = PLAYED_OUT | TRUNCATIONS
 _WHY_LEFT_OUT = {
     LeftOutReason.AUXILIARY: "the agent marked the call as auxiliary",
-    LeftOutReason.UNSEEN: "its client was gone before the answer",
+    LeftOutReason.UNSEEN: "its client left before the answer",
     LeftOutReason.TITLE: "it is a title, and sessions.titles is leave_out",
 }
 
 
 def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
-    """Return the end of a session that nobody finished. at: seconds since 1970."""
+    """Return the end of a session that was not finished. at: seconds since 1970."""
     is_expired = status is SessionStatus.EXPIRED
     return SessionEnd(
         status=status,
@@ -76,14 +76,14 @@ def overdue(
     if now >= begun_at + stored.spec.ttl_s:
         why = f"it was not finished within {stored.spec.ttl_s:g} s"
     elif not is_sampling and now >= last_request_at + stored.spec.idle_s:
-        why = f"nothing was asked of it for {stored.spec.idle_s:g} s"
+        why = f"it had no request for {stored.spec.idle_s:g} s"
     else:
         return None
     return broken_off(SessionStatus.EXPIRED, why, at=now)
 
 
 def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outcome:
-    """Return how a session ended if its client does not state it. judged: the turn it names."""
+    """Return the outcome of a session whose client states none. judged: the turn it names."""
     last = tree.last_of_main(judged)
     if last is None:
         return Outcome.EMPTY
@@ -97,7 +97,7 @@ def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outc
 def check_turns(
     tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
-    """Raises: Refused for turns that the session does not have, or that are not trained."""
+    """Raise Refused for turns that the session does not have, or that are not trained."""
     num_turns, left_out = tree.num_turns, tree.left_out()
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),
@@ -106,8 +106,8 @@ def check_turns(
         if unknown := [number for number in named if not 0 <= number < num_turns]:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
-                f"{param} names turns {unknown[:8]}, expected numbers of turns that the session "
-                f"has, which are below {num_turns}",
+                f"{param} names turns {unknown[:8]}, expected turns of the session, whose numbers "
+                f"are below {num_turns}",
                 param=param,
             )
         for number in named:
@@ -115,7 +115,7 @@ def check_turns(
                 raise Refused(
                     RefusalCode.INVALID_REQUEST,
                     f"{param} names turn {number}, which is not trained ({reason}: "
-                    f"{_WHY_LEFT_OUT[reason]}), expected turns that are; reward another",
+                    f"{_WHY_LEFT_OUT[reason]}), expected trained turns; reward another turn",
                     param=param,
                 )
 
@@ -145,9 +145,13 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the refusal of an end, or a reward, that is not the one stored or on its way."""
+    """Return the refusal of an end or reward other than the one that is stored or in progress."""
     end = stored.end
-    how = f"is {end.status} already, with another content" if end else "is being ended by another"
+    how = (
+        f"is {end.status} already, with another content"
+        if end
+        else "is being ended by another request"
+    )
     if end is not None and end.detail:
         how += f" ({shown(end.detail)})"
     return Refused(
@@ -165,7 +169,7 @@ def trajectory_of(
 ) -> Trajectory:
     """Make the trajectory of a session's rollout; may run in a thread.
 
-    oldest_version: that may have sampled a token of it.
+    oldest_version: the oldest version that may have sampled its tokens.
     """
     end = stored.end
     assert end is not None, "a trajectory of a session that is not over"
@@ -191,10 +195,10 @@ def trajectory_of(
 
 
 def _judged(trajectory: Trajectory, end: SessionEnd, oldest_version: int) -> tuple[Outcome, str]:
-    """Return the outcome and its detail, also where the end alone does not say it."""
+    """Return the outcome and detail, by the session's end, its samples and their versions."""
     versions = trajectory.versions
     if end.status is SessionStatus.FINISHED and not trajectory.samples:
-        return Outcome.EMPTY, end.detail or "no turn of it was sampled"
+        return Outcome.EMPTY, end.detail or "it has no trained turn"
     if end.outcome in GRADED and end.reward is None:
         return Outcome.REWARD_ERROR, end.detail or "it was finished without a reward"
     if versions is not None and versions[0] < oldest_version:

@@ -1,7 +1,7 @@
-"""Token ids in, token ids out: turns for loops that render their own prompts.
+"""Token ids in, token ids out: turns for agent loops that render their own prompts.
 
-What is sampled here is stored nowhere, and trained only where it is uploaded
-(`service.gateway.uploads`). Bodies are checked by the API's replicas, before the gateway is asked.
+What is sampled here is not stored, and trained only if it is uploaded (`service.gateway.uploads`).
+The API's replicas check bodies before they call the gateway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checked_request(
     rollouts: RolloutSettings,
     deadline_s: float,
 ) -> GenerateRequest:
-    """tenant: of the client.
+    """Return the request that a body asks for. tenant: the client's.
 
     Raises: Violation; Problem for more tokens than the run samples in a turn.
     """
@@ -45,14 +45,15 @@ def checked_request(
             Fault.CONTEXT_LENGTH_EXCEEDED,
             "max_tokens" if body.max_tokens else "token_ids",
             f"got {prompt.shape[0]} tokens and max_tokens {body.max_tokens}, expected at most "
-            f"{facts.max_context_tokens} together (model.max_context_tokens), one of them sampled",
+            f"{facts.max_context_tokens} together (model.max_context_tokens), with room to sample "
+            "at least one",
         )
     if (body.max_tokens or 1) > rollouts.max_tokens_per_turn:
         raise Problem(
             422,
             "invalid-request",
             f"max_tokens is {body.max_tokens}, expected at most {rollouts.max_tokens_per_turn} "
-            "(rollouts.max_tokens_per_turn); ask for the rest behind what was sampled",
+            "(rollouts.max_tokens_per_turn); sample the rest with another request",
             errors=[{"loc": ["body", "max_tokens"], "code": "invalid-request"}],
         )
     return GenerateRequest(
@@ -84,19 +85,19 @@ def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
 
 
 class Generation:
-    """The gateway's part; belongs to one event loop."""
+    """Sampling without a session, in the gateway; belongs to one event loop."""
 
     def __init__(
         self, make_policy: Callable[[], PolicyClient], *, take_turn: Callable[[str], None]
     ) -> None:
-        """take_turn: `Sessions.take_turn`, or as it."""
+        """Make an engine for it. take_turn: as `Sessions.take_turn`, counts a turn of a key."""
         self._engine = Engine(make_policy)
         self._take_turn = take_turn
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """As `Engine.sample`. Raises: Refused.
+        """Sample the tokens that follow a prompt. Raises: Refused.
 
-        key_name: of the client's key; empty: the first admin key, or none.
+        key_name: name of the client's key; empty: the first admin key, or none.
         """
         self._take_turn(key_name)
         _, reply = await self._engine.sample(request, param="token_ids")

@@ -1,11 +1,11 @@
-"""The two keys of a session: one for its agent, one for who rewards it.
+"""The two keys of a session: one for its agent, one for its judge, who rewards it.
 
-Each names its session, so that an agent may be told the key alone.
+Each key names its session, so that an agent needs only the key.
 
-They are derived from the key of the client that creates the session, so that the same request again
-is answered with the same keys, and only digests of them are kept. Where the API asks for no key, on
-loopback, they are derived from a random secret of the run (`service.launch.run_dir`), so that an
-agent, which knows its session's name, cannot compute the key that rewards it.
+They are derived from the key of the client that creates the session: the same request gets the same
+keys, and only their digests are stored. If the API requires no key, on loopback, they are derived
+from a random secret of the run (`service.launch.run_dir`), so that an agent, which knows its
+session's name, cannot compute the key that rewards it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ AGENT, REWARD = "agent", "reward"
 
 
 def session_key(client_key: str, session_id: str, scope: str) -> str:
-    """A session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
+    """Return a session's key: rl.SCOPE.SESSION.HMAC-SHA256(client's key, scope and session).
 
-    Args: client_key: the run's secret where the API asks for none. scope: agent or reward.
+    Args: client_key: the run's secret if the API requires no key. scope: agent or reward.
     """
     text = f"rayloom session\n{scope}\n{session_id}"
     mark = hmac.new(client_key.encode(), text.encode(), sha256).hexdigest()
@@ -30,14 +30,14 @@ def session_key(client_key: str, session_id: str, scope: str) -> str:
 
 
 def session_of_key(key: str) -> str:
-    """The session that a key names; empty: none. Example: rl.agent.task-9-3.f00… -> task-9-3"""
+    """Return the session that a key names, or "". Example: rl.agent.task-9-3.f00… -> task-9-3"""
     kind, _, rest = key.partition(".")
     _, _, rest = rest.partition(".")
     return rest.rpartition(".")[0] if kind == "rl" else ""
 
 
 def key_digests(client_key: str, session_id: str) -> SessionKeys:
-    """What is kept of a session's keys."""
+    """Return the digests of a session's keys, which are stored instead of them."""
     return SessionKeys(
         agent=digest_of(session_key(client_key, session_id, AGENT)),
         reward=digest_of(session_key(client_key, session_id, REWARD)),

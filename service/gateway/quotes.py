@@ -1,6 +1,6 @@
-"""Finds a sampled reply, or parts of it, in the messages of a later prompt.
+"""Find a sampled reply, or parts of it, in the messages of a later prompt.
 
-If a conversation begins anew (a hand-off, a helper, a summary), only its text shows that it
+If a conversation starts over (a hand-off, a helper, a summary), only its text shows that it
 continues what was sampled before. Pure; called by a session's tree.
 """
 
@@ -13,7 +13,7 @@ from functools import cached_property
 
 from actors.environment.protocol import Message, Role
 
-# Of one prompt; a longer one is refused, but is looked at before.
+# Read of one prompt; a longer prompt is refused, but only later.
 MOST_CHARACTERS = 1 << 21
 
 
@@ -27,12 +27,12 @@ class Reply:
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
-        """Name and arguments of each."""
+        """Name and arguments of each call."""
         return frozenset((name, _ordered(text)) for _, name, text in self.message.call_texts)
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """Its content and the texts in the arguments of its calls; none is empty."""
+        """The content and the strings in the arguments of its calls; none is empty."""
         given = [text for _, _, text in self.message.call_texts]
         inner = (each for text in given for each in _strings(json.loads(text)))
         found = (each.strip() for each in (self.message.content, *given, *inner))
@@ -40,11 +40,11 @@ class Reply:
 
     def was_given(self, text: str) -> bool:
         """Whether a text was in the prompt already: then it does not identify this reply."""
-        return any(_stands_in(text, each) for each in _texts(self.history()))
+        return any(_has_words(each, text) for each in _texts(self.history()))
 
 
 class Prompt:
-    """The messages in which replies are looked for."""
+    """The messages in which replies are searched."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._texts, room = [], MOST_CHARACTERS
@@ -63,13 +63,13 @@ class Prompt:
         if (content and content in self._contents) or self._calls & reply.calls:
             return True
         return any(
-            any(_stands_in(text, each) for each in self._texts) and not reply.was_given(text)
+            any(_has_words(each, text) for each in self._texts) and not reply.was_given(text)
             for text in reply.texts
         )
 
 
 def values_of(messages: Iterable[Message]) -> Iterator[str]:
-    """Yield what a whole reply is compared with: each content, and each value in a call."""
+    """Yield each content, and each value in a call: a whole reply is compared with these."""
     for message in messages:
         yield message.content.strip()
         for _, _, arguments in message.call_texts:
@@ -89,7 +89,7 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:
-    """The texts in a JSON value. all_values: numbers and the like too, as JSON writes them."""
+    """Yield the strings in a JSON value. all_values: numbers and so on too, as JSON text."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -106,8 +106,8 @@ def _ordered(arguments: str) -> str:
     return json.dumps(json.loads(arguments), sort_keys=True)
 
 
-def _stands_in(text: str, whole: str) -> bool:
-    """Whether it is there as whole words. Example: "a0" is in "so: a0.", but not in "a01"."""
+def _has_words(whole: str, text: str) -> bool:
+    """Whether a text is in another as whole words. Example: "a0" is in "so: a0.", not in "a01"."""
     at = whole.find(text)
     while at >= 0:
         end = at + len(text)

@@ -1,4 +1,4 @@
-"""What a client is shown of a sampled turn. The ids that are trained are the raw ones anyway."""
+"""Make the reply that a client receives from a sampled turn; the raw ids are trained unchanged."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from service.intake.turns import SessionTurn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownReply:
-    """A turn's message, and what it was made of."""
+    """A turn's message, and whether a call was malformed or the text was cut."""
 
     message: Message
     is_malformed: bool
-    """A call could not be read, its arguments are no JSON object, or its tool is not declared."""
+    """A call was unreadable, its arguments were not a JSON object, or its tool is not declared."""
     stop_string: str = ""
     """The stop string before which the text was cut; empty: it was not cut."""
 
@@ -39,11 +39,11 @@ def shown_reply(
 ) -> ShownReply:
     """Make the message of a reply.
 
-    Calls that can be read are shown, also of a tool that nobody declared, whose fault the agent
-    tells its model. Where none of several can be read, the text is shown as it was said.
-    Args: text: the decoded reply, without the end tokens behind it. parsed: None: not parsed.
-    turn_id: calls without an id from the parser get one made from it. stop: the shown text ends
-    before the first of these that it contains; calls follow the text.
+    Readable calls are shown, also of an undeclared tool, so that the agent can report the error to
+    its model. If calls are malformed and none is readable, the text is shown as it was sampled.
+    Args: text: the decoded reply, without its end tokens. parsed: None: not parsed. turn_id: calls
+    without an id from the parser get one made from it. stop: the shown text ends before the first
+    of these that it contains; calls follow the text.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)
@@ -54,7 +54,7 @@ def shown_reply(
         return ShownReply(message=message, is_malformed=False, stop_string=stopped)
     found = parsed.calls
     if finish_reason is FinishReason.LENGTH and found:
-        # Some parsers make a call of one that was cut off.
+        # Some parsers return a call that was cut off.
         found = found[:-1]
     calls: list[ToolCall] = []
     is_malformed = False
@@ -75,7 +75,7 @@ def shown_reply(
 
 
 def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> ChatReply:
-    """Return a turn that is stored, as its client is shown it."""
+    """Return a stored turn as its client receives it."""
     return ChatReply(
         turn_id=tree.turn_id(turn.number),
         message=turn.reply,
@@ -91,7 +91,7 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 
 
 def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
-    """Why a turn ended, in the words of a reply."""
+    """Return the reason that a turn ended, as a reply states it."""
     if finish_reason is FinishReason.LENGTH:
         return StopReason.LENGTH
     return StopReason.CALLS if message.call_texts else StopReason.STOP

@@ -1,8 +1,8 @@
-"""The routes of sessions: what creates and ends them, and the dialects that agents speak.
+"""The routes of sessions: creation and end, and the dialects that agents speak.
 
-A request for a turn is answered whole, or as the dialect's own stream of events, which are made
-once the turn has been sampled. Until then a stream carries heartbeats, from the first second on; an
-error before that keeps its status.
+A request for a turn is answered whole, or as the dialect's stream of events, made after the turn
+has been sampled. Until then a stream carries heartbeats, from the first second on; an error within
+the first second has its own HTTP status.
 """
 
 from __future__ import annotations
@@ -68,65 +68,65 @@ from service.gateway.keys import session_of_key
 from service.intake.listing import SessionFilter
 from service.intake.session import SessionStatus, session_id
 
-# A stream begins with its first heartbeat; until then an error has a status of its own.
+# A stream begins with its first heartbeat; until then an error has its own HTTP status.
 FIRST_HEARTBEAT_S = 1.0
 HEARTBEAT_EVERY_S = 5.0
 MODEL = "policy"
 ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 UNKNOWN: dict[int | str, dict[str, Any]] = {
-    404: {"description": "the run knows no such session, or knows it no more"}
+    404: {"description": "the run has no such session, or no longer keeps it"}
 }
 ENDING: dict[int | str, dict[str, Any]] = {
     **UNKNOWN,
-    403: {"description": "the key is the agent's, which gives no reward"},
-    409: {"description": "it has ended, or been rewarded, otherwise"},
+    403: {"description": "the key is the agent's, which cannot give a reward"},
+    409: {"description": "it has another end, or another reward, already"},
 }
 SessionName = Annotated[
     str,
     Path(pattern=WHOLE_PATTERN, description="the session's id; an admin may name any TENANT~ID"),
 ]
-# Parsing a large body would hold up every other request.
+# Parse a larger body in a thread: it would delay every other request.
 THREAD_BYTES = 1 << 18
 Answer = TypeVar("Answer")
 
 
 class SessionPort(Protocol):
-    """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
+    """The gateway's calls for sessions. Each may raise Refused and RunUnavailable."""
 
     async def chat(self, call: ChatCall) -> ChatReply: ...
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Count the prompt tokens of the turn that would answer; nothing is sampled."""
+        """Count the prompt tokens of a request's turn; sample nothing."""
         ...
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check a session's key, as `ChecksKeys` says."""
+        """Check a session's key, as `ChecksKeys` does."""
         ...
 
     def abandon(self, session_id: str, request_id: str) -> None:
-        """The client may not have got its answer."""
+        """Report that the client may not have got its answer."""
         ...
 
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView:
-        """client: who sends it with a key of its own, in place of the session's."""
+        """End a session. client: a caller that uses its own key instead of the session's."""
         ...
 
     async def give_reward(
         self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView:
-        """As `finish`."""
+        """Give a finished session its reward. client: as in `finish`."""
         ...
 
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """sees: as `Caller.sees`; None also for one that is not shown, here and below."""
+        """End a session untrained. sees: as `Caller.sees`; what it hides is None, also below."""
         ...
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None: ...
 
     async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """Of a group that the caller has created, or joined."""
+        """Claim a session of a group that the caller has created or joined."""
         ...
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None: ...
@@ -152,7 +152,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         tags=["sessions"],
         status_code=201,
         responses={
-            200: {"model": SessionsAnswer, "description": "these very sessions exist already"},
+            200: {"model": SessionsAnswer, "description": "these sessions exist already"},
             409: {"description": "the id is taken, with another content or by another key"},
             429: {"description": FULL},
         },
@@ -163,13 +163,13 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         response: Response,
         idempotency_key: IdempotencyKey = None,
     ) -> SessionsAnswer:
-        """Accept a task for agents outside: durable when answered. The same body again is answered
-        with the same keys, with status 200."""
+        """Accept a task for external agents: durable when answered. The same body again gets the
+        same keys, with status 200."""
         caller = caller_of(request)
-        # Otherwise anybody who knows a session's name could compute its keys.
+        # Without a secret, anybody who knows a session's name could compute its keys.
         maker = replace(caller, secret=caller.secret or settings.session_secret)
         group_size = settings.algorithm.group_size
-        # First: keys are made for as many as are asked for.
+        # First: `body.request` makes keys for all sessions of the body.
         check_samples(body.id, body.num_sessions or group_size, body.min_usable_sessions, settings)
         try:
             wanted = body.request(
@@ -213,11 +213,11 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         responses={404: {"description": "there is no such group"}},
     )
     async def close(request: Request, group: KnownId) -> CloseAnswer:
-        """Let nobody join a group any more; its sessions that nobody has claimed are given up."""
+        """Close a group: no agent can join it any more, and its unclaimed sessions end."""
         caller = caller_of(request)
         given_up = await native(port.close_group(caller.whole(group), caller.sees))
         if given_up is None:
-            raise Problem(404, "unknown-group", f"this run knows no group {group!r} of sessions")
+            raise Problem(404, "unknown-group", f"this run has no group {group!r} of sessions")
         return CloseAnswer(given_up=given_up)
 
 
@@ -233,8 +233,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
         ] = None,
         limit: Limit = 100,
     ) -> SessionListAnswer:
-        """Sessions in the order of acceptance, without what their turns tell. A page may be short,
-        or empty, and have a `next`."""
+        """List sessions in the order of acceptance, without the totals of their turns. A page may
+        be short, or empty, and have a `next`."""
         caller = caller_of(request)
         whole = None if group is None else caller.whole(group)
         wanted = SessionFilter(group=whole, status=status, tenant=caller.sees)
@@ -246,8 +246,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
     async def show(
         request: Request, response: Response, name: SessionName, prefer: Prefer = None
     ) -> SessionAnswer:
-        """Where a session stands; with `Prefer: wait=N` once a queued one is open or has ended, or
-        an open one has ended."""
+        """Return the state of a session. With `Prefer: wait=N`, wait until a queued session is open
+        or has ended, or an open one has ended."""
         caller = caller_of(request)
         whole = caller.whole(name)
         before = await native(port.view(whole, caller.sees))
@@ -262,14 +262,14 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
 
     @app.delete(f"{PREFIX}/sessions/{{name}}", tags=["sessions"], responses=UNKNOWN)
     async def discard(request: Request, name: SessionName) -> SessionAnswer:
-        """End a session that is not to be trained; one that has ended stays as it is."""
+        """End a session untrained; one that has ended stays as it is."""
         caller = caller_of(request)
         ended = await native(port.discard(caller.whole(name), caller.sees))
         return _shown(name, ended, caller)
 
     @app.post(f"{PREFIX}/sessions/{{name}}/finish", tags=["sessions"], responses=ENDING)
     async def finish(body: FinishBody, request: Request, name: SessionName) -> SessionAnswer:
-        """End a session, by the reward's key or its client's."""
+        """End a session, with its reward key or its client's key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)
@@ -278,8 +278,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
 
     @app.put(f"{PREFIX}/sessions/{{name}}/reward", tags=["sessions"], responses=ENDING)
     async def reward(body: RewardBody, request: Request, name: SessionName) -> SessionAnswer:
-        """Give a finished session the reward that it waits for, by the reward's key or its
-        client's."""
+        """Give a finished session its pending reward, with its reward key or its client's key."""
         key = sent_key(request.headers)
         client = await _client(key)
         caller = client or holder_of(key)
@@ -287,7 +286,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
         return SessionAnswer.of(await native(work), caller)
 
     async def _client(key: str) -> Caller | None:
-        """Who sends a key that is no session's; None: nobody who is known by one."""
+        """Return the caller of a key that is not a session's; None: the key is not known."""
         caller = None if not key or session_of_key(key) else await callers.find(key)
         if caller is None or not caller.secret:
             return None
@@ -296,7 +295,7 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
 
 
 async def native(work: Awaitable[Answer]) -> Answer:
-    """Raises: Problem in place of Refused."""
+    """Await a call of the gateway, and raise a Refused as a Problem."""
     try:
         return await work
     except Refused as refused:
@@ -308,14 +307,14 @@ def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer
         raise Problem(
             404,
             "unknown-session",
-            f"this run knows no session {name!r}: it was never created, or its group is over and "
+            f"this run has no session {name!r}: it was never created, or its group is over and "
             "no longer among the newest service.keep_ended_tasks",
         )
     return SessionAnswer.of(view, caller)
 
 
 def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings) -> None:
-    """A dialect's route, with the session in the path, and in a header or the key."""
+    """Add a dialect's routes: the session is in the path, or in a header or the key."""
 
     async def bound(request: Request, name: str) -> Response:
         return await _chat(dialect, port, settings, request, name)
@@ -357,7 +356,7 @@ def _add_counting(
 
 UNKNOWN_MODEL: dict[str, Any] = {
     "404": {
-        "description": "no model has this name; in the words of the client's dialect",
+        "description": "no model has this name; an error in the client's dialect",
         "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
     }
 }
@@ -365,32 +364,31 @@ UNKNOWN_MODEL: dict[str, Any] = {
 
 def _add_models(app: FastAPI) -> None:
     async def models() -> dict[str, Any]:
-        """The one model that a session has; agents may ask for any name."""
+        """List the one model that a session has; agents may use any name for it."""
         return models_answer(MODEL, created_at=0)
 
     async def bound(name: str) -> dict[str, Any]:
-        """As `/v1/models`; whatever the session."""
+        """Answer as `/v1/models`, for any session."""
         return await models()
 
     async def one(request: Request, model: str) -> Response:
-        """The model by its name; 404 for any other, in the words of the client's dialect."""
+        """Return the model by its name; 404 for any other, in the client's dialect."""
         if model == MODEL:
             return JSONResponse(model_answer(MODEL, created_at=0))
         return _error(
             dialect_at(request.url.path, request.headers),
             Refused(
                 RefusalCode.NOT_FOUND,
-                f"got the model {shown(model)!r}, expected {MODEL!r}, which is what answers under "
-                "any name",
+                f"got the model {shown(model)!r}, expected {MODEL!r}, which answers under any name",
                 param="model",
             ),
         )
 
     async def bound_model(request: Request, name: str, model: str) -> Response:
-        """As `/v1/models/NAME`; whatever the session."""
+        """Answer as `/v1/models/NAME`, for any session."""
         return await one(request, model)
 
-    # A name alone tells nothing of a session, and needs no key.
+    # No key: the answer is the same for every session.
     for path, route in (
         ("/sessions/{name}/v1/models", bound),
         ("/v1/models", models),
@@ -404,14 +402,14 @@ def _add_models(app: FastAPI) -> None:
 
 
 def _add_unknown(app: FastAPI) -> None:
-    """Every path below an agent's address is answered in the client's dialect."""
+    """Answer every other path below an agent's address in the client's dialect."""
 
     async def unknown(request: Request) -> Response:
         known = ", ".join(
             [f"POST {path}" for each in DIALECTS for path in (each.path, each.count_path) if path]
         )
         asked = f"{request.method} {shown(request.url.path)}"
-        text = f"nothing is at {asked}; there are {known}, GET /v1/models and /v1/models/{MODEL}"
+        text = f"there is no route {asked}; expected {known}, GET /v1/models or /v1/models/{MODEL}"
         return _error(
             dialect_at(request.url.path, request.headers), Refused(RefusalCode.NOT_FOUND, text)
         )
@@ -438,7 +436,7 @@ async def _chat(
             if not style.streams:
                 return JSONResponse(dialect.answer(reply, style), headers=headers)
         elif gone.done():
-            # Nobody reads this; the turn is stored as one that no client has seen.
+            # The client is gone: the turn is stored as unseen.
             work.cancel()
             return Response(status_code=499)
     except Refused as refused:
@@ -456,7 +454,7 @@ async def _count(
 ) -> Response:
     assert dialect.counted is not None
     try:
-        # A count names no model where a turn has to.
+        # A count may leave out the model, which a turn must name.
         call, _ = await _asked(dialect, settings, request, name, defaults={"model": MODEL})
         return JSONResponse(dialect.counted(await port.num_prompt_tokens(call)))
     except Refused as refused:
@@ -471,7 +469,7 @@ async def _asked(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ChatCall, AnswerStyle]:
-    """defaults: of the body's parameters. Raises: Refused."""
+    """Read a request for a turn. defaults: of the body's parameters. Raises: Refused."""
     key = _key_of(request.headers)
     # Not with `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))
@@ -499,7 +497,7 @@ class _Stream(StreamingResponse):
         work: asyncio.Task[ChatReply],
         abandon: Callable[[], None],
     ) -> None:
-        """abandon: called where the client is gone before the last event."""
+        """Make the stream. abandon: called if the client is gone before the last event."""
         super().__init__(
             self._events(),
             media_type="text/event-stream",
@@ -513,7 +511,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # Not in the generator, which does not begin where the client is gone at once.
+            # Not in the generator, which does not start if the client is gone at once.
             if not self._work.done():
                 self._work.cancel()
             elif not self._is_whole:
@@ -539,7 +537,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _parsed(body: bytes) -> object:
-    """Raises: Refused."""
+    """Parse a JSON body. Raises: Refused."""
     try:
         if len(body) > THREAD_BYTES:
             return await asyncio.to_thread(msgspec.json.decode, body)
@@ -547,7 +545,7 @@ async def _parsed(body: bytes) -> object:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(
             RefusalCode.INVALID_REQUEST,
-            f"the body is not JSON that can be read ({error}); send one JSON object in UTF-8",
+            f"the body is not valid JSON ({error}); send one JSON object in UTF-8",
         ) from None
 
 
@@ -558,7 +556,7 @@ def _error(dialect: Dialect, refused: Refused) -> JSONResponse:
 
 
 def _key_of(headers: Mapping[str, str]) -> str:
-    """The key that a client sent. Raises: Refused."""
+    """Return the key that a client sent. Raises: Refused."""
     key = sent_key(headers)
     if not key:
         raise no_key()
@@ -566,5 +564,5 @@ def _key_of(headers: Mapping[str, str]) -> str:
 
 
 def _session_of(headers: Mapping[str, str]) -> str:
-    """The session that a client names in a header, or by its key."""
+    """Return the session that a client names in a header, or by its key."""
     return headers.get(SESSION_HEADER) or session_of_key(sent_key(headers))

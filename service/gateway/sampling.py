@@ -1,4 +1,4 @@
-"""Sample the turns of a session: render the prompt, ask the engine, and make the stored turn."""
+"""Sample the turns of a session: render the prompt, call the engine, and make the stored turn."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from service.intake.turns import SessionTurn
 
 log = logging.getLogger("rayloom.gateway")
 
-# Of a text before it is normalised, over those after it.
+# Characters of a text before it is normalised, divided by those after it.
 MOST_CHARACTERS_FACTOR = 4
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sampling:
-    """A turn that is being sampled, and who waits for it."""
+    """A turn that is being sampled, and the request that waits for it."""
 
     call: ChatCall
     """The request that began it."""
@@ -48,18 +48,18 @@ class Sampling:
     """In the loop's time."""
     task: asyncio.Task[SessionTurn] = field(init=False)
     is_abandoned: bool = False
-    """The client that asked for it last is gone."""
+    """The client of its newest request is gone."""
     is_committing: bool = False
-    """It has been sampled: its turn counts, whatever happens to the session."""
+    """The turn has been sampled, and counts even if the session ends."""
 
 
 class TurnRates:
-    """How often turns may begin under a named key."""
+    """The rate limits of turns under named keys."""
 
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
     ) -> None:
-        """default_limits: of keys without limits of their own."""
+        """Start without counted turns. default_limits: of keys without limits of their own."""
         self._keys = keys
         self._default_limits = default_limits
         self._rates = Rates(now=now)
@@ -82,7 +82,7 @@ class TurnRates:
 
 
 class Engine:
-    """The engine as the gateway asks it: one reply that fits its request, or why there is none.
+    """The engine as the gateway calls it: a reply that fits its request, or a refusal.
 
     Belongs to one event loop.
     """
@@ -92,9 +92,9 @@ class Engine:
         self._policy: PolicyClient | None = None
 
     async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
-        """Sample; while no engine is there, wait until the request's deadline.
+        """Sample; if there is no engine, wait for one until the request's deadline.
 
-        param: the part of the client's body that the prompt is made of. Raises: Refused.
+        param: the part of the client's body that makes the prompt. Raises: Refused.
         """
         try:
             # Made within the event loop that uses it.
@@ -113,12 +113,12 @@ class Engine:
                 f"no engine answered in time ({error}); send the request again"
             ) from error
         if turn.finish_reason is FinishReason.ABORT:
-            raise unavailable("the engine gave the turn up; send the request again")
+            raise unavailable("the engine aborted the turn; send the request again")
         return turn, reply
 
 
 class Sampler:
-    """One for a gateway; belongs to one event loop."""
+    """Renders, samples and parses turns: one per gateway; belongs to one event loop."""
 
     def __init__(
         self,
@@ -134,10 +134,13 @@ class Sampler:
         system_messages: SystemMessages = SystemMessages.MERGE,
         reads_calls: bool = True,
     ) -> None:
-        """max_context_tokens: the limit of prompt and reply together. now: returns seconds since
-        1970. stop: the run's stop strings, at which the engine ends turns; the stop strings of a
-        request only cut the text that the client is shown. reads_calls: whether the engine can read
-        calls out of replies of this model."""
+        """Keep the parts that turns are made with.
+
+        Args: max_context_tokens: the limit of prompt and reply together. now: returns seconds since
+        1970. stop: the run's stop strings, at which the engine ends turns; a request's stop strings
+        only cut the text that its client receives. reads_calls: whether the engine can parse calls
+        in this model's replies.
+        """
         self._renderer = renderer
         self._merges_system = system_messages is SystemMessages.MERGE
         self._reads_calls = reads_calls
@@ -160,8 +163,8 @@ class Sampler:
         if place.tools and may_call and not self._reads_calls:
             raise Refused(
                 RefusalCode.INVALID_REQUEST,
-                "inference.tool_parser is auto, and the form of calls in the model's chat template "
-                "is not known, so that no call could be read; leave the tools out, or "
+                "inference.tool_parser is auto, and the model's chat template writes calls in an "
+                "unknown form, so that none could be read; leave the tools out, or "
                 "name the model's parser in inference.tool_parser",
                 param="tools",
             )
@@ -190,10 +193,10 @@ class Sampler:
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
         return num_characters if num_characters > self._max_context_tokens * longest else 0
 
-    def _no_room(self, told: str) -> Refused:
+    def _no_room(self, size: str) -> Refused:
         return Refused(
             RefusalCode.CONTEXT_LENGTH_EXCEEDED,
-            f"the messages have {told}, which leaves no room for a reply; expected less than "
+            f"the messages have {size}, which leaves no room for a reply; expected less than "
             f"{self._max_context_tokens} tokens; shorten them",
             param="messages",
         )
@@ -206,7 +209,10 @@ class Sampler:
         session: StoredSession,
         parent: SessionTurn | None,
     ) -> GenerateRequest:
-        """parent: the turn that it continues. Raises: Refused for a prompt that leaves no room."""
+        """Return the engine's request for a prompt. parent: the turn that it continues.
+
+        Raises: Refused for a prompt that leaves no room.
+        """
         call, place = sampling.call, sampling.place
         room = self._max_context_tokens - prompt.token_ids.shape[0]
         if room < 1:
@@ -235,7 +241,7 @@ class Sampler:
         number: int,
         turn_id: str,
     ) -> SessionTurn:
-        """Return the turn as it is stored: the session's next. number: its own."""
+        """Return the session's next turn, as it is stored. number: the turn's number."""
         call, place = sampling.call, sampling.place
         shown = shown_reply(
             self._renderer.decode(turn.sampled_token_ids),
@@ -256,7 +262,7 @@ class Sampler:
             sampled_token_ids=turn.sampled_token_ids,
             logprobs=turn.logprobs,
             version_spans=turn.version_spans,
-            # What its client was shown ended there, whatever came after it.
+            # The text that its client receives ends there, whatever was sampled after it.
             finish_reason=FinishReason.STOP if shown.stop_string else turn.finish_reason,
             num_inserted=prompt.num_inserted,
             break_reason=prompt.break_reason,

@@ -1,10 +1,10 @@
-"""A session: what it holds of its agent's conversation, and the rules by which that changes.
+"""A session in memory: its agent's turns, and the rules by which it changes.
 
-Invariants: only this file writes a session's fields. What happens to a session is a `Change`:
-`Session.apply` does to memory what `service.store.sessions` does to the rows, so that loading a
-session replays its changes. A turn is stored before a client is shown it. A session ends once; the
-same request again waits for the first. Whoever asked last for a turn decides whether a client has
-seen it. `service.gateway.sessions` makes and calls sessions.
+Invariants: only this file writes a session's fields. Everything that happens to a session is a
+`Change`: `Session.apply` does in memory what `service.store.sessions` does in the database, so that
+loading a session replays its changes. A turn is stored before a client receives it. A session ends
+once; the same request again waits for the first. The newest request for a turn decides whether a
+client has seen it. `service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ class Session:
         now: Callable[[], float],
         leaves_titles_out: bool,
     ) -> None:
-        """turns: stored before, by number. now: seconds since 1970. leaves_titles_out: as
-        `SessionTree`."""
+        """Replay a stored session.
+
+        Args: turns: in the order of their numbers. now: returns seconds since 1970.
+        leaves_titles_out: as in `SessionTree`.
+        """
         self.stored = stored
         self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
         self._sampler = sampler
@@ -84,15 +87,15 @@ class Session:
         self._last_request_at = now()
         self._admitted = asyncio.Event()
         self._over = asyncio.Event()
-        """It has ended, and its reward is known or will never be."""
+        """Set when the session has ended, and its reward is known or will never be."""
         self._sampling: dict[str, Sampling] = {}
         """By request id."""
         self._askers: dict[str, str] = {}
-        """By the request that began a turn: the newest request that it answers, or will answer."""
+        """By the id of the request that began a turn, the id of the newest request for it."""
         self._showing: dict[int, asyncio.Task[None]] = {}
-        """By the number of a turn that was unseen: storing that it is seen now."""
+        """By the number of a turn that was unseen: the task that stores that it is seen now."""
         self._ending: asyncio.Task[None] | None = None
-        """An end, or a reward that came late, on its way to the store."""
+        """The task that stores an end, or a late reward."""
         self._ending_digest = ""
         """Digest of the request that began `_ending`; empty: no request did."""
         for turn in turns:
@@ -106,18 +109,18 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, and its reward is known or will never be."""
+        """Whether the session has ended, and its reward is known or will never be."""
         return self._over.is_set()
 
     @property
     def is_playing(self) -> bool:
-        """Whether it is admitted and has not ended."""
+        """Whether the session is admitted and has not ended."""
         return self._admitted.is_set() and self.is_open
 
     # -- changes, in memory and in the store together -----------------------------------------
 
     def apply(self, change: Change) -> None:
-        """Change what is in memory, as the store changes its rows."""
+        """Apply a change in memory, as the store applies it to its rows."""
         match change:
             case TurnAdded(turn=turn):
                 self.tree.add(turn)
@@ -131,16 +134,16 @@ class Session:
                 self.stored = replace(self.stored, cut=cut)
             case SessionEnded(end=end):
                 self.stored = replace(self.stored, end=end)
-                # Requests that wait for its admission are refused now.
+                # Wake requests that wait for its admission: they are refused now.
                 self._admitted.set()
                 if end.reward_until is None:
                     self._over.set()
             case IntentAdded() | IntentDropped():
-                # `_sampling` has what is under way; intents are for the next gateway.
+                # `_sampling` has the turns in progress; intents are for the next gateway.
                 pass
 
     def _note(self, change: Change, *, can_linger: bool = False) -> None:
-        """Apply a change, and store it soon. can_linger: as `GroupCommit.add`."""
+        """Apply a change, and store it soon. can_linger: as in `GroupCommit.add`."""
         self.apply(change)
         self._commits.add([change], can_linger=can_linger)
 
@@ -154,16 +157,16 @@ class Session:
             raise Refused(RefusalCode.SESSION_CLOSED, str(error)) from error
 
     async def _add(self, turn: SessionTurn) -> None:
-        """Raises: Refused."""
-        # Nobody can go on from it, or be answered with it, before it is stored: the request is
-        # under way until then.
+        """Apply and store a turn. Raises: Refused."""
+        # No request can continue it, or get it as answer, before it is stored: its own request is
+        # in progress until then.
         change = TurnAdded(session_id=self.stored.id, turn=turn)
         self.apply(change)
         began = time.monotonic()
         try:
             await self._commits.commit([change])
         except StoreAway as error:
-            # `GroupCommit.commit` has stored the same.
+            # `GroupCommit.commit` stores the same change.
             self.apply(TurnUnseen(session_id=self.stored.id, number=turn.number))
             raise unavailable(str(error)) from error
         except TooLate as error:
@@ -175,28 +178,28 @@ class Session:
     def _see(self, number: int) -> Coroutine[Any, Any, None]:
         """Mark an unseen turn as seen: in memory at once, in the store when this is awaited.
 
-        What becomes of it next is stored after this. Raises: Refused, when awaited.
+        The turn's next changes are stored after this one. Raises: Refused, when awaited.
         """
         change = TurnSeen(session_id=self.stored.id, number=number)
         self.apply(change)
         return self._commit(change)
 
     def _hide(self, number: int) -> None:
-        """Mark a turn as one that nobody was answered with."""
+        """Mark a turn as unseen: no client got it as answer."""
         self._note(TurnUnseen(session_id=self.stored.id, number=number))
 
     def _cut(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
-        """Note that a request is refused for a limit, unless it is no part of the task."""
+        """Record that a request is refused for a limit, unless the request is auxiliary."""
         if call.request.is_auxiliary:
             return
         before = self.stored.cut
         cut = Cut(outcome=outcome, num_turns=num_turns, follows=self.tree.follows(place))
-        # A title that is refused says nothing of the conversation that was refused before.
+        # A refused title must not replace the refusal of a conversation.
         if cut != before and (before is None or cut.follows is not None):
             self._note(SessionCut(session_id=self.stored.id, cut=cut))
 
     async def _store_end(self, end: SessionEnd) -> None:
-        """End it, or store the reward that it waits for. Raises: Refused."""
+        """Store the session's end, or its pending reward. Raises: Refused."""
         change = SessionEnded(
             session_id=self.stored.id, end=replace(end, totals=totals_of(self.tree))
         )
@@ -205,7 +208,7 @@ class Session:
                 await self._commits.commit([change])
                 break
             except StoreAway:
-                # It will be stored, or nothing any more: the same end again is no other one.
+                # The end is still in the queue; storing an equal end again changes nothing.
                 continue
             except StoreError as error:
                 raise unavailable(str(error)) from error
@@ -215,23 +218,23 @@ class Session:
         self.apply(change)
 
     def _drop(self, why: str) -> None:
-        """End it in memory: the store knows that it is over."""
+        """End the session in memory: in the store it is over."""
         if self.stored.end is None:
             end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
 
-    # -- what its agent asks ------------------------------------------------------------------
+    # -- calls of its agent -------------------------------------------------------------------
 
     async def ask(self, call: ChatCall, *, deadline_at: float) -> ChatReply:
-        """Answer a request with the turn that it has got, or sample one.
+        """Answer a request with the turn that it already has, or sample one.
 
-        deadline_at: in the loop's time. Raises: Refused.
+        deadline_at: in the event loop's time. Raises: Refused.
         """
         self._check_asked()
         await self._until_admitted(deadline_at)
         call = replace(call, request=self.tree.resolved(call.request))
         place = await self._place(call.request)
-        # First: what is being stored is in the tree already.
+        # Before `answered`: a turn that is being stored is in the tree already.
         sampling = self._under_way(call, place.request_digest)
         if sampling is None:
             turn = self.tree.answered(
@@ -268,12 +271,12 @@ class Session:
         return int(prompt.token_ids.shape[0])
 
     def abandon(self, request_id: str) -> None:
-        """Note that the client of this request has gone before it was answered.
+        """Record that the client of this request has gone before it was answered.
 
-        It changes nothing where another request, a retry of this one, is answered with the turn.
+        This changes nothing if another request, a retry of this one, gets the turn.
         """
         answered = (first for first, newest in self._askers.items() if newest == request_id)
-        # One that asked another gateway is not among them.
+        # A request that was sent to another gateway is not among them.
         first = next(answered, None if request_id in self._askers else request_id)
         if first is None:
             return
@@ -285,36 +288,36 @@ class Session:
             self._hide(number)
 
     def _check_asked(self) -> None:
-        """Note that its agent asks. Raises: Refused if no agent may."""
+        """Record a request of its agent. Raises: Refused if no agent may send one."""
         if not self.is_open:
             raise closed(self.stored)
         if not self.stored.is_taken:
             raise Refused(
                 RefusalCode.FORBIDDEN,
-                f"nobody has claimed session {self.stored.id}; claim one of its group with POST "
-                "/api/v1/sessions and a name of your own in `session`",
+                f"session {self.stored.id} is not claimed; claim one of its group with POST "
+                "/api/v1/sessions and a name that you choose in `session`",
             )
         self._last_request_at = self._now()
 
     async def _until_admitted(self, deadline_at: float) -> None:
-        """deadline_at: in the loop's time. Raises: Refused."""
+        """Wait for its admission. deadline_at: in the event loop's time. Raises: Refused."""
         try:
             async with asyncio.timeout_at(deadline_at):
                 await self._admitted.wait()
         except TimeoutError:
             raise unavailable(
-                f"session {self.stored.id} waits for its group's place in the window; look at "
-                f"GET /api/v1/sessions/{self.stored.id} before its agent is started"
+                f"session {self.stored.id} waits until its group is admitted to the window; check "
+                f"GET /api/v1/sessions/{self.stored.id} before you start its agent"
             ) from None
         if not self.is_open:
             raise closed(self.stored)
 
     async def _place(self, request: ChatRequest) -> Place:
-        """Raises: Refused."""
+        """Find the turn that a request continues. Raises: Refused."""
         return self.tree.find(request, await self._background.in_thread(read, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> Sampling | None:
-        """Return what is being sampled for this very request. Raises: Refused."""
+        """Return the turn that is being sampled for an equal request. Raises: Refused."""
         if (same := self._sampling.get(call.request_id)) is not None:
             return same
         key = call.request.idempotency_key
@@ -325,8 +328,8 @@ class Session:
                 if not is_same:
                     raise Refused(
                         RefusalCode.CONFLICT,
-                        "this Idempotency-Key names another request, which is being answered; take "
-                        "a key of its own for each request",
+                        "this Idempotency-Key names another request, which is being answered; use "
+                        "a different key for each request",
                     )
                 return sampling
             # A retry under another idempotency key repeats a request that never arrived.
@@ -335,12 +338,12 @@ class Session:
         return None
 
     def _begin(self, call: ChatCall, place: Place, *, deadline_at: float) -> Sampling:
-        """Begin to sample a turn. deadline_at: in the loop's time. Raises: Refused."""
+        """Begin to sample a turn. deadline_at: in the event loop's time. Raises: Refused."""
         if not self.is_open:
             raise closed(self.stored)
         self._sampler.rates.take(self.stored.key_name)
         most, num_turns = self.stored.spec.max_turns, self._num_begun()
-        # Turns that are left out count too.
+        # Untrained turns count too.
         if num_turns >= most:
             self._cut(call, place, Outcome.MAX_TURNS, num_turns=num_turns)
             raise Refused(
@@ -364,7 +367,7 @@ class Session:
             request = sampler.request(sampling, prompt, session=self.stored, parent=parent)
         except Refused as refused:
             if refused.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-                # The request itself is among those under way, and will not be a turn.
+                # The request itself is in progress, and will not become a turn.
                 num_turns = self._num_begun() - 1
                 self._cut(call, place, Outcome.TRUNCATED_CONTEXT, num_turns=num_turns)
             raise
@@ -395,12 +398,12 @@ class Session:
         return new
 
     def _num_begun(self) -> int:
-        """Return the number of its turns, with those that are under way and not yet stored."""
+        """Return the number of its turns, including those in progress that are not yet stored."""
         waiting = (each for each in self._sampling.values() if not each.is_committing)
         return self.tree.num_turns + sum(1 for _ in waiting)
 
     async def _show(self, turn: SessionTurn) -> ChatReply:
-        """Answer with a turn that is stored; that it is seen is stored before. Raises: Refused."""
+        """Answer with a stored turn, after storing that it is seen. Raises: Refused."""
         number = turn.number
         if turn.is_unseen:
             if not self.is_open:
@@ -419,10 +422,10 @@ class Session:
     def _reply(self, turn: SessionTurn) -> ChatReply:
         return as_reply(self.tree, turn, shows_tokens=self.stored.spec.shows_tokens)
 
-    # -- what its client asks -----------------------------------------------------------------
+    # -- calls of its client ------------------------------------------------------------------
 
     async def claim(self, name: str) -> None:
-        """Give it to a client. name: what the client calls it. Raises: Refused."""
+        """Claim it for a client. name: the client's name for it. Raises: Refused."""
         now = self._now()
         change = SessionClaimed(session_id=self.stored.id, name=name, claimed_at=now)
         await self._commit(change)
@@ -430,7 +433,7 @@ class Session:
         self._last_request_at = now
 
     async def finish(self, finish: Finish) -> None:
-        """End it. The same request again changes nothing. Raises: Refused."""
+        """End the session. The same request again changes nothing. Raises: Refused."""
         end = self.stored.end
         if end is not None:
             if end.digest == finish.digest:
@@ -455,7 +458,7 @@ class Session:
         )
 
     async def reward(self, given: Finish) -> None:
-        """Give the reward that it waits for once it is finished. As `finish`. Raises: Refused."""
+        """Give the pending reward of a finished session. As `finish`. Raises: Refused."""
         end = self.stored.end
         if end is None:
             raise Refused(
@@ -482,14 +485,14 @@ class Session:
         await self._once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
-        """End it without training it; do nothing where it has ended, or ends meanwhile.
+        """End the session untrained; do nothing if it has ended, or ends meanwhile.
 
         Raises: Refused.
         """
         while self.stored.end is None:
             if (ending := self._ending) is not None:
                 await asyncio.wait({ending})
-                # Of a task that is done already nothing was awaited.
+                # Waiting for a finished task does not yield to the event loop; this does.
                 await asyncio.sleep(0)
                 continue
             try:
@@ -509,7 +512,7 @@ class Session:
             created_at=stored.created_at,
             opened_at=stored.opened_at,
             ended_at=end.ended_at if end else None,
-            # The turns of one that is trained are gone.
+            # The turns of a trained session are deleted.
             totals=(end and end.totals) or totals_of(self.tree),
             reward=end.reward if end else None,
             is_reward_pending=end is not None and end.reward_until is not None,
@@ -517,10 +520,10 @@ class Session:
             detail=end.detail if end else "",
         )
 
-    # -- what the run does with it ------------------------------------------------------------
+    # -- calls of the run ---------------------------------------------------------------------
 
     def open(self) -> None:
-        """Note that its group is admitted."""
+        """Record that its group is admitted."""
         if self.stored.opened_at is None and self.stored.end is None:
             self._note(SessionOpened(session_id=self.stored.id, opened_at=self._now()))
         self._last_request_at = self._now()
@@ -530,7 +533,7 @@ class Session:
         await self._over.wait()
 
     def learn(self, end: SessionEnd) -> None:
-        """Take over an end that another has stored, as of a group that was cancelled."""
+        """Apply an end that another process has stored, such as of a cancelled group."""
         if self.is_open:
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
             self._give_up()
@@ -547,26 +550,26 @@ class Session:
             if end is not None:
                 self._background.begin(self._end_overdue(end))
 
-    # -- how it ends --------------------------------------------------------------------------
+    # -- its end ------------------------------------------------------------------------------
 
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
-        """is_stated: whether the client says how it ended. Raises: Refused."""
+        """End the session. is_stated: whether the client states the outcome. Raises: Refused."""
         await self._once(end.digest, self._give_up_and_end(end, is_stated=is_stated))
 
     async def _give_up_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
-        """End it when its turns are stored; those not yet sampled are given up. Raises: Refused."""
+        """Cancel turns not yet sampled, and end it when the others are stored. Raises: Refused."""
         self._give_up()
         tasks = [sampling.task for sampling in self._sampling.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         if end.status is SessionStatus.FINISHED:
-            # Again: turns that were being stored are there now.
+            # Again: turns that were being stored are in the tree now.
             check_turns(self.tree, turn_rewards=end.turn_rewards, judged=end.judged)
             if not is_stated:
                 end = replace(end, outcome=seen_outcome(self.tree, self.stored.cut, end.judged))
         await self._store_end(end)
 
     async def _once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin the work that ends it, or wait for what was begun. Raises: Refused."""
+        """Begin the work that ends it, or wait for equal work in progress. Raises: Refused."""
         ending = self._ending
         if ending is not None:
             work.close()
@@ -576,7 +579,7 @@ class Session:
             ending = self._ending = self._background.begin(work)
             self._ending_digest = digest
             ending.add_done_callback(lambda _: setattr(self, "_ending", None))
-        # It goes on when this caller is gone: the end may be stored already.
+        # It continues when this caller is gone: the end may be stored already.
         await asyncio.shield(ending)
 
     async def _end_overdue(self, end: SessionEnd) -> None:
@@ -586,12 +589,12 @@ class Session:
             await self._once("", self._store_end(end))
 
     def _give_up(self) -> None:
-        """Sample nothing more; what has been sampled is stored."""
+        """Cancel the turns that are not yet sampled; the others are stored."""
         for sampling in self._sampling.values():
             if not sampling.is_committing:
                 sampling.task.cancel()
 
 
 def stopping() -> Refused:
-    """The next gateway is to be asked."""
+    """Return the refusal of a gateway that stops: the next one will answer."""
     return unavailable("the gateway is being stopped; send the request again")

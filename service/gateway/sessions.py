@@ -1,12 +1,12 @@
-"""The open sessions of a run: requests in, turns out, and at the end a trajectory.
+"""The sessions of a run: requests in, turns out, and at the end a trajectory.
 
-Invariants: what a session holds in memory is what the store has of it, so that another gateway can
-go on after a kill; a trajectory holds each turn that a client may have seen once. Only sessions
-that somebody plays stay in memory: the store has the rest. Tokenising and hashing run in a thread.
-Nothing here knows Ray: the actor (`service.gateway.actor`) hands its calls on.
+Invariants: the state of a session in memory equals its state in the store, so that another gateway
+can continue after a kill; a trajectory has each turn that a client may have seen once. Only
+sessions in use stay in memory. Tokenising and hashing run in a thread. Nothing here depends on Ray:
+the actor (`service.gateway.actor`) forwards its calls.
 
 `Sessions` finds the session of a call by its name and key, and calls it (`session`). A session
-samples its turns (`sampling`), knows where a request goes on (`tree`), stores what happens to it
+samples its turns (`sampling`), finds the turn that a request continues (`tree`), stores its changes
 (`commits`), and ends by the rules in `ends`.
 """
 
@@ -43,33 +43,33 @@ from service.store.errors import StoreError
 from service.store.sessions import SessionStore
 
 LOOK_EVERY_S = 1.0
-# The digest of the key that was not sent.
+# The digest if no key was sent.
 NO_KEY = digest_of("")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """What the gateway is told of the configuration."""
+    """The part of the configuration that the gateway uses."""
 
     sessions: SessionSettings
     rollouts: RolloutSettings
     algorithm: AlgorithmSettings
     max_context_tokens: int
-    """Prompt and reply together, as the engine allows."""
+    """The engine's limit of prompt and reply together."""
     chat_template: str | None
     """Chat template of the run; None: the tokenizer's own."""
     default_limits: KeyLimits = NO_LIMITS
-    """Of named keys without limits of their own."""
+    """Limits of named keys without their own."""
     finds_parser: bool = False
-    """Whether calls are read as the chat template writes them (inference.tool_parser: auto)."""
+    """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
     num_ahead: int = 0
-    """By how much versions were ahead of steps when the term began."""
+    """Number of versions minus steps when the term began."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model; None: not known."""
 
 
 class Sessions:
-    """All sessions of a run; belongs to one event loop."""
+    """The sessions of a run; belongs to one event loop."""
 
     def __init__(
         self,
@@ -83,8 +83,9 @@ class Sessions:
         read_keys: Callable[[], Sequence[NamedKey]] = lambda: (),
         now: Callable[[], float] = time.time,
     ) -> None:
-        """read_keys: reads the run's named keys from its store. now: returns seconds since 1970.
+        """Start without sessions in memory.
 
+        Args: read_keys: reads the run's named keys from its store. now: returns seconds since 1970.
         Raises: StoreError.
         """
         self._settings = settings
@@ -109,14 +110,14 @@ class Sessions:
             reads_calls=not settings.finds_parser or call_form(renderer) is not None,
         )
         self._loading: dict[str, asyncio.Task[Session | None]] = {}
-        """By name: sessions that are in memory, or on the way there."""
+        """By name: the tasks that load sessions; a finished one has the session in memory."""
         self._claiming = asyncio.Lock()
         self._is_closed = False
 
-    # -- what agents ask ----------------------------------------------------------------------
+    # -- calls of agents ----------------------------------------------------------------------
 
     async def chat(self, call: ChatCall) -> ChatReply:
-        """Sample a turn, or give the one that this request has got already. Raises: Refused."""
+        """Sample a turn, or return the turn that this request already has. Raises: Refused."""
         began = time.monotonic()
         deadline_at = asyncio.get_running_loop().time() + call.deadline_s
         try:
@@ -129,7 +130,7 @@ class Sessions:
         return reply
 
     async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Return the prompt's length for a request; nothing is sampled or stored.
+        """Return the prompt's length for a request; sample and store nothing.
 
         Raises: Refused.
         """
@@ -137,32 +138,32 @@ class Sessions:
         return await session.num_prompt_tokens(call.request)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raises: Refused if the key is neither of the session's two keys."""
+        """Raise Refused if the key is neither of the session's two keys."""
         try:
             await self._of_key(session_id, key_digest, wanted="agent")
         except Refused as refused:
-            # It is the session's other key: the route says what that key may not do.
+            # The reward key is a key of the session too; the call itself checks what it allows.
             if refused.code is not RefusalCode.FORBIDDEN:
                 raise
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Call `abandon` of the session, if there is one. Raises: Refused if the store is away."""
+        """Call `abandon` of the session, if it exists. Raises: Refused if the store is away."""
         session = await self._find(session_id)
         if session is not None:
             session.abandon(request_id)
 
     def take_turn(self, key_name: str) -> None:
-        """Count a turn that is sampled without a session. As `TurnRates.take`. Raises: Refused."""
+        """Count a turn without a session, as `TurnRates.take` does. Raises: Refused."""
         self._rates.take(key_name)
 
-    # -- what clients ask ---------------------------------------------------------------------
+    # -- calls of clients ---------------------------------------------------------------------
 
     async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """Give a group's next free session to a client that comes, the same one again to the same.
+        """Claim a group's next free session for a client; the same name gets the same session.
 
-        Args: name: what the client calls it. sees: as `view`.
+        Args: name: the client's name for it. sees: as in `view`.
         Returns: the member's number; None: no such group.
-        Raises: Refused, where none is free.
+        Raises: Refused if none is free.
         """
         async with self._claiming:
             group = await self._of_submission(submission_id, sees)
@@ -173,8 +174,8 @@ class Sessions:
                     return session.stored.member
             none_free = Refused(
                 RefusalCode.CONFLICT,
-                f"group {submission_id} has no free session of {len(group)}: all are claimed, or "
-                "it is closed or cancelled; begin another group",
+                f"none of the {len(group)} sessions of group {submission_id} is free: all are "
+                "claimed, or the group is closed or cancelled; begin another group",
             )
             free = _free(group)
             if not free:
@@ -182,15 +183,15 @@ class Sessions:
             try:
                 await free[0].claim(name)
             except Refused as refused:
-                # Its group is over, as the store alone knows so far.
+                # The group is over; so far only the store had this.
                 is_over = refused.code is RefusalCode.SESSION_CLOSED
                 raise (none_free if is_over else refused) from refused.__cause__
             return free[0].stored.member
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """Give up a group's sessions that nobody has claimed. Returns: how many; None: no group.
+        """End a group's unclaimed sessions, untrained. Returns: their number; None: no such group.
 
-        sees: as `view`. Raises: Refused.
+        sees: as in `view`. Raises: Refused.
         """
         async with self._claiming:
             group = await self._of_submission(submission_id, sees)
@@ -200,9 +201,9 @@ class Sessions:
             return len(free) if group else None
 
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """End a session that is not to be trained; nothing where it has ended.
+        """End a session untrained; do nothing if it has ended.
 
-        sees: as `view`. Returns: None: unknown, or not shown. Raises: Refused.
+        sees: as in `view`. Returns: None: unknown, or not visible. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         if session is None:
@@ -211,21 +212,21 @@ class Sessions:
         return session.view()
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """None: there is no such session, or it is not shown.
+        """Return a session; None: there is none, or it is not visible.
 
-        sees: the tenant whose sessions are shown; None: every tenant's. Raises: Refused.
+        sees: the tenant whose sessions are visible; None: every tenant's. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         return None if session is None else session.view()
 
-    # -- what the holder of the reward's key asks ---------------------------------------------
+    # -- calls with the reward key ------------------------------------------------------------
 
     async def finish(
         self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
     ) -> SessionView:
         """End a session. The same request again changes nothing.
 
-        client: who asks by a key of its own, not by the session's; its tenant has to be the
+        client: a caller with its own key instead of the session's; its tenant must be the
         session's. Raises: Refused.
         """
         session = await self._of_reward(session_id, key_digest, client)
@@ -235,15 +236,15 @@ class Sessions:
     async def give_reward(
         self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
     ) -> SessionView:
-        """Give the reward that a finished session waits for. As `finish`. Raises: Refused."""
+        """Give a finished session its pending reward. client: as in `finish`. Raises: Refused."""
         session = await self._of_reward(session_id, key_digest, client)
         await session.reward(given)
         return session.view()
 
-    # -- what the queue asks ------------------------------------------------------------------
+    # -- calls of the queue -------------------------------------------------------------------
 
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
-        """Open the session of a rollout, and wait for its end."""
+        """Open the session of a rollout, wait for its end, and return its trajectory."""
         member = int(assignment.rollout_id.rpartition("-")[2])
         name = session_id(assignment.task.task_id, member)
         session = await self._find(name)
@@ -251,7 +252,7 @@ class Sessions:
             return Trajectory.of(
                 assignment,
                 Outcome.INFRASTRUCTURE_ERROR,
-                detail=f"the store knows no session {name}",
+                detail=f"the store has no session {name}",
             )
         session.open()
         await session.until_over()
@@ -274,11 +275,11 @@ class Sessions:
         for reason in counts.left_out.values():
             turns.labels(use=reason.value).inc()
 
-    # -- what the actor asks ------------------------------------------------------------------
+    # -- calls of the actor -------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
-        """Sessions that are admitted and have not ended."""
+        """Number of sessions that are admitted and have not ended."""
         return sum(each.is_playing for each in self.in_memory())
 
     def in_memory(self) -> list[Session]:
@@ -287,10 +288,9 @@ class Sessions:
         return [session for task in done if (session := task.result()) is not None]
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up, and learn of groups that are over and of keys that
-        were revoked; never returns.
+        """End the sessions whose time is up, and read ended groups and revoked keys from the store.
 
-        Raises: StoreError, LeaseLost when nothing can be stored any more.
+        Never returns. Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -298,7 +298,7 @@ class Sessions:
                 raise self._commits.failure
             with suppress(StoreError):
                 self._keys.update(await asyncio.to_thread(self._read_keys))
-                # Those that are open here may have ended in the store.
+                # Sessions that are open here may have ended in the store.
                 is_open = {each.stored.id: each for each in self.in_memory() if each.is_open}
                 ends = await asyncio.to_thread(self._store.ends, list(is_open))
                 for name, end in ends.items():
@@ -307,14 +307,14 @@ class Sessions:
                 session.end_if_overdue()
 
     def close(self) -> None:
-        """Take nothing more: what is asked from here on is for the next gateway."""
+        """Refuse all later requests: the next gateway answers them."""
         self._is_closed = True
         self._background.close()
 
-    # -- where sessions are found -------------------------------------------------------------
+    # -- finding sessions ---------------------------------------------------------------------
 
     async def _find(self, name: str) -> Session | None:
-        """Return a session, or None if there is none. Raises: Refused if the store is away."""
+        """Return a session; None: there is none. Raises: Refused if the store is away."""
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = self._background.begin(self._load(name))
@@ -344,18 +344,18 @@ class Sessions:
         )
 
     def _forget(self, name: str) -> None:
-        """Read from the store what is asked of it from here on."""
+        """Drop a session from memory: the next call loads it from the store."""
         self._loading.pop(name, None)
 
     async def _shown(self, name: str, sees: str | None) -> Session | None:
-        """None: there is no such session, or it is not shown. sees: as `view`. Raises: Refused."""
+        """Return a session that is visible, or None. sees: as in `view`. Raises: Refused."""
         session = await self._find(name)
         if session is None or not may_see(sees, session.stored.tenant):
             return None
         return session
 
     async def _of_submission(self, submission_id: str, sees: str | None) -> list[Session]:
-        """Return a submission's sessions that are shown. sees: as `view`. Raises: Refused."""
+        """Return a submission's visible sessions. sees: as in `view`. Raises: Refused."""
         try:
             stored = await asyncio.to_thread(self._store.of_submission, submission_id)
         except StoreError as error:
@@ -364,7 +364,7 @@ class Sessions:
         return [session for session in found if session is not None]
 
     async def _of_reward(self, name: str, key_digest: str, client: Caller | None) -> Session:
-        """client: as `finish`. Raises: Refused."""
+        """Return the session that a caller may reward. client: as in `finish`. Raises: Refused."""
         if client is None:
             return await self._of_key(name, key_digest, wanted="reward")
         if self._is_closed:
@@ -375,15 +375,15 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return the session, of which this is the wanted key.
+        """Return the session, if this is the wanted one of its keys.
 
-        One that is not known is refused as one that has other keys: who has none of them learns
-        nothing of it. Raises: Refused.
+        An unknown session is refused as one with other keys is, so that a caller without its keys
+        does not learn whether it exists. Raises: Refused.
         """
         if key_digest == NO_KEY:
             raise Refused(
                 RefusalCode.INVALID_KEY,
-                f"this needs the {wanted}'s key of session {name}, got none",
+                f"this needs the {wanted} key of session {name}, got none",
             )
         if self._is_closed:
             raise stopping()
@@ -398,13 +398,13 @@ class Sessions:
         if self._keys.is_revoked(session.stored.key_name):
             raise Refused(
                 RefusalCode.INVALID_KEY,
-                f"the client's key that created session {name} was revoked, and the session's keys "
-                "with it; another key of its tenant can end it",
+                f"the client's key that created session {name} was revoked, and so were the "
+                "session's keys; another key of its tenant can end it",
             )
         if not is_own:
             raise Refused(
                 RefusalCode.FORBIDDEN,
-                f"this needs the {wanted}'s key of session {name}, got the session's other one",
+                f"this needs the {wanted} key of session {name}, got the session's other key",
             )
         return session
 

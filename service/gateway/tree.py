@@ -1,10 +1,10 @@
-"""What was said in a session, as a tree of sampled turns: where a request goes on, what is trained.
+"""A session's conversations as a tree of sampled turns: it matches requests and makes samples.
 
 A request is matched to the turns by the keys of its conversation (`canonical`); its prompt is the
-ids of the turn that it goes on from and what its new messages add. In a prompt stand our own copies
-of what was said before, not the client's. Of a turn the tree keeps what it added, so that a
-session's memory does not grow with its turns times their length. Nothing is kept that the stored
-turns do not give again when they are added in their order. Called by the gateway actor.
+ids of the turn that it continues, and those that its new messages add. A prompt contains our own
+copies of earlier messages, not the client's. The tree keeps only what each turn added, so that its
+memory does not grow with the number of turns times their length. The tree can be rebuilt by adding
+the stored turns in their order. Called by the gateway actor.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from service.intake.turns import SessionTurn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a request goes on in a session, by value: `next_prompt` needs nothing else."""
+    """The turn that a request continues, by value: `next_prompt` needs nothing else."""
 
     parent: int | None
-    """The number of the turn that it goes on from; None: a conversation begins with it."""
+    """The number of the turn that it continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
     """In the order in which they were first declared."""
     template_options: Mapping[str, Any]
@@ -55,25 +55,24 @@ class Place:
     """Whether the first message of the conversation came as a request's instructions. A turn with a
     parent has the parent's value."""
     history: tuple[Message, ...]
-    """Up to and with the parent's reply; empty without a parent."""
+    """Messages up to and including the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
-    """What follows, with our own ids of calls; without a parent the whole chat. May be empty."""
+    """Messages after these, with our own ids of calls; without a parent all. May be empty."""
     parent_prompt: tuple[TokenIds, ...] = ()
-    """Its pieces; their ids one after another are the parent's prompt."""
+    """Pieces of the parent's prompt, in order."""
     parent_sampled: TokenIds | None = None
     """[A] int32; None without a parent."""
     is_under_other_tools: bool = False
-    """Whether more of the conversation is known than this, under other tools."""
+    """Whether turns with other tools contain more of the conversation."""
     is_ambiguous: bool = False
-    """Whether it may go on from several turns that differ in their ids, so that it goes on from
-    none."""
+    """Whether several turns with different ids match, so that it continues none of them."""
     request_digest: str
     """Equal for an equal request at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a request's turn is sampled from; the fields are those of `SessionTurn`."""
+    """The prompt of a request's turn; the fields are those of `SessionTurn`."""
 
     token_ids: TokenIds
     """[P] int32, the whole prompt."""
@@ -89,27 +88,27 @@ class SessionCounts:
     """The turns of a session by their use; each is in one of the first two."""
 
     num_counted: int
-    """Trained."""
+    """Number of trained turns."""
     left_out: Mapping[int, LeftOutReason]
-    """By the number of the turn, in order."""
+    """Untrained turns, by number and in order."""
     left_out_tokens: Mapping[LeftOutReason, int]
-    """Sampled tokens of these turns."""
+    """Sampled tokens of the untrained turns."""
     num_malformed: int
-    """Of the counted ones, as are the rest."""
+    """Malformed trained turns; the next counts are of trained turns too."""
     num_inserted: int
     render_breaks: Mapping[str, int]
     """By `BreakReason`."""
     num_ambiguous: int
-    """Conversations that were rendered anew because two turns of theirs have equal texts."""
+    """Conversations that were rendered again because several turns with equal texts match."""
 
 
 class Reading(NamedTuple):
-    """What a request's text says, whatever the session: all of the work that grows with it."""
+    """A request's keys, which do not depend on the session: all work that grows with its text."""
 
     tools: bytes
-    """Their key, with that of the template's options."""
+    """Key of the tools and the template's options."""
     links: list[Link]
-    """Of its messages; not used where it names the turn that they follow."""
+    """One for each message; not used if the request names the turn that they follow."""
 
 
 def read(request: ChatRequest) -> Reading:
@@ -123,7 +122,7 @@ def read(request: ChatRequest) -> Reading:
 def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
     """Make the prompt of a request; may run in a thread.
 
-    Args: merges_system: put all system texts into one message at the front, where the chat template
+    Args: merges_system: put all system texts into one message at the front if the chat template
     refuses the chat or does not show all of it.
     Raises: RenderError if the template still refuses the chat or does not show all of it.
     """
@@ -179,28 +178,28 @@ class _Node:
     tools_key: bytes
     tools: tuple[ToolSchema, ...]
     key: bytes
-    """Of the conversation up to and with its reply."""
+    """Key of the conversation up to and including the turn's reply."""
     num_messages: int
-    """Of the conversation up to and with its reply."""
+    """Number of the conversation's messages up to and including the turn's reply."""
     first_call: int
-    """How many calls the conversation has before its new messages."""
+    """Number of the conversation's calls before the turn's new messages."""
     calls: tuple[tuple[str, str], ...]
     """Id and name of each call in its new messages and its reply."""
     reason: BranchReason
-    """Why it begins a sample, should it extend none."""
+    """Why the turn begins a sample, if it extends none."""
     is_ambiguous: bool
     reply: Reply = field(init=False)
-    """Its form for the search in later prompts."""
+    """The turn's reply, to be searched for in later prompts."""
     root: _Node = field(init=False)
     """The first turn of its conversation; it may be this turn."""
     num_in_root: int = 0
-    """For a root: all turns that continue from it, including itself."""
+    """For a root: number of turns that continue from it, including itself."""
     num_of_task: int = 0
-    """For a root: how many of these are not marked as auxiliary."""
+    """For a root: number of these turns that are not marked as auxiliary."""
     is_continued: bool = False
-    """Whether a client came back with its reply, and so has got it."""
+    """Whether a client sent its reply back, which shows that it received it."""
     is_quoting: bool | None = None
-    """For a root: whether its messages have something that was sampled before; None: not known."""
+    """For a root: whether its messages quote a reply sampled before; None: not checked yet."""
 
     def __post_init__(self) -> None:
         self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
@@ -222,14 +221,14 @@ class _Node:
         return self.turn.is_unseen and not self.is_continued
 
     def path(self) -> Iterator[_Node]:
-        """From itself up to where its conversation begins."""
+        """Yield the turns from this one back to the start of its conversation."""
         node: _Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def prompt(self) -> tuple[TokenIds, ...]:
-        """The pieces of its prompt."""
+        """Return the pieces of its prompt."""
         pieces = [self.turn.new_token_ids]
         node = self
         while node.turn.extends_parent:
@@ -246,7 +245,7 @@ class _Node:
         return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
 
     def call_number(self, call_id: str) -> int | None:
-        """Of the newest call of this id up to its reply."""
+        """Return the number of the newest call with this id up to its reply; None: no call."""
         for node in self.path():
             for number in range(len(node.calls) - 1, -1, -1):
                 if node.calls[number][0] == call_id:
@@ -257,27 +256,30 @@ class _Node:
 class SessionTree:
     """The turns of one session.
 
-    Example: turns 0 and 1 of one conversation, 1 going on from 0, and 2 of another give two
-    samples, of turns 0 and 1 and of turn 2.
+    Example: if turn 1 continues turn 0, and turn 2 begins another conversation, there are two
+    samples: one of turns 0 and 1, one of turn 2.
     """
 
     def __init__(self, session_id: str, *, leaves_titles_out: bool = False) -> None:
-        """leaves_titles_out: titles, as docs/semantics.md describes them, are not trained."""
+        """Make an empty tree.
+
+        leaves_titles_out: titles, as docs/semantics.md describes them, are not trained.
+        """
         self._session_id = session_id
         self._leaves_titles_out = leaves_titles_out
         self._nodes: list[_Node] = []
-        self._sampled: dict[bytes, list[_Node]] = {}  # by the key that ends with their reply
-        self._copies: dict[bytes, Message | None] = {}  # None: there are several, which differ
+        self._sampled: dict[bytes, list[_Node]] = {}  # by the key up to their reply
+        self._copies: dict[bytes, Message | None] = {}  # None: several that differ
         self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}
         self._by_request: dict[str, int] = {}
         self._by_idempotency_key: dict[str, int] = {}
         self._by_digest: dict[str, int] = {}
         self._newest_digest = ""
-        self._is_told_of_requests = False
+        self._has_noted_requests = False
 
     @property
     def turns(self) -> tuple[SessionTurn, ...]:
-        """All of them, in their order."""
+        """The turns, in their order."""
         return tuple(node.turn for node in self._nodes)
 
     @property
@@ -286,20 +288,19 @@ class SessionTree:
 
     @property
     def num_counted(self) -> int:
-        """Turns that are trained, as of now."""
+        """Number of turns that are trained if the session ends now."""
         return len(self._counted())
 
     def turn(self, number: int) -> SessionTurn:
-        """As it stands."""
         return self._nodes[number].turn
 
     def turn_id(self, number: int) -> str:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """The request with the parts of replies that its client names by their ids.
+        """Return a request with the parts of replies that its client names by their ids.
 
-        Raises: Refused for one that no reply of this session has.
+        Raises: Refused for an id that no reply of this session has.
         """
         messages = list(request.messages)
         for reference in request.references:
@@ -323,10 +324,10 @@ class SessionTree:
         raise unknown_item(reference.where)
 
     def find(self, request: ChatRequest, reading: Reading | None = None) -> Place:
-        """Find where a request goes on.
+        """Find the turn that a request continues.
 
-        Args: reading: of this request, where it was read before.
-        Raises: Refused, where it names a turn that this session does not have.
+        Args: reading: `read` of this request, if it was called before.
+        Raises: Refused if the request names a turn that this session does not have.
         """
         tools, links = reading or read(request)
         messages, is_ambiguous = request.messages, False
@@ -334,17 +335,17 @@ class SessionTree:
         is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
             parent: _Node | None = named
-            links = _links_behind(named, messages)
+            links = _links_after(named, messages)
         else:
             if named is not None:
-                history = _instructed_anew(request, named) if is_new else named.history()
+                history = _with_instructions(request, named) if is_new else named.history()
                 messages = (*history, *messages)
                 links = links_of(messages)
             same = self._deepest(links, tools=tools)
             # A request that names a turn's items by their ids continues that turn.
             referred = {reference.turn_id for reference in request.references}
             same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
-            parent = _told_apart(same, messages)
+            parent = _choose_parent(same, messages)
             is_ambiguous = bool(same) and parent is None
             depth = 0 if parent is None else parent.num_messages
             messages, links = messages[depth:], links[depth:]
@@ -361,7 +362,7 @@ class SessionTree:
             if parent is None
             else parent.is_instructed,
             history=() if parent is None else parent.history(),
-            new_messages=self._own(messages, links, behind=parent),
+            new_messages=self._own(messages, links, parent=parent),
             parent_prompt=() if parent is None else parent.prompt(),
             parent_sampled=None if parent is None else parent.turn.sampled_token_ids,
             is_under_other_tools=_are_under_others(self._deepest(links), tools),
@@ -370,7 +371,7 @@ class SessionTree:
         )
 
     def add(self, turn: SessionTurn) -> None:
-        """Take the session's next turn, new or read back; the calls of its reply have unique ids.
+        """Add the session's next turn, new or loaded; the calls of its reply have unique ids.
 
         A turn with a parent has the parent's tools and template options, whatever the request has.
         """
@@ -382,7 +383,7 @@ class SessionTree:
             key = tools_key(turn.tools, turn.template_options)
             tools = self._tools.setdefault(key, turn.tools)
         else:
-            links = _links_behind(parent, messages)
+            links = _links_after(parent, messages)
             key, tools = parent.tools_key, parent.tools
             parent.is_continued = True
         for link in links[:-1]:
@@ -395,23 +396,23 @@ class SessionTree:
         self._remember_request(turn)
 
     def mark_unseen(self, number: int, *, is_unseen: bool) -> SessionTurn:
-        """Say whether a client was gone before it was answered; returns the turn to be stored."""
+        """Mark whether a turn's client left before the answer; return the turn to be stored."""
         node = self._nodes[number]
         node.turn = replace(node.turn, is_unseen=is_unseen)
         return node.turn
 
     def note_request(self, digest: str) -> None:
-        """Say that a request has come, after `answered` was asked for it."""
-        self._newest_digest, self._is_told_of_requests = digest, True
+        """Record that a request has come; call `answered` for it before."""
+        self._newest_digest, self._has_noted_requests = digest, True
 
     def answered(
         self, *, request_id: str, idempotency_key: str, is_retry: bool, digest: str
     ) -> SessionTurn | None:
-        """The turn that answers this very request already; None: it is to be sampled.
+        """Return the turn that already answers this very request; None: a turn must be sampled.
 
-        A marked retry is answered with the newest request's turn where the two are equal, and
-        nothing says that they are two: another idempotency key, or a client that came back with
-        the turn's reply. Raises: Refused, where another request had the same idempotency key.
+        A marked retry gets the turn of the newest request if both are equal, unless the two have
+        different idempotency keys or a client has already sent the turn's reply back.
+        Raises: Refused if another request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
         if number is None and idempotency_key in self._by_idempotency_key:
@@ -420,7 +421,7 @@ class SessionTree:
                 raise Refused(
                     RefusalCode.CONFLICT,
                     f"idempotency key: it named another request of this session, which turn "
-                    f"{self.turn_id(number)} answers; send each request under a key of its own",
+                    f"{self.turn_id(number)} answers; send each request with a different key",
                 )
         if number is None and is_retry and digest == self._newest_digest:
             number = self._by_digest.get(digest)
@@ -430,16 +431,16 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: _Node, idempotency_key: str) -> bool:
-        """Whether a retry under a key, or none, repeats another request than a turn's."""
+        """Whether a retry with a key, or none, repeats another request than that of a turn."""
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
     def number_of(self, request_id: str) -> int | None:
-        """Of the turn that answers an HTTP request; None: there is none."""
+        """Return the number of the turn that answers an HTTP request; None: no turn does."""
         return self._by_request.get(request_id)
 
     def left_out(self) -> dict[int, LeftOutReason]:
-        """The turns that are not trained, as of now, by number and in order."""
+        """Return the turns that are not trained if the session ends now, by number and in order."""
         topics = self._topics() if self._leaves_titles_out else {}
         found: dict[int, LeftOutReason] = {}
         for node in self._nodes:
@@ -452,17 +453,17 @@ class SessionTree:
         return found
 
     def judged(self, named: int | None = None) -> int | None:
-        """The number of the turn that the session's reward is given to.
+        """Return the number of the turn that gets the session's reward; None: nothing is trained.
 
-        The named one; else the newest trained turn of a conversation that has another turn, or
-        whose prompt holds something that was sampled; else the newest of those with the longest
-        prompt. A named turn that is left out counts as none. Returns: None: nothing is trained.
+        It is the named turn; else the newest trained turn of a conversation that has another turn,
+        or whose prompt quotes a sampled reply; else the newest trained turn with the longest
+        prompt. A named turn that is not trained is ignored.
         """
         node = self._judged(self._counted(), named)
         return None if node is None else node.turn.number
 
     def last_of_main(self, named: int | None = None) -> SessionTurn | None:
-        """The newest trained turn of the judged turn's conversation; None: nothing is trained."""
+        """Return the newest trained turn of the judged turn's conversation, or None."""
         counted = self._counted()
         judged = self._judged(counted, named)
         if judged is None:
@@ -470,16 +471,16 @@ class SessionTree:
         return next(n.turn for n in reversed(counted) if n.root is judged.root)
 
     def follows(self, place: Place) -> int | None:
-        """The newest turn that a request continues, or whose reply its messages have."""
+        """Return the newest turn that a request continues, or whose reply its messages quote."""
         if place.parent is not None:
             return place.parent
         found = self._quoted(place.new_messages, before=len(self._nodes))
         return None if found is None else found.turn.number
 
     def is_ended_by(self, cut: Cut, named: int | None = None) -> bool:
-        """Whether a request that was refused is the last thing of the judged conversation.
+        """Whether a refused request is the last event of the judged conversation.
 
-        named: as of `judged`.
+        named: as in `judged`.
         """
         if cut.num_turns is None:
             return True
@@ -490,17 +491,17 @@ class SessionTree:
             return False
         if named is not None:
             return cut.follows is not None and self._nodes[cut.follows].root is judged.root
-        return cut.follows is not None or not self._goes_on(judged)
+        return cut.follows is not None or not self._is_continuing(judged)
 
     def num_prompt_tokens(self, number: int) -> int:
         return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())
 
     def prompt_ids(self, number: int) -> TokenIds:
-        """[P] int32: the whole prompt of a turn."""
+        """Return the whole prompt of a turn, [P] int32."""
         return np.concatenate(self._nodes[number].prompt())
 
     def full_ids(self, number: int) -> TokenIds:
-        """[P + A] int32: the prompt and what was sampled."""
+        """Return the prompt and the sampled tokens of a turn, [P + A] int32."""
         return self._nodes[number].full_ids()
 
     def samples(
@@ -512,11 +513,11 @@ class SessionTree:
         turn_rewards: Mapping[int, float] | None = None,
         judged: int | None = None,
     ) -> tuple[Sample, ...]:
-        """The training samples of the counted turns.
+        """Return the training samples of the trained turns.
 
-        Args: reward, components: of the session; the judged turn has them, beside a reward of its
-        own. turn_rewards: by the number of the turn; those of turns that are left out are left out
-        with them. judged: the number that the client named, as of `judged`.
+        Args: reward, components: the session's; the judged turn gets them, in addition to its own
+        reward. turn_rewards: by the number of the turn; those of untrained turns are ignored.
+        judged: the number that the client named, as in `judged`.
         """
         builder = SampleBuilder(trajectory_id)
         counted, by_turn = self._counted(), turn_rewards or {}
@@ -540,7 +541,7 @@ class SessionTree:
         return builder.samples()
 
     def counts(self) -> SessionCounts:
-        """The turns by what becomes of them, as it stands."""
+        """Count the turns by their use, as if the session ended now."""
         counted = self._counted()
         breaks = [n.turn.break_reason for n in counted if n.turn.break_reason is not None]
         left_out = self.left_out()
@@ -576,7 +577,10 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[_Node]:
-        """The turns whose replies stand last in a conversation; tools: under these alone."""
+        """Return the turns whose replies are the last sampled ones in a conversation.
+
+        tools: consider only turns with these; None: all.
+        """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
             if found := [node for node in known if tools is None or node.tools_key == tools]:
@@ -584,10 +588,10 @@ class SessionTree:
         return []
 
     def _own(
-        self, messages: Sequence[Message], links: Sequence[Link], *, behind: _Node | None
+        self, messages: Sequence[Message], links: Sequence[Link], *, parent: _Node | None
     ) -> tuple[Message, ...]:
-        """Our own copies of messages, with our own ids of the calls that they answer."""
-        path = [] if behind is None else [*behind.path()]
+        """Return our own copies of messages, with our own ids of the calls that they answer."""
+        path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
         for message, link in zip(messages, links, strict=True):
@@ -642,7 +646,7 @@ class SessionTree:
         ):
             if name:
                 names[name] = turn.number
-        if not self._is_told_of_requests:
+        if not self._has_noted_requests:
             self._newest_digest = turn.request_digest
 
     def _counted(self) -> list[_Node]:
@@ -650,7 +654,7 @@ class SessionTree:
         return [node for node in self._nodes if node.turn.number not in left_out]
 
     def _topics(self) -> dict[str, list[_Node]]:
-        """The roots by the first text of the user's in them."""
+        """Return the roots by the first user text in them."""
         found: dict[str, list[_Node]] = {}
         for root in self._nodes:
             if root.parent is None and (texts := user_texts(root.turn.new_messages)):
@@ -658,19 +662,19 @@ class SessionTree:
         return found
 
     def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
-        """Whether it only asks for the name of another conversation, which continued."""
+        """Whether a turn only asks for the title of another conversation, which continued."""
         if not self._is_lonely(node) or self._quotes(node) or self._is_used(node):
             return False
         roots = (
             each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ())
         )
         return any(
-            root is not node and self._goes_on(root) and not self._begins_anew(node, root)
+            root is not node and self._is_continuing(root) and not self._starts_over(node, root)
             for root in roots
         )
 
     @staticmethod
-    def _begins_anew(node: _Node, root: _Node) -> bool:
+    def _starts_over(node: _Node, root: _Node) -> bool:
         """Return whether the conversation at `root` repeats the one that consists of `node`.
 
         That is the case if its first messages are those of `node`, under the same tools, with
@@ -686,7 +690,7 @@ class SessionTree:
         return PromptText(replies).quotes(node.reply)
 
     def _is_like_a_title(self, node: _Node) -> bool:
-        """Whether it looks like a title of an earlier conversation: it has its question."""
+        """Whether a turn looks like a title of an earlier conversation: it quotes its question."""
         if not self._is_lonely(node) or self._quotes(node):
             return False
         asked = "\n".join(user_texts(node.turn.new_messages))
@@ -699,11 +703,11 @@ class SessionTree:
         )
 
     def _is_lonely(self, node: _Node) -> bool:
-        """Whether its conversation has only this turn, and the turn was offered no tools."""
+        """Whether a turn is its conversation's only one, and was offered no tools."""
         return node.parent is None and node.num_in_root == 1 and not node.tools
 
     def _is_used(self, node: _Node) -> bool:
-        """Whether its whole reply is a later message, or a value in the arguments of a call."""
+        """Whether a turn's whole reply is a later message, or a value in a call's arguments."""
         said = node.turn.reply.content.strip()
         later = self._nodes[node.turn.number + 1 :]
         messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
@@ -714,7 +718,7 @@ class SessionTree:
             if node.turn.number == named:
                 return node
         for node in reversed(counted):
-            if self._goes_on(node):
+            if self._is_continuing(node):
                 return node
         return max(
             counted,
@@ -722,10 +726,10 @@ class SessionTree:
             default=None,
         )
 
-    def _goes_on(self, node: _Node) -> bool:
-        """Whether its conversation has another turn, or holds what was sampled before it.
+    def _is_continuing(self, node: _Node) -> bool:
+        """Whether a turn's conversation has another turn, or quotes an earlier reply.
 
-        An auxiliary turn that goes on from it is no part of the task.
+        An auxiliary turn that continues it does not count.
         """
         is_continuing = node.parent is not None or node.root.num_of_task > 1
         return is_continuing or self._quotes(node.root)
@@ -737,13 +741,13 @@ class SessionTree:
         return root.is_quoting
 
     def _quoted(self, messages: Sequence[Message], *, before: int) -> _Node | None:
-        """The newest of the first `before` turns whose reply, or part of it, is in messages."""
+        """Return the newest of the first `before` turns whose reply, or a part, is in messages."""
         prompt = PromptText(messages)
         found = (node for node in reversed(self._nodes[:before]) if prompt.quotes(node.reply))
         return next(found, None)
 
 
-def _links_behind(node: _Node, messages: Sequence[Message]) -> list[Link]:
+def _links_after(node: _Node, messages: Sequence[Message]) -> list[Link]:
     return links_of(
         messages, after=node.key, num_calls=node.num_calls, call_before=node.call_number
     )
@@ -760,7 +764,8 @@ def _has_new_instructions(request: ChatRequest, named: _Node) -> bool:
     return [link.key for link in links_of(began)] != [link.key for link in links_of(begins)]
 
 
-def _instructed_anew(request: ChatRequest, named: _Node) -> tuple[Message, ...]:
+def _with_instructions(request: ChatRequest, named: _Node) -> tuple[Message, ...]:
+    """Return the history of a turn with the request's instructions instead of its own."""
     history = named.history()
     return (*_instructions(request), *history[_num_instructions(named, history) :])
 
@@ -771,7 +776,7 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: _Node, history: tuple[Message, ...]) -> int:
-    """Return how many messages at the front came as instructions: 0 or 1. New ones replace them."""
+    """Return the number of first messages that came as instructions, 0 or 1: to be replaced."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 
@@ -793,18 +798,18 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
     return tuple((call_id, name) for m in messages for call_id, name, _ in m.call_texts)
 
 
-def _told_apart(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
-    """The turn that a client goes on from, of several with equal texts; None: it cannot be told.
+def _choose_parent(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
+    """Return the turn that a client continues, of several with equal texts; None: ambiguous.
 
-    It is the one whose ids of calls it sends back as they were, whose reasoning it sends back, that
-    it got. Between turns that agree in all their token ids there is no difference.
+    It is the turn whose ids of calls the client sends back, then whose reasoning it sends back,
+    then that it received. Turns whose token ids are all equal are interchangeable.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None
     paths = [{id(node): node for node in end.path()} for end in nodes]
     shared = set.intersection(*(set(path) for path in paths))
     for agrees in (_has_same_ids, _has_same_reasoning):
-        told = [
+        agreeing = [
             end
             for end in nodes
             if all(
@@ -813,7 +818,7 @@ def _told_apart(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None
                 if id(node) not in shared
             )
         ]
-        nodes = told or nodes
+        nodes = agreeing or nodes
     nodes = [node for node in nodes if not node.is_orphan] or nodes
     newest = nodes[-1]
     if len(nodes) > 1:

@@ -1,6 +1,6 @@
 """The bodies of uploaded trajectories and of token-in, token-out requests, JSON or MessagePack.
 
-Read by msgspec, by one definition for both formats: a trajectory has three columns of thousands of
+msgspec reads both formats by one definition: a trajectory has three columns of thousands of
 numbers, for which pydantic takes many times as long. A column is a list, or packed: the bytes of a
 little-endian array with its type, in JSON as base64. Unknown fields are refused.
 """
@@ -20,7 +20,7 @@ from service.api.schemas import ID_PATTERN
 from service.gateway.bodies import SESSIONS_ID_PATTERN
 
 MSGPACK = "application/msgpack"
-# What one request, and one trajectory, may be made of; their tokens are bounded by the body.
+# In one trajectory, and in one sample; the limit of the body bounds their tokens.
 MAX_SAMPLES = 256
 MAX_TURNS = 4096
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
@@ -28,7 +28,7 @@ _PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
 Body = TypeVar("Body")
 Natural = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=ID_PATTERN)]
-# Room for the member's number behind it.
+# Leaves room for the member's number, which is appended.
 GroupName = Annotated[str, Meta(pattern=SESSIONS_ID_PATTERN)]
 
 
@@ -36,10 +36,10 @@ class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit
     """A column as bytes."""
 
     dtype: str
-    """NumPy's word, such as <i4: the one that the column asks for."""
+    """NumPy's name, such as <i4; each column has its own."""
     data: bytes
     shape: tuple[Natural, ...] | None = None
-    """Of recorded experts; null: one row."""
+    """For recorded experts; null: one row."""
 
 
 Integers = list[int] | Packed
@@ -47,7 +47,7 @@ Numbers = list[float] | Packed
 
 
 class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tokens [start, end) of a sample, of which this policy version sampled those that are."""
+    """Tokens [start, end) of a sample; this policy version sampled the trained ones."""
 
     version: int
     start: int
@@ -55,14 +55,14 @@ class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
 
 
 class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A turn: the sample's tokens [start, end) were sampled behind those before them."""
+    """A turn: the sample's tokens [start, end) were sampled after the tokens before them."""
 
     start: int
     end: int
     finish_reason: FinishReason = FinishReason.STOP
     is_malformed: bool = False
     index: int | None = None
-    """Of the turn in its trajectory, in the order of play; null of all: as they are listed."""
+    """Index of the turn in its trajectory, in the order of play; null in all: as listed."""
 
 
 class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     logprobs: Numbers
     """[T], <f4, nats; 0 where the mask is 0."""
     versions: list[SpanBody]
-    """Contiguous, covering all trained tokens."""
+    """Contiguous spans that cover all trained tokens."""
     mask: Integers | None = None
     """[T], |u1: 1 is trained. null: the turns' tokens."""
     turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
@@ -89,7 +89,7 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """[T], <f4; 0 outside of the turns."""
     experts: ExpertsBody | None = None
     branch_reason: BranchReason | None = None
-    """Why it extends no earlier sample; null: it is guessed from the ids."""
+    """Why it extends no earlier sample; null: derived from the ids."""
 
 
 class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -98,17 +98,17 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     samples: Annotated[list[SampleBody], Meta(min_length=1, max_length=MAX_SAMPLES)]
     """In the order in which they began."""
     reward: float | None = None
-    """Of the whole trajectory; null: it has none, or the tokens have it."""
+    """Of the whole trajectory; null: there is none, or `token_rewards` have it."""
     components: dict[str, float] = {}
     turn_rewards: dict[int, float] = {}
-    """By the number of the turn, beside the trajectory's."""
+    """By the number of the turn, in addition to the trajectory's reward."""
     outcome: str = "completed"
     detail: Annotated[str, Meta(max_length=2000)] = ""
     metadata: dict[str, Any] = {}
 
 
 class GroupBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """When a group is complete: with `members` trajectories, or with those that it has now."""
+    """A group that is complete with `members` trajectories, or (`close`) with those it has now."""
 
     id: GroupName
     members: Annotated[int, Meta(ge=1)] | None = None
@@ -126,7 +126,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """[P], <i4: the prompt."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: str = ""
-    """Of the answer to the turn before; so is the replica."""
+    """From the answer to the turn before; so is the replica."""
     replica: str = ""
 
 
@@ -137,7 +137,7 @@ class Span(Struct, frozen=True, kw_only=True):
 
 
 class GenerateAnswer(Struct, frozen=True, kw_only=True):
-    """Columns are lists in JSON, packed in MessagePack."""
+    """The sampled tokens; columns are lists in JSON, packed in MessagePack."""
 
     token_ids: Integers
     """[A], <i4."""
@@ -145,7 +145,7 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
     """[A], <f4, nats."""
     finish_reason: FinishReason
     version_spans: list[Span]
-    """Contiguous, covering [0, A)."""
+    """Contiguous spans that cover [0, A)."""
     experts: Packed | None
     """[R, layers, experts] of the first R sampled tokens; null: not recorded."""
     cache_salt: str
@@ -169,8 +169,8 @@ def decode_body(body: bytes, kind: type[Body], *, packed: bool) -> Body:
         raise Problem(
             400,
             "malformed-body",
-            f"the body cannot be read: {shown(str(error))}; send one {what} with the Content-Type "
-            "that says so",
+            f"the body cannot be read: {shown(str(error))}; send one {what} with the matching "
+            "Content-Type",
         ) from None
 
 
@@ -182,12 +182,12 @@ def _of_validation(text: str) -> Problem:
     return Problem(
         422,
         "invalid-request",
-        f"{where}: {shown(message)}; docs/service.md has the fields",
+        f"{where}: {shown(message)}; see docs/service.md for the fields",
         errors=[{"loc": loc, "code": "invalid-request", "message": shown(message)}],
     )
 
 
 def _parts(place: str) -> list[int | str]:
-    """Example: $.trajectories[0].reward -> ["trajectories", 0, "reward"]."""
+    """Split a path. Example: $.trajectories[0].reward -> ["trajectories", 0, "reward"]."""
     parts = re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", place)
     return [shown(name) if name else int(n) if n.isdecimal() else n for name, n in parts]

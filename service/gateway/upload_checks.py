@@ -1,7 +1,7 @@
-"""From the body of an uploaded trajectory to what is stored of it: every number is looked at once.
+"""Check the body of an uploaded trajectory, every number once, and make what is stored of it.
 
-Invariant: what comes out is a trajectory as one of our own producers makes it, which the queue, the
-merge actor and the trainer take as it is. Pure; called by the API's replicas, in a thread.
+Invariant: the result is a trajectory as our own producers make it, which the queue, the merge actor
+and the trainer accept unchanged. Pure; called by the API's replicas, in a thread.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class Fault(StrEnum):
-    """What is wrong with an uploaded trajectory; stable, for programs."""
+    """The kinds of faults in an uploaded trajectory; stable, for programs."""
 
     WRONG_TYPE = "wrong-type"
-    """A packed column of another type or shape, or of bytes that are none of its."""
+    """A packed column has another type or shape, or a wrong number of bytes."""
     LENGTHS_DIFFER = "lengths-differ"
     TOKEN_OUT_OF_VOCABULARY = "token-out-of-vocabulary"
     INVALID_MASK = "invalid-mask"
@@ -83,10 +83,10 @@ class Fault(StrEnum):
 
 
 class Violation(Exception):
-    """The first thing that is wrong with a trajectory."""
+    """The first fault of a trajectory."""
 
     def __init__(self, fault: Fault, place: Sequence[int | str], message: str) -> None:
-        """place: in the trajectory's body."""
+        """Report a fault. place: its position in the trajectory's body."""
         super().__init__(message)
         self.fault, self.place, self.message = fault, tuple(place), message
 
@@ -95,7 +95,7 @@ _Fail = Callable[[Fault, str, str], Violation]
 
 
 def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
-    """Raises: Violation."""
+    """Check a trajectory and return what is stored of it. Raises: Violation."""
     if body.outcome not in STATED_OUTCOMES:
         raise Violation(
             Fault.UNKNOWN_OUTCOME,
@@ -144,20 +144,20 @@ def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Columns:
-    """A sample's columns once they have been looked at; [T] each."""
+    """A sample's checked columns; [T] each."""
 
     token_ids: TokenIds
     mask: NDArray[np.bool_]
     logprobs: LogProbs
     versions: NDArray[np.int32]
     turns: tuple[TurnSpan, ...]
-    """Without their rewards."""
+    """The turns, without rewards."""
     token_rewards: NDArray[np.float32] | None
     experts: ExpertRecords | None
 
 
 def _read(body: SampleBody, number: int, facts: PolicyFacts) -> _Columns:
-    """Raises: Violation."""
+    """Check the columns of a sample. Raises: Violation."""
 
     def fail(fault: Fault, name: str, message: str) -> Violation:
         return Violation(fault, ["samples", number, name], message)
@@ -173,7 +173,7 @@ def _read(body: SampleBody, number: int, facts: PolicyFacts) -> _Columns:
             Fault.INVALID_LOGPROB,
             "logprobs",
             "a log-probability is not finite, or above 0; give the natural logarithm of the "
-            "probability of each sampled token, and mask 0 to one that has none",
+            "probability of each sampled token, and mask 0 to a token without one",
         )
     if logprobs[~mask].any():
         raise fail(
@@ -193,7 +193,7 @@ def _read(body: SampleBody, number: int, facts: PolicyFacts) -> _Columns:
 
 
 def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: _Fail) -> TokenIds:
-    """Token ids that the policy knows, as many as its context has room for. Raises: Violation."""
+    """Read token ids of the policy's vocabulary, at most its context length. Raises: Violation."""
     ids = _integers(value, "token_ids", None, fail)
     most, vocabulary = facts.max_context_tokens, facts.vocab_size or UNDONE
     if not 1 <= ids.shape[0] <= most:
@@ -206,7 +206,7 @@ def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: _Fail) -> Toke
         raise fail(
             Fault.TOKEN_OUT_OF_VOCABULARY,
             "token_ids",
-            f"an id is outside of the vocabulary, expected 0 to {vocabulary - 1}; use the "
+            f"an id is outside the vocabulary, expected 0 to {vocabulary - 1}; use the "
             "policy's own tokenizer",
         )
     return ids
@@ -215,14 +215,14 @@ def read_ids(value: list[int] | Packed, facts: PolicyFacts, fail: _Fail) -> Toke
 def _turn_spans(bodies: Sequence[TurnBody], length: int, fail: _Fail) -> tuple[TurnSpan, ...]:
     before = 1
     for turn in bodies:
-        # A prompt has a token at least, and turns follow each other.
+        # A prompt has at least one token, and turns follow each other.
         if not before <= turn.start < turn.end <= length:
             raise fail(
                 Fault.INVALID_TURNS,
                 "turns",
-                f"a turn from {shown(str(turn.start))} to {shown(str(turn.end))}, expected one "
-                f"from {before} on that is not empty, up to {length}; list turns in order, the "
-                "first behind a prompt",
+                f"got a turn from {shown(str(turn.start))} to {shown(str(turn.end))}, expected a "
+                f"turn that is not empty, from {before} at the earliest to {length} at the latest; "
+                "list turns in order, the first after a prompt",
             )
         before = turn.end
     return tuple(
@@ -249,7 +249,7 @@ def _mask(
         return sampled
     values = _integers(body.mask, "mask", length, fail, dtype="|u1")
     if int(values.view(np.uint32).max()) > 1:
-        raise fail(Fault.INVALID_MASK, "mask", "expected 0 and 1 alone")
+        raise fail(Fault.INVALID_MASK, "mask", "got another number, expected only 0 and 1")
     mask = values.astype(np.bool_)
     if turns is not None and (mask & ~sampled).any():
         raise fail(Fault.INVALID_MASK, "mask", "a token of mask 1 is in no turn")
@@ -257,7 +257,7 @@ def _mask(
 
 
 def _runs(mask: NDArray[np.bool_], fail: _Fail) -> tuple[TurnSpan, ...]:
-    """A turn for each run of mask 1."""
+    """Return a turn for each run of mask 1."""
     borders = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
     if not borders:
         raise fail(
@@ -267,7 +267,7 @@ def _runs(mask: NDArray[np.bool_], fail: _Fail) -> tuple[TurnSpan, ...]:
         raise fail(
             Fault.INVALID_TURNS,
             "mask",
-            "the first token has mask 1, expected a prompt before what was sampled",
+            "the first token has mask 1, expected a prompt before the sampled tokens",
         )
     spans = [TurnBody(start=s, end=e) for s, e in zip(borders[::2], borders[1::2], strict=True)]
     return _turn_spans(spans, mask.shape[0], fail)
@@ -282,15 +282,15 @@ def _versions(spans: Sequence[SpanBody], mask: NDArray[np.bool_], fail: _Fail) -
             raise fail(
                 Fault.INVALID_VERSIONS,
                 "versions",
-                f"a span from {shown(str(span.start))} to {shown(str(span.end))}, expected one "
-                f"that is not empty, begins where the one before it ends, and ends at "
+                f"got a span from {shown(str(span.start))} to {shown(str(span.end))}, expected a "
+                f"span that is not empty, begins at the end of the span before it, and ends at "
                 f"{mask.shape[0]} at most",
             )
         if not 0 <= span.version < UNDONE:
             raise fail(
                 Fault.INVALID_VERSIONS,
                 "versions",
-                f"version {shown(str(span.version))}, expected the number of a policy version",
+                f"got version {shown(str(span.version))}, expected the number of a policy version",
             )
         versions[span.start : span.end] = span.version
         end = span.end
@@ -314,7 +314,7 @@ def _token_rewards(
         raise fail(
             Fault.INVALID_REWARD,
             "token_rewards",
-            f"a reward is not finite, or above {MAX_REWARD:g} in size",
+            f"a reward is not finite, or its size is above {MAX_REWARD:g}",
         )
     outside = rewards.copy()
     for turn in turns:
@@ -323,7 +323,7 @@ def _token_rewards(
         raise fail(
             Fault.INVALID_REWARD,
             "token_rewards",
-            "a token that is in no turn has a reward, expected 0; reward what was sampled",
+            "a token outside all turns has a reward, expected 0; reward only sampled tokens",
         )
     return rewards
 
@@ -335,17 +335,18 @@ def _experts(body: ExpertsBody, length: int, facts: PolicyFacts, fail: _Fail) ->
         raise fail(
             Fault.LENGTHS_DIFFER,
             "experts",
-            f"{indices.shape[0]} records at {positions.shape[0]} positions, expected one at each",
+            f"got {indices.shape[0]} records at {positions.shape[0]} positions, expected one at "
+            "each",
         )
     is_ascending = (np.diff(positions) > 0).all()
     if not (is_ascending and (positions >= 0).all() and (positions < length).all()):
         raise fail(
             Fault.INVALID_EXPERTS,
             "experts",
-            f"positions are not ascending in 0 to {length - 1}, expected each once",
+            f"positions are not ascending, expected numbers from 0 to {length - 1}, each once",
         )
     if facts.mixture is None:
-        problem: str | None = "the model's routing cannot be replayed; leave the records out"
+        problem: str | None = "the run cannot replay this model's routing; leave the records out"
     else:
         problem = facts.mixture.fault(indices)
     if problem is not None:
@@ -359,8 +360,8 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: _Fail) -> NDArr
             raise fail(
                 Fault.WRONG_TYPE,
                 "experts",
-                f"got {shown(value.dtype)} of shape {shown(str(value.shape))}, expected |u1 or <i2 "
-                "of [tokens, layers, experts]",
+                f"got {shown(value.dtype)} with shape {shown(str(value.shape))}, expected |u1 or "
+                "<i2 with shape [tokens, layers, experts]",
             )
         return _unpacked(value, np.dtype(value.dtype), "experts", fail).reshape(value.shape)
     try:
@@ -371,13 +372,14 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: _Fail) -> NDArr
         raise fail(
             Fault.WRONG_TYPE,
             "experts",
-            "expected lists of equal lengths: tokens, layers, the numbers of experts",
+            "expected nested lists of equal lengths, [tokens, layers, experts], of experts' "
+            "numbers",
         )
     return wide.astype(np.uint8 if wide.max(initial=0) < 1 << 8 else np.int16)
 
 
 def _check_order(columns: Sequence[_Columns]) -> None:
-    """Of the turns over all samples. Raises: Violation."""
+    """Check the order of the turns over all samples. Raises: Violation."""
     indices = [turn.index for each in columns for turn in each.turns]
     if all(index == NO_VERSION for index in indices):
         return
@@ -390,9 +392,9 @@ def _check_order(columns: Sequence[_Columns]) -> None:
         raise Violation(
             Fault.INVALID_TURNS,
             ["samples"],
-            f"the turns' indices are not 0 to {len(indices) - 1}, each once, ascending within a "
-            "sample and from one sample's first to the next one's; leave them all out for turns "
-            "that are listed as they were played",
+            f"the turns' indices are wrong, expected 0 to {len(indices) - 1}, each once, ascending "
+            "within a sample and from one sample's first turn to the next one's; leave all out if "
+            "the turns are listed in the order of play",
         )
 
 
@@ -425,8 +427,8 @@ def _check_duplicates(columns: Sequence[_Columns]) -> None:
                         f"sample {number} trains tokens of the turn from {turn.start} to "
                         f"{turn.end} that sample {other} trains too, with the same prompt, ids and "
                         "log-probabilities; expected each sampled turn in one sample; in the later "
-                        "one leave it out of `turns`, and give all its tokens mask 0 and "
-                        "log-probability 0, as the rest of the prompt",
+                        "sample leave it out of `turns`, and give its tokens mask 0 and "
+                        "log-probability 0, like the rest of the prompt",
                     )
             known.append((number, own))
 
@@ -438,14 +440,14 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
-    """Whether turns with equal ids are one sampling, so that a token would be trained twice."""
+    """Whether turns with equal ids were sampled together, and a token would be trained twice."""
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Whether the body gives a number; 0 is one."""
+    """Whether the body has a reward; 0 is a reward."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards
@@ -453,7 +455,7 @@ def _is_rewarded(body: TrajectoryBody) -> bool:
 
 
 def _rewarded(body: TrajectoryBody, columns: Sequence[_Columns]) -> list[tuple[TurnSpan, ...]]:
-    """The turns of each sample, numbered and with their rewards. Raises: Violation."""
+    """Return the turns of each sample, numbered and with rewards. Raises: Violation."""
     spans = [turn for each in columns for turn in each.turns]
     if spans[0].index == NO_VERSION:
         spans = [msgspec.structs.replace(turn, index=i) for i, turn in enumerate(spans)]
@@ -475,7 +477,7 @@ def _rewarded(body: TrajectoryBody, columns: Sequence[_Columns]) -> list[tuple[T
         raise Violation(
             Fault.REWARD_MISSING,
             ["reward"],
-            f"got none with outcome {body.outcome}, expected a number",
+            f"got null with outcome {body.outcome}, expected a number",
         )
     last = len(spans) - 1
     components = {name: body.components[name] for name in sorted(body.components)}
@@ -491,7 +493,7 @@ def _rewarded(body: TrajectoryBody, columns: Sequence[_Columns]) -> list[tuple[T
 
 
 def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
-    """By turn, as the body states them; the last one has the trajectory's. Raises: Violation."""
+    """Return the rewards by turn; the last turn gets the trajectory's. Raises: Violation."""
     named: Mapping[str, Mapping[Any, float]] = {
         "reward": {} if body.reward is None else {"reward": body.reward},
         "components": body.components,
@@ -503,14 +505,14 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
                 raise Violation(
                     Fault.INVALID_REWARD,
                     [name] if key == name else [name, shown(str(key))],
-                    f"not finite, or above {MAX_REWARD:g} in size; expected a number",
+                    f"the number is not finite, or its size is above {MAX_REWARD:g}",
                 )
     unknown = [number for number in body.turn_rewards if not 0 <= number < num_turns]
     if unknown:
         raise Violation(
             Fault.INVALID_REWARD,
             ["turn_rewards", shown(str(unknown[0]))],
-            f"expected numbers of turns, which are 0 to {num_turns - 1}",
+            f"got an unknown turn, expected numbers from 0 to {num_turns - 1}",
         )
     rewards = {number: body.turn_rewards.get(number, 0.0) for number in range(num_turns)}
     rewards[num_turns - 1] += body.reward or 0.0
@@ -518,7 +520,7 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
 
 
 def _sums_of_tokens(columns: Sequence[_Columns]) -> list[float] | None:
-    """Of each turn, as they are listed; None: tokens have no rewards. Raises: Violation."""
+    """Return each turn's sum of token rewards, in order; None: no rewards. Raises: Violation."""
     if all(each.token_rewards is None for each in columns):
         return None
     sums = []
@@ -527,7 +529,7 @@ def _sums_of_tokens(columns: Sequence[_Columns]) -> list[float] | None:
             raise Violation(
                 Fault.LENGTHS_DIFFER,
                 ["samples", number, "token_rewards"],
-                "got none, expected them in all samples or in none",
+                "got null, expected token rewards in all samples or in none",
             )
         sums += [float(each.token_rewards[t.tokens].sum(dtype=np.float64)) for t in each.turns]
     return sums
@@ -556,10 +558,10 @@ def _sample(
 
 
 def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
-    """What a sample branched off, how many tokens it shares with it, and why it seems to have.
+    """Return the sample that another branches off, the number of shared tokens, and the reason.
 
-    As `actors.environment.sample_builder` finds it: the newest of those that shared most with its
-    first prompt when that was sent.
+    The rule is that of `actors.environment.sample_builder`: the newest of the samples that shared
+    most tokens with its first prompt when that was sent.
     """
     if not earlier:
         return None, 0, None
@@ -567,7 +569,7 @@ def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> 
     for number in range(len(earlier) - 1, -1, -1):
         sample = earlier[number]
         known = _known_before(sample, first.index)
-        # Most samples are told apart by one id.
+        # Compare one id first: it rules out most samples.
         is_less = most >= 0 and (
             most >= min(known, len(prompt)) or sample.token_ids[most] != prompt[most]
         )
@@ -581,14 +583,14 @@ def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> 
 
 
 def _known_before(sample: Sample, index: int) -> int:
-    """How many of a sample's tokens there were when turn `index` was sampled."""
+    """Return the number of a sample's tokens that existed when turn `index` was sampled."""
     return max(turn.end for turn in sample.turns if turn.index < index)
 
 
 def _integers(
     value: list[int] | Packed, name: str, length: int | None, fail: _Fail, *, dtype: str = "<i4"
 ) -> NDArray[np.int32]:
-    """[T] int32. length: T; None: any. dtype: of a packed column."""
+    """Return a column as [T] int32. length: T; None: any. dtype: of a packed column."""
     if isinstance(value, Packed):
         if value.dtype != dtype or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, dtype))
@@ -602,7 +604,7 @@ def _integers(
             raise fail(
                 Fault.TOKEN_OUT_OF_VOCABULARY if name == "token_ids" else Fault.WRONG_TYPE,
                 name,
-                "a number below 0, or of more than 31 bits; expected natural numbers",
+                "got a number below 0, or of more than 31 bits; expected natural numbers",
             )
         column = wide.astype(np.int32)
     _check_length(column, name, length, fail)
@@ -610,7 +612,7 @@ def _integers(
 
 
 def _floats(value: list[float] | Packed, name: str, length: int, fail: _Fail) -> LogProbs:
-    """[T] float32; what float32 cannot hold is infinite."""
+    """Return a column as [T] float32; numbers too large for float32 become infinite."""
     if isinstance(value, Packed):
         if value.dtype != "<f4" or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, "<f4"))
@@ -627,7 +629,7 @@ def _check_length(column: NDArray[Any], name: str, length: int | None, fail: _Fa
         raise fail(
             Fault.LENGTHS_DIFFER,
             name,
-            f"got {column.shape[0]} values for {length} tokens, expected one for each",
+            f"got {column.shape[0]} values for {length} tokens, expected one for each token",
         )
 
 
@@ -637,29 +639,29 @@ def _unpacked(value: Packed, dtype: np.dtype[Any], name: str, fail: _Fail) -> ND
         raise fail(
             Fault.WRONG_TYPE,
             name,
-            f"got {len(value.data)} bytes, expected whole numbers of {dtype.itemsize} bytes each, "
-            "as many as the shape says",
+            f"got {len(value.data)} bytes, expected {dtype.itemsize} for each number, and as many "
+            "numbers as in the shape",
         )
     return np.frombuffer(value.data, dtype)
 
 
 def _wrong_type(value: Packed, dtype: str) -> str:
     return (
-        f"packed as {shown(value.dtype)} of shape {shown(str(value.shape))}, expected {dtype} "
-        "without a shape"
+        f"got a column packed as {shown(value.dtype)} with shape {shown(str(value.shape))}, "
+        f"expected {dtype} without a shape"
     )
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> str:
-    """As JSON; equal for equal metadata. Raises: Violation."""
+    """Return metadata as JSON text, equal for equal metadata. Raises: Violation."""
     try:
         if is_deeper(metadata, MAX_DEPTH):
-            raise ValueError(f"more than {MAX_DEPTH} objects and lists inside each other")
+            raise ValueError(f"objects and lists are nested more than {MAX_DEPTH} deep")
         return json.dumps(metadata, allow_nan=False, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise Violation(
             Fault.INVALID_METADATA,
             ["metadata"],
-            f"expected plain JSON, finite and at most {MAX_DEPTH} levels deep "
+            f"expected JSON with finite numbers, at most {MAX_DEPTH} levels deep "
             f"({shown(str(error))})",
         ) from None

@@ -1,7 +1,7 @@
-"""How an uploaded trajectory is stored: as the queue's message, with its versions as runs.
+"""Encode an uploaded trajectory for the store: the queue's message, with run-length versions.
 
-A column of versions is a third of a trajectory's bytes, and a few runs say all that is in it.
-Invariant: stored_content(decoded(stored)) == stored, whatever format the trajectory came in.
+A column of versions is a third of a trajectory's bytes, but consists of a few runs.
+Invariant: stored_content(decoded_content(stored)) == stored, for uploads in either format.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NONE = np.empty(0, np.int32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
     trajectory: Trajectory
-    """Its samples without versions."""
+    """The trajectory, whose samples have no versions."""
     runs: tuple[tuple[tuple[int, int], ...], ...]
-    """Of each sample: a version, and how many tokens in a row have it."""
+    """For each sample its runs: a version, and the number of consecutive tokens with it."""
 
 
 _decoder = decoder_of(_Stored)
@@ -38,7 +38,7 @@ def stored_content(trajectory: Trajectory) -> bytes:
 
 
 def decoded_content(content: bytes) -> Trajectory:
-    """The inverse."""
+    """Decode the output of `stored_content`."""
     found: _Stored = _decoder.decode(content)
     whole = with_shared(found.trajectory)
     samples = [

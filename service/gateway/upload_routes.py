@@ -1,9 +1,8 @@
-"""The routes for those who sample by themselves: uploaded trajectories, and token ids in and out.
+"""The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
 
-A request is checked whole before anything of it is stored; what is left to say of single
-trajectories (stale, known, conflicting) stands in the answer. A group that is complete is submitted
-before the answer: when that is refused, the same request again finds its trajectories known and
-submits the group.
+A request is checked whole before any of it is stored; the answer reports what concerns single
+trajectories (stale, known, conflicting). A complete group is submitted before the answer: if that
+is refused, the same request again finds its trajectories known and submits the group.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Answer = TypeVar("Answer")
 
 
 class UploadPort(Protocol):
-    """What the routes need of the gateway. Every call may raise Refused and RunUnavailable."""
+    """The gateway's calls for uploads. Each may raise Refused and RunUnavailable."""
 
     async def policy_facts(self) -> PolicyFacts: ...
 
@@ -72,12 +71,12 @@ class UploadPort(Protocol):
     async def drop_group(self, group: str) -> UploadGroup | None: ...
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """key_name: of the caller's key; empty: it has none."""
+        """Sample the tokens after a prompt. key_name: of the caller's key; empty: it has none."""
         ...
 
 
 class PolicyAnswer(StrictBody):
-    """What has to be known to sample for this run, or to upload what was sampled."""
+    """The facts that a client needs to sample for this run, or to upload trajectories."""
 
     tokenizer_fingerprint: str = Field(
         description="sha256: of the JSON text of chat_template and vocab, keys sorted, no spaces"
@@ -96,14 +95,14 @@ class RejectedTrajectory(StrictBody):
 
 
 class GroupAnswer(StrictBody):
-    """Where a group of uploaded trajectories stands."""
+    """The state of a group of uploaded trajectories."""
 
     id: str
     uploaded: int
     members: int | None = Field(
-        description="the group is complete with so many; null: it is not before it is closed"
+        description="the group is complete with this number; null: once it is closed"
     )
-    is_submitted: bool = Field(description="GET /api/v1/rollouts/ID tells the rest")
+    is_submitted: bool = Field(description="if true, see GET /api/v1/rollouts/ID")
 
     @classmethod
     def of(cls, group: UploadGroup, caller: Caller) -> GroupAnswer:
@@ -116,7 +115,7 @@ class GroupAnswer(StrictBody):
 
 
 class UploadAnswer(StrictBody):
-    """What became of each trajectory; what is accepted is stored."""
+    """The trajectories of an upload by result; accepted ones are stored."""
 
     accepted: list[str]
     duplicates: list[str] = Field(description="accepted before, with the same content")
@@ -141,15 +140,15 @@ class TrajectoryAnswer(StrictBody):
 
     id: str
     group: str
-    member: int = Field(description="its place among its group's rollouts")
+    member: int = Field(description="its index among its group's rollouts")
     bytes: int
     created_at: float = Field(description="seconds since 1970")
-    is_submitted: bool = Field(description="GET /api/v1/rollouts/GROUP tells the rest")
+    is_submitted: bool = Field(description="if true, see GET /api/v1/rollouts/GROUP")
     metadata: dict[str, Any]
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """A body's part of the OpenAPI document. FastAPI reads none of msgspec's types by itself."""
+    """Return a body's part of the OpenAPI document: FastAPI cannot read msgspec's types."""
     (reference,), definitions = msgspec.json.schema_components([kind])
     schema = _inlined(reference, definitions)
     content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
@@ -157,7 +156,7 @@ def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """A schema without references to definitions, which none of ours makes to itself."""
+    """Replace a schema's references by their definitions; none of ours refers to itself."""
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -168,15 +167,15 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 _TAGS: list[str | Enum] = ["trajectories"]
-_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not have it"}}
 _REFUSED: dict[int | str, dict[str, Any]] = {
-    409: {"description": "a group is known with another number of members"},
-    429: {"description": "too much waits; Retry-After says when to come again"},
+    409: {"description": "a group exists with another number of members"},
+    429: {"description": "too much is waiting; Retry-After says when to try again"},
 }
 
 
 def add_uploads(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
-    """Add the routes."""
+    """Add the routes of uploads and of token-in, token-out sampling."""
     _add_trajectories(app, run, port, settings)
     _add_lookups(app, run, port, settings)
     _add_generate(app, port, settings)
@@ -187,8 +186,8 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
 
     @app.post(UPLOADS, tags=_TAGS, responses=_REFUSED, openapi_extra=_either_format(UploadBody))
     async def upload(request: Request) -> UploadAnswer:
-        """Take in trajectories that were sampled elsewhere, JSON or MessagePack: all of them are
-        checked before any is stored. docs/service.md has the fields."""
+        """Accept trajectories that were sampled elsewhere, JSON or MessagePack: all are checked
+        before any is stored. docs/service.md has the fields."""
         raw, packed, caller = await request.body(), is_packed(request.headers), caller_of(request)
         facts, readiness = await native(port.policy_facts()), await run.readiness()
         read = partial(_read_upload, raw, packed, facts, settings, caller)
@@ -208,14 +207,14 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
 
     @app.get(f"{UPLOADS}/{{name}}", tags=_TAGS, responses=_UNKNOWN)
     async def show(request: Request, name: KnownId) -> TrajectoryAnswer:
-        """An accepted trajectory, without its tokens."""
+        """Return an accepted trajectory, without its tokens."""
         caller = caller_of(request)
         found = await native(port.uploaded(caller.whole(name)))
         if found is None:
             raise Problem(
                 404,
                 "unknown-trajectory",
-                f"this run knows no uploaded trajectory {name!r}: it was never accepted, or its "
+                f"this run has no uploaded trajectory {name!r}: it was never accepted, or its "
                 "group is over and no longer among the newest service.keep_ended_tasks",
             )
         return TrajectoryAnswer(
@@ -234,18 +233,16 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
         responses={**_UNKNOWN, 409: {"description": "it is complete, and submitted"}},
     )
     async def drop(request: Request, group: KnownId) -> GroupAnswer:
-        """Forget the trajectories of a group that is not complete; their ids are free again."""
+        """Delete the trajectories of an incomplete group; their ids are free again."""
         caller = caller_of(request)
         found = await native(port.drop_group(caller.whole(group)))
         if found is None:
-            raise Problem(
-                404, "unknown-group", f"this run knows no group {group!r} of trajectories"
-            )
+            raise Problem(404, "unknown-group", f"this run has no group {group!r} of trajectories")
         if found.is_closed:
             raise Problem(
                 409,
                 "group-closed",
-                f"group {group} is submitted; take it back with POST "
+                f"group {group} is submitted, expected an incomplete group; cancel it with POST "
                 f"{PREFIX}/rollouts/{group}/cancel",
             )
         return GroupAnswer.of(found, caller)
@@ -254,7 +251,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
 def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
     @app.get(f"{PREFIX}/policy", tags=_TAGS)
     async def policy() -> PolicyAnswer:
-        """What has to be known to sample for this run."""
+        """Return what a client must know to sample for this run."""
         facts, readiness = await native(port.policy_facts()), await run.readiness()
         version = readiness.policy_version
         return PolicyAnswer(
@@ -275,8 +272,8 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
         openapi_extra=_either_format(GenerateBody),
     )
     async def generate(request: Request) -> Response:
-        """Sample behind a prompt of token ids, at the run's temperature; JSON or MessagePack, and
-        the answer in the same. Held while no engine is there, for sessions.hold_s at most."""
+        """Sample after a prompt of token ids, at the run's temperature; the body and the answer are
+        JSON or MessagePack. Without an engine it waits, for sessions.hold_s at most."""
         caller = caller_of(request)
         raw, packed = await request.body(), is_packed(request.headers)
         facts = await native(port.policy_facts())
@@ -304,13 +301,13 @@ def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> Non
 def _read_upload(
     raw: bytes, packed: bool, facts: PolicyFacts, settings: HttpSettings, caller: Caller
 ) -> tuple[list[Upload], list[GroupPolicy]]:
-    """Raises: Problem, which names all that is wrong, up to a number."""
+    """Read and check an upload. Raises: Problem, with up to MAX_ERRORS violations."""
     body = decode_body(raw, UploadBody, packed=packed)
     if body.tokenizer_fingerprint != facts.tokenizer_fingerprint:
         raise Problem(
             422,
             "tokenizer-mismatch",
-            "tokenizer_fingerprint is another than the policy's, which is "
+            "tokenizer_fingerprint is not the policy's, expected "
             f"{facts.tokenizer_fingerprint}; sample with the policy's own tokenizer and template",
             errors=[{"loc": ["body", "tokenizer_fingerprint"], "code": "tokenizer-mismatch"}],
         )
@@ -340,13 +337,13 @@ def _read_upload(
 
 
 def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) -> list[GroupPolicy]:
-    """Raises: Problem."""
+    """Return the policies of the body's groups. Raises: Problem."""
     twice = [name for name, count in Counter(each.id for each in body.groups).items() if count > 1]
     if twice:
         raise Problem(
             422,
             "invalid-request",
-            f"groups: the ids {twice[:8]} come more than once; expected each once",
+            f"groups: the ids {twice[:8]} occur more than once, expected each once",
             errors=[{"loc": ["body", "groups"], "code": "invalid-request"}],
         )
     policies = [
@@ -360,7 +357,7 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 
 
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
-    """found: what is wrong, and in which item."""
+    """Return a problem with all violations. found: each, with the position of its item."""
     errors = [
         {
             "loc": ["body", *place, *violation.place],
@@ -375,7 +372,7 @@ def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Proble
 
 
 async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Reading a large body would hold up every other request."""
+    """Work in a thread if the body is large: it would delay every other request."""
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)

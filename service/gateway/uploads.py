@@ -1,8 +1,8 @@
-"""Takes uploaded trajectories in, and delivers them once their groups are admitted.
+"""Accept uploaded trajectories, and deliver them when their groups are admitted.
 
-Invariants: what is accepted is stored before it is answered; what is delivered is read from the
-store, so that another gateway delivers it again after any death. Nothing here knows Ray: the actor
-(`service.gateway.actor`) hands its calls on.
+Invariants: an accepted trajectory is stored before the answer; a delivered one is read from the
+store, so that another gateway can deliver it again after a crash. Nothing here depends on Ray: the
+actor (`service.gateway.actor`) forwards its calls.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ AGAIN_S = 1.0
 
 
 class Uploads:
-    """Belongs to one event loop."""
+    """The uploads of a run; belongs to one event loop."""
 
     def __init__(self, settings: GatewaySettings, *, store: UploadStore, term: int) -> None:
         self._settings = settings
         self._store = store
         self._term = term
-        # Of its own: turns are stored meanwhile.
+        # A separate thread: turns are stored meanwhile.
         self._thread = StoreThread()
 
     async def add(
@@ -59,16 +59,16 @@ class Uploads:
         max_members: int,
         max_waiting_mib: int,
     ) -> UploadReply:
-        """Take in what can be.
+        """Accept the uploads that can be accepted.
 
         Args: policy_version: of the newest finished step. max_members: of a group.
         Raises: Refused.
         """
         algorithm = self._settings.algorithm
         limits = UploadLimits(
-            # A group that is admitted from here on is at most so far behind (`AdmissionWindow`).
+            # The oldest version in a group that is admitted from now on (`AdmissionWindow`).
             oldest_version=policy_version - algorithm.max_policy_age,
-            # Engines hold the next one before its step is recorded.
+            # Engines have the next version before its step is recorded.
             newest_version=policy_version + 1,
             min_members=algorithm.min_group_size,
             max_members=max_members,
@@ -81,7 +81,7 @@ class Uploads:
         except UploadsFull as error:
             raise Refused(
                 RefusalCode.TOO_MANY_REQUESTS,
-                f"{error}; send it again later, or close or drop groups that are not complete",
+                f"{error}; send it again later, or close or drop incomplete groups",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         except GroupDiffers as error:
@@ -90,21 +90,21 @@ class Uploads:
             raise unavailable(f"{error}; send it again") from error
 
     async def view(self, name: str) -> UploadView | None:
-        """None: it is not known. Raises: Refused."""
+        """Return an uploaded trajectory; None: unknown. Raises: Refused."""
         try:
             return await self._thread.call(self._store.view, name)
         except StoreError as error:
             raise unavailable(f"{error}; send it again") from error
 
     async def drop(self, group: str) -> UploadGroup | None:
-        """As `UploadStore.drop`. Raises: Refused."""
+        """Drop a group, as `UploadStore.drop` does. Raises: Refused."""
         try:
             return await self._thread.call(self._store.drop, group, term=self._term)
         except (LeaseLost, StoreError) as error:
             raise unavailable(f"{error}; send it again") from error
 
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
-        """Deliver a rollout."""
+        """Return the uploaded trajectory of a rollout."""
         member = int(assignment.rollout_id.rpartition("-")[2])
         stored = await self._load(assignment.task.task_id, member)
         if stored is None:
@@ -120,7 +120,7 @@ class Uploads:
             try:
                 return await self._thread.call(self._store.load, group, member)
             except StoreError as error:
-                # Tried until it can be: the client was told that it is stored.
+                # Retry without a limit: the client was promised that it is stored.
                 log.warning("trajectory %d of %s cannot be read yet: %s", member, group, error)
                 await asyncio.sleep(AGAIN_S)
 
@@ -150,7 +150,7 @@ class Uploads:
 
 
 def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFacts:
-    """What whoever samples elsewhere has to know."""
+    """Return what a client must know to sample elsewhere."""
     shape = settings.shape
     return PolicyFacts(
         tokenizer_fingerprint=renderer.fingerprint,
@@ -162,7 +162,7 @@ def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFac
 
 
 def _marked(sample: Sample, kept: int | None) -> Sample:
-    """With the versions after `kept` marked as undone, as `actors.policy_age.marked` does."""
+    """Mark a sample's versions after `kept` as undone, as `actors.policy_age.marked` does."""
     if kept is None or not (sample.versions > kept).any():
         return sample
     versions = np.where(sample.versions > kept, sample.versions + np.int32(UNDONE), sample.versions)

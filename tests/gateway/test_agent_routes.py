@@ -398,7 +398,7 @@ async def test_the_providers_own_clients_use_these_routes(tmp_path: Path) -> Non
             assert (await gpt.models.retrieve("policy")).id == "policy"
             with pytest.raises(openai.NotFoundError, match="expected 'policy'"):
                 await gpt.models.retrieve("gpt")
-            with pytest.raises(openai.NotFoundError, match="nothing is at"):
+            with pytest.raises(openai.NotFoundError, match="there is no route"):
                 await gpt.embeddings.create(model="m", input="a")
             first = await gpt.responses.create(model="m", input=asked)
             named = [*asked, {"type": "item_reference", "id": first.output[0].id}, *asked]

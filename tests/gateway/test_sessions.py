@@ -98,7 +98,7 @@ async def test_a_request_is_held_until_the_group_is_admitted(tmp_path: Path) -> 
     held = asyncio.create_task(gateway.ask(HI))
     early = await refusal(gateway.ask(HI, deadline_s=0.1))
     assert (early.code, early.retry_after_s) == (RefusalCode.NOT_AVAILABLE, 5)
-    assert "waits for its group's place" in early.message and not held.done()
+    assert "waits until its group is admitted" in early.message and not held.done()
     assert (await gateway.sessions.view(NAME)).status is SessionStatus.QUEUED
     gateway.admit()
     assert (await held).message.content == "0"
@@ -193,7 +193,7 @@ async def test_a_session_that_nobody_ends_expires(tmp_path: Path) -> None:
     idle = await gateway.trajectory()
     assert (idle.outcome, idle.detail) == (
         Outcome.WALL_TIMEOUT,
-        "nothing was asked of it for 50 s",
+        "it had no request for 50 s",
     )
     assert (await refusal(gateway.finish())).code is RefusalCode.CONFLICT
     gateway.clock += SPEC.idle_s

@@ -1,6 +1,6 @@
-"""How clients speak to a session: one module for each provider's words, all of one `Dialect`.
+"""The protocols that clients can use: one module for each provider's, each with a `Dialect`.
 
-The ingress makes a route of each of `DIALECTS`; nothing here knows of HTTP, Ray or the session.
+The ingress makes routes from `DIALECTS`; nothing here depends on HTTP, Ray or the session.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DIALECTS = (OPENAI_CHAT, ANTHROPIC_MESSAGES, OPENAI_RESPONSES)
 
 
 def dialect_at(path: str, headers: Mapping[str, str]) -> Dialect:
-    """Return the dialect of a client that requests a path of an agent's.
+    """Return the dialect of a client by the path and headers of its request.
 
     headers: their names may have any case.
     """

@@ -60,7 +60,7 @@ _ERROR = "Error: "
 
 PARAMETERS: Parameters = {
     **COMMON,
-    "system": taken("text or blocks of text, which newlines join"),
+    "system": taken("text or blocks of text, which are joined by newlines"),
     "messages": taken("blocks of text, of thinking, of calls and of their results"),
     "tools": taken("functions; `strict`, `cache_control` and examples have no effect"),
     "tool_choice": taken("`auto`, or `none`: no call is read out of the reply"),
@@ -86,7 +86,7 @@ _OUTPUT_CONFIG: Parameters = {
 _MESSAGE: Parameters = {
     "role": taken("user, assistant or system"),
     "content": taken("text or blocks"),
-    # Of an answer that is sent back whole.
+    # Fields of an answer that a client sends back whole.
     **dict.fromkeys(
         ("id", "type", "model", "stop_reason", "stop_sequence", "usage", "cache_control"),
         without_effect(BOOKKEEPING),
@@ -117,8 +117,8 @@ def read(
     if spoken[-1].role is Role.ASSISTANT:
         raise unsupported(
             "messages",
-            "the last message is the assistant's: the policy begins its turns itself; end with a "
-            "message of the user",
+            "the last message is the assistant's, expected the user's: the policy begins its own "
+            "turns; end with a user message",
         )
     if system:
         spoken.insert(0, make_message(Role.SYSTEM, system, where="system"))
@@ -144,7 +144,7 @@ def read(
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """The results of calls stand in a message of the user, and are messages of their own."""
+    """Yield the messages that one of the client's contains: call results are separate ones."""
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
@@ -260,7 +260,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """A block as it begins, and what is added to it."""
+    """Return the start of a block, and the deltas that complete it."""
     if block["type"] == "tool_use":
         arguments = json.dumps(block["input"], ensure_ascii=False)
         parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(arguments)]
@@ -276,11 +276,11 @@ def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, s
 
 
 def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """At least one: clients look into the first."""
+    """Return the blocks of a reply: at least one, since clients read the first."""
     message = reply.message
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
-        # Some clients send back only thinking that is signed; the session knows its own anyway.
+        # Some clients send only signed thinking back; the session has its own copy anyway.
         blocks.append(
             {"type": "thinking", "thinking": message.reasoning, "signature": reply.turn_id}
         )
@@ -294,8 +294,7 @@ def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
 
 
 def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
-    # The tokens are known before the first event, and are in it: SDKs keep only there what they do
-    # not know.
+    # The tokens are in the first event: SDKs keep unknown fields only from there.
     return {
         "id": f"msg_{reply.turn_id}",
         "type": "message",
@@ -311,13 +310,13 @@ def _event(name: str, **data: Any) -> bytes:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """See `Dialect.error`; `code` and `param` are ours, since Anthropic's types say less."""
+    """See `Dialect.error`; `code` and `param` are ours, since Anthropic's types are coarser."""
     message = refusal.message
     kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
     if refusal.code is RefusalCode.NOT_AVAILABLE:
         kind_of_error = "overloaded_error"
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-        # Clients recognise it by these words alone.
+        # Clients recognise it only by these words.
         message = f"prompt is too long: {message}"
     return {
         "type": "error",

@@ -1,7 +1,7 @@
-"""What a dialect is: functions between a provider's words and the gateway's, and nothing else.
+"""A dialect: pure functions that translate between a provider's protocol and the gateway's types.
 
-A dialect holds no state and does no I/O, so that the ingress's routes are written once for all. It
-takes whatever JSON a client sends: what it cannot keep to is refused by its name, never dropped.
+A dialect has no state and does no I/O, so that the ingress's routes are the same for all. It
+accepts any JSON; a parameter that it does not support is refused by its name, never dropped.
 """
 
 from __future__ import annotations
@@ -17,49 +17,51 @@ from service.gateway.dialects.parameters import Parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerStyle:
-    """How a client wants its answer; it stays with the request in the ingress."""
+    """The form of answer that a client wants; only the ingress uses it."""
 
     model: str
     """The name that the client gave; the answer repeats it."""
     streams: bool
     shows_usage: bool = False
-    """A stream ends with the counts of tokens, in the dialect where they are asked for."""
+    """A stream ends with the counts of tokens; only in the dialect that makes this a choice."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the provider's answer repeats, as JSON."""
 
 
 class Reads(Protocol):
-    """Makes a request of a body."""
+    """The function of a dialect that makes a request from a body."""
 
     def __call__(
         self, body: object, headers: Mapping[str, str], *, ignores: bool = False
     ) -> tuple[ChatRequest, AnswerStyle]:
-        """body: as parsed. headers: their names may have any case. ignores: note in the request,
-        instead of refusing, parameters that a session cannot obey, if the answer has the same form
-        without them. Raises: only Refused."""
+        """Read a parsed body. Raises: only Refused.
+
+        Args: headers: their names may have any case. ignores: list unsupported parameters in the
+        request, instead of refusing them, if the answer has the same form without them.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One provider's way to ask a model, as pure functions."""
+    """One provider's protocol for calling a model, as pure functions."""
 
     name: str
     path: str
-    """Of its POST route, behind the session's address."""
+    """Path of its POST route, after the session's address."""
     parameters: Parameters
-    """Of the body."""
+    """Parameters of the body."""
     heartbeat: bytes
-    """Sent as often as wanted before the first event, and ignored by clients."""
+    """Sent any number of times before the first event; clients ignore it."""
     read: Reads
     answer: Callable[[ChatReply, AnswerStyle], dict[str, Any]]
     """The whole answer, as JSON."""
     events: Callable[[ChatReply, AnswerStyle], Iterator[bytes]]
-    """The same as server-sent events, to the last one."""
+    """The same answer as server-sent events, up to the last one."""
     error: Callable[[Refused], dict[str, Any]]
     """The body of an answer with the status `refused.code.status`."""
     error_event: Callable[[Refused], bytes]
-    """The end of a stream of which only heartbeats were sent."""
+    """The error that ends a stream after its heartbeats."""
     count_path: str = ""
     """Path of its POST route that counts the tokens of a request's prompt; empty: it has none."""
     counted: Callable[[int], dict[str, Any]] | None = None
@@ -70,7 +72,7 @@ _WORTH_ANOTHER_TRY = {RefusalCode.TOO_MANY_REQUESTS, RefusalCode.NOT_AVAILABLE}
 
 
 def error_headers(refused: Refused) -> dict[str, str]:
-    """Whether and when to send the request again; the SDKs would also repeat a 409."""
+    """Return headers that say whether and when to retry; the SDKs would also repeat a 409."""
     if refused.code not in _WORTH_ANOTHER_TRY:
         return {"x-should-retry": "false"}
     if refused.retry_after_s is None:
@@ -79,7 +81,7 @@ def error_headers(refused: Refused) -> dict[str, str]:
 
 
 def model_answer(name: str, *, created_at: float) -> dict[str, Any]:
-    """GET /v1/models/NAME in the words of both providers. created_at: seconds since 1970."""
+    """Return the body of GET /v1/models/NAME, for both providers. created_at: since 1970, s."""
     return {
         "id": name,
         "object": "model",
@@ -92,7 +94,7 @@ def model_answer(name: str, *, created_at: float) -> dict[str, Any]:
 
 
 def models_answer(name: str, *, created_at: float) -> dict[str, Any]:
-    """GET /v1/models, whose path all dialects share: there is one model."""
+    """Return the body of GET /v1/models, a path of all dialects: there is one model."""
     return {
         "object": "list",
         "data": [model_answer(name, created_at=created_at)],

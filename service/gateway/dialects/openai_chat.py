@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, with `reasoning_content` as other servers of open models have it."""
+"""OpenAI's chat completions, with `reasoning_content` as other servers of open models send it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from service.gateway.dialects.parameters import (
     COMMON,
     IN_THE_CLIENT,
     MAX_TOKENS,
+    ONLY_TEXT,
     STOP,
-    TEXT_ALONE,
     TRAINED,
     UNCONSTRAINED,
     Parameters,
@@ -65,27 +65,27 @@ PARAMETERS: Parameters = {
         ("parallel_tool_calls", "reasoning_effort", "verbosity", "thinking"),
         without_effect(TRAINED),
     ),
-    "n": refused("one answer is sampled for a request; send it n times", 1),
+    "n": refused("each request gets one answer; send it n times", 1),
     "response_format": ignorable(UNCONSTRAINED, {"type": "text"}),
     "stop": STOP,
     "functions": refused("use `tools`", []),
     "function_call": refused("use `tools`"),
-    "modalities": refused(TEXT_ALONE, ["text"]),
-    "audio": refused(TEXT_ALONE),
+    "modalities": refused(ONLY_TEXT, ["text"]),
+    "audio": refused(ONLY_TEXT),
     "prediction": ignorable("the policy samples every token itself"),
     "web_search_options": refused(IN_THE_CLIENT),
 }
 
 MESSAGE_PARAMETERS: Parameters = {
     "role": taken("system, developer (which is system), user, assistant or tool"),
-    "content": taken("text or parts of text, which newlines join"),
-    "name": taken("of who speaks, where the chat template shows it"),
-    "tool_calls": taken("of an assistant"),
-    "tool_call_id": taken("of a tool's answer"),
-    "reasoning_content": taken("of an assistant"),
-    "reasoning": taken("as `reasoning_content`, where that is not given"),
-    "refusal": refused("send what was said as `content`", ""),
-    "audio": refused(TEXT_ALONE),
+    "content": taken("text or parts of text, which are joined by newlines"),
+    "name": taken("name of the speaker, if the chat template shows it"),
+    "tool_calls": taken("an assistant's calls"),
+    "tool_call_id": taken("in a tool's answer"),
+    "reasoning_content": taken("an assistant's reasoning"),
+    "reasoning": taken("same as `reasoning_content`, which takes precedence"),
+    "refusal": refused("send the text as `content`", ""),
+    "audio": refused(ONLY_TEXT),
     "function_call": refused("use `tool_calls`"),
     "annotations": without_effect("not a part of the text"),
     "cache_control": without_effect(BOOKKEEPING),
@@ -93,8 +93,8 @@ MESSAGE_PARAMETERS: Parameters = {
         ("provider_specific_fields", "reasoning_details", "thinking_blocks"),
         without_effect("a copy that some clients keep"),
     ),
-    "token_ids": without_effect("the session has its own"),
-    "token_logprobs": without_effect("the session has its own"),
+    "token_ids": without_effect("the session has its own copy"),
+    "token_logprobs": without_effect("the session has its own copy"),
 }
 
 _STREAM_OPTIONS: Parameters = {
@@ -222,7 +222,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
         return event({**head, "choices": [choice]})
 
     content = _content(reply)
-    # All of the tokens are with the first piece: SDKs keep only there what they do not know.
+    # All tokens are in the first chunk: SDKs keep unknown fields only from there.
     first = None if content is None else ""
     yield chunk({"role": "assistant", "content": first}, **shown_tokens(reply))
     for piece in pieces(reply.message.reasoning or ""):
@@ -264,10 +264,10 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def error(refusal: Refused) -> dict[str, Any]:
-    """See `Dialect.error`; the code is a text, as OpenAI's own are."""
+    """See `Dialect.error`; the code is a string, as OpenAI's own codes are."""
     message = refusal.message
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-        # Some clients look for these words, and send the request again where they are missing.
+        # Some clients search for these words, and repeat the request if they are missing.
         message = f"this model's maximum context length is exceeded: {message}"
     kind_of_error = ERROR_TYPES.get(refusal.code, "invalid_request_error")
     if refusal.code is RefusalCode.NOT_AVAILABLE:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, whose conversation is a list of items, or what follows an earlier answer."""
+"""OpenAI's Responses: a conversation is a list of items, or those that follow an earlier answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from service.gateway.dialects.reading import (
 from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
 
 PREFIX = "resp_"
-# Of a call's place in its reply.
+# In the index of a call in its reply.
 MAX_DIGITS = 10
 
 PARAMETERS: Parameters = {
@@ -64,8 +64,8 @@ PARAMETERS: Parameters = {
         "to items of this session's answers"
     ),
     "instructions": taken(
-        "the first system message; with `previous_response_id` in place of earlier instructions, "
-        "which stay if there are none now"
+        "the first system message; with `previous_response_id` they replace earlier instructions, "
+        "which stay if there are no new ones"
     ),
     "previous_response_id": taken("an answer of this session, which the input follows"),
     "tools": taken(
@@ -76,21 +76,21 @@ PARAMETERS: Parameters = {
     "max_output_tokens": MAX_TOKENS,
     "text": taken("`verbosity` has no effect"),
     **dict.fromkeys(("parallel_tool_calls", "reasoning"), without_effect(TRAINED)),
-    "max_tool_calls": without_effect("it is of tools that a server runs"),
-    "include": without_effect("there is nothing more to show"),
+    "max_tool_calls": without_effect("it limits tools that a server runs"),
+    "include": without_effect("there is nothing to add"),
     "stream_options": without_effect("nothing is padded"),
     "truncation": without_effect("the history is what the client sends"),
     "context_management": without_effect("the history is what the client sends"),
     "client_metadata": without_effect(BOOKKEEPING),
     "background": refused("wait for the answer, or read the stream", False),
     "conversation": refused("use `previous_response_id`, or send the whole input"),
-    "prompt": refused("send the texts themselves"),
+    "prompt": refused("send the prompt's text itself"),
 }
 
 MESSAGE_PARAMETERS: Parameters = {
     "type": taken("message; it may be missing"),
     "role": taken("system, developer (which is system), user or assistant"),
-    "content": taken("text or parts of text, which newlines join"),
+    "content": taken("text or parts of text, which are joined by newlines"),
     **dict.fromkeys(("id", "status", "phase"), without_effect("not a part of the text")),
 }
 
@@ -106,7 +106,7 @@ _ROLES = {
     "assistant": Role.ASSISTANT,
 }
 _ITEMS = {"message", "reasoning", "function_call", "function_call_output", "item_reference"}
-# What the ids of an answer's items begin with.
+# Prefixes of the ids of an answer's items.
 _PARTS = {"rs_": Part.REASONING, "msg_": Part.CONTENT, "fc_": Part.CALL}
 
 
@@ -180,7 +180,7 @@ class _Reader:
 
     @property
     def has_spoken(self) -> bool:
-        """What is thought now belongs to another turn."""
+        """Whether the turn has content or calls: later reasoning belongs to another turn."""
         return self.content is not None or bool(self.calls)
 
     @property
@@ -204,8 +204,7 @@ class _Reader:
                 self._say(*_message(item, where), where=where)
 
     def close(self) -> None:
-        """End the assistant's message. There is none if its only item was reasoning that cannot
-        be read."""
+        """End the assistant's message; if its only item was unreadable reasoning, drop it."""
         reasoning = joined(self.thoughts)
         if self.has_spoken or reasoning is not None or self.has_references:
             self.messages.append(
@@ -245,7 +244,7 @@ class _Reader:
 
 
 def _messages(value: object) -> tuple[list[Message], list[Reference]]:
-    """Return the messages, and their parts that are named only by an id."""
+    """Return the messages, and references to their parts that are named only by an id."""
     if isinstance(value, str):
         return [make_message(Role.USER, value, where="input")], []
     reader = _Reader()
@@ -253,7 +252,7 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
         reader.take(item, where)
     reader.close()
     if not reader.messages:
-        raise invalid("input", "got nothing, expected a text or at least one message")
+        raise invalid("input", "got no message, expected text or at least one message")
     return reader.messages, reader.references
 
 
@@ -296,7 +295,7 @@ def _message(item: Mapping[str, Any], where: str) -> tuple[Role, str]:
 
 
 def _thought(item: Mapping[str, Any], where: str) -> str:
-    """A summary stands for thoughts that are not shown themselves."""
+    """Return the text of a reasoning item, or its summary if it has no text."""
     content = read_content(
         item.get("content"), f"{where}.content", texts={"reasoning_text", "text"}
     )
@@ -326,7 +325,7 @@ def _output(item: Mapping[str, Any], where: str) -> Message:
 
 
 def _tools(value: object) -> tuple[tuple[ToolSchema, ...], list[dict[str, Any]]]:
-    """The functions, and how an answer repeats them."""
+    """Return the functions, and the form in which an answer repeats them."""
     found: list[ToolSchema] = []
     shown: list[dict[str, Any]] = []
     for where, tree in read_objects(value, "tools"):
@@ -359,7 +358,7 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """By the full name of a function in a namespace, what a call of it says of both."""
+    """Map the full name of a function in a namespace to the two fields that a call has for it."""
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
         for group in style.repeated.get("tools", ())
@@ -419,7 +418,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events by which one part of a content is sent, and their data."""
+    """Yield the events that send one part of a content, with their data."""
     prefix = f"response.{part['type']}"
     beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {"part": {**part, "text": ""}}
@@ -430,7 +429,11 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Without calls there is a message, if an empty one: what is sent back then holds the turn."""
+    """Return the items of a reply.
+
+    Without calls there is a message, even if empty, so that a client that sends the items back
+    sends the turn.
+    """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []
     if message.reasoning:
@@ -495,8 +498,8 @@ def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
 def error_event(refusal: Refused) -> bytes:
     """See `Dialect.error_event`.
 
-    OpenAI's SDK raises what stands under `error`, others read the event's own fields, and Codex
-    waits for the response that has failed.
+    OpenAI's SDK raises the value of `error`, other clients read the event's own fields, and Codex
+    waits for a failed response.
     """
     found = error(refusal)["error"]
     first = {**found, "type": "error", "sequence_number": 0, "error": found}

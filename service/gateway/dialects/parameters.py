@@ -1,7 +1,7 @@
-"""What becomes of each name in a client's body, as data: read, without effect, or refused.
+"""The effect of each parameter in a client's body, as data: read, without effect, or refused.
 
-The documentation walks these tables too. A name that stands in none is refused, and null is no
-value.
+The documentation is made from these tables too. An unknown parameter is refused; null counts as not
+given.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from enum import StrEnum
 
 
 class Effect(StrEnum):
-    """What a parameter of a body does."""
+    """The effect of a parameter in a body."""
 
     READ = "read"
     NONE = "none"
-    """Any value is taken and changes nothing: the run decides, or there is nothing to decide."""
+    """Any value is accepted and changes nothing: the run decides, or nothing depends on it."""
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """What becomes of one name in a body."""
+    """A parameter of a body, and its effect."""
 
     effect: Effect
     note: str
-    """How it is read; why it has no effect; why it is refused, or what to do instead."""
+    """Its form if read; why it has no effect; why it is refused, or what to do instead."""
     harmless: tuple[object, ...] = ()
-    """Values of a refused parameter that ask for nothing, and are taken."""
+    """Values of a refused parameter that change nothing, and are accepted."""
     is_ignorable: bool = False
     """A refused parameter without which the answer has the same form: `sessions.unsupported:
-    ignore` takes it and counts it."""
+    ignore` accepts it and counts it."""
 
 
 Parameters = Mapping[str, Parameter]
@@ -50,25 +50,25 @@ def refused(note: str, *harmless: object) -> Parameter:
 
 
 def ignorable(note: str, *harmless: object) -> Parameter:
-    """One that is refused, or ignored and counted, as `sessions.unsupported` says."""
+    """Return a parameter that is refused, or ignored and counted, by `sessions.unsupported`."""
     return Parameter(effect=Effect.REFUSED, note=note, harmless=harmless, is_ignorable=True)
 
 
 BOOKKEEPING = "nothing is billed, stored or cached by it"
-TRAINED = "the policy does as it is trained to"
-UNCONSTRAINED = "what is sampled is not constrained; say in a message what is wanted"
-OWN_PROBABILITIES = "the policy's own probabilities are sampled; leave it out"
-SHOWN_TOKENS = "let the session show its tokens when it is made"
-OWN_TEMPLATE = "the run's own chat template is trained"
-TEXT_ALONE = "the policy reads and writes text alone"
+TRAINED = "the policy's training decides this"
+UNCONSTRAINED = "sampling cannot be constrained; ask for the form in a message"
+OWN_PROBABILITIES = "tokens are sampled with the policy's own probabilities; leave it out"
+SHOWN_TOKENS = "create the session with shows_tokens"
+OWN_TEMPLATE = "the run trains with its own chat template"
+ONLY_TEXT = "the policy reads and writes only text"
 IN_THE_CLIENT = "tools run in the client; declare a function"
 
-MODEL = taken("any text; `:auxiliary` at its end marks a call that is no part of the task")
-MAX_TOKENS = taken("at least 1; the session's own limit holds beside it")
+MODEL = taken("any text; `:auxiliary` at its end marks a call outside the task")
+MAX_TOKENS = taken("at least 1; the session's own limit holds too")
 STREAM = taken("the answer is sampled whole, then sent as events")
 STOP = taken(
-    "what is shown ends before the first of these texts; what was sampled is trained whole. They "
-    "are not looked for in thoughts and calls"
+    "the answer's text ends before the first of these texts; the sampled tokens are trained whole. "
+    "Reasoning and calls are not searched for them"
 )
 
 COMMON: Parameters = {
@@ -76,7 +76,7 @@ COMMON: Parameters = {
     "stream": STREAM,
     **dict.fromkeys(
         ("temperature", "top_p", "top_k", "min_p", "seed"),
-        without_effect("the run decides how is sampled"),
+        without_effect("the run decides the sampling"),
     ),
     "presence_penalty": ignorable(OWN_PROBABILITIES, 0),
     "frequency_penalty": ignorable(OWN_PROBABILITIES, 0),
@@ -95,11 +95,12 @@ COMMON: Parameters = {
     ),
     "chat_template": refused(OWN_TEMPLATE),
     "chat_template_kwargs": taken(
-        "options of the chat template, as enable_thinking; a part of the conversation, as tools are"
+        "options of the chat template, such as enable_thinking; they belong to the conversation, "
+        "as tools do"
     ),
     "logit_bias": ignorable(UNCONSTRAINED, {}),
     "logprobs": refused(SHOWN_TOKENS, False),
     "top_logprobs": refused(SHOWN_TOKENS, 0),
-    "moderation": ignorable("there is none"),
+    "moderation": ignorable("there is no moderation"),
 }
-"""In every dialect: clients of one provider are pointed at another's routes."""
+"""Parameters of every dialect, since clients of one provider may use another's routes."""

@@ -1,7 +1,7 @@
-"""What reading a body is in every dialect: parameters, texts, tools, calls, headers.
+"""Read a body in any dialect: parameters, texts, tools, calls, headers.
 
-Every function raises `Refused` for a value that does not fit, and nothing else, whatever JSON it
-is given. `where` is the value's place in the body, such as `messages[3].content`.
+Every function raises only `Refused`, for any JSON. `where` is the value's position in the body,
+such as `messages[3].content`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from service.gateway.dialects.parameters import Effect, Parameters
 
 MAX_KEY_CHARACTERS = 255
 MAX_STOPS = 64
-# Of one request.
+# In one request.
 MAX_IGNORED = 32
 MAX_OPTION_CHARACTERS = 16_384
-# What the run gives to a chat template apart from options, or what decides how it is rendered.
+# Arguments that the run gives to a chat template, or that decide how it is rendered.
 NO_OPTIONS = frozenset(
     {
         "conversation", "conversations", "messages", "tools", "documents", "chat_template",
@@ -34,8 +34,8 @@ NO_OPTIONS = frozenset(
 )  # fmt: skip
 AUXILIARY_HEADER = "x-rayloom-auxiliary"
 AUXILIARY_SUFFIX = ":auxiliary"
-# Where a text of Python differs from JSON. Only its strings are given to Python's own parser, which
-# warns of, or dies by, other things that a client may send.
+# The parts of a Python literal that differ from JSON. Python's own parser gets only its strings:
+# other texts that a client may send make it warn or crash.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _ESCAPE = r"\\[\\'\"abfnrtv]|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}"
 _NEVER = r"\\\r\n\0\ud800-\udfff"
@@ -46,24 +46,24 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 
 
 def invalid(where: str, problem: str) -> Refused:
-    """A value that does not fit. problem: what was got, and what is expected."""
+    """Return the refusal of an invalid value. problem: what was got, and what is expected."""
     where = printable(where)
     return Refused(RefusalCode.INVALID_REQUEST, f"{where}: {problem}", param=where)
 
 
 def unsupported(where: str, why: str) -> Refused:
-    """A value that a session cannot keep to. why: with the remedy."""
+    """Return the refusal of a parameter that sessions do not support. why: with the remedy."""
     where = printable(where)
     return Refused(RefusalCode.UNSUPPORTED_PARAMETER, f"{where}: {why}", param=where)
 
 
 def printable(text: str) -> str:
-    """What a client sent, short and without half characters, as an answer can repeat it."""
+    """Return a client's text as an answer can repeat it: short, and valid in UTF-8."""
     return shown(text.encode("utf-8", "backslashreplace").decode())
 
 
 def kind(value: object) -> str:
-    """Example: kind([]) -> "a list"."""
+    """Return the kind of a JSON value. Example: kind([]) -> "a list"."""
     if value is None:
         return "null"
     if isinstance(value, dict):
@@ -76,7 +76,7 @@ def read_body(
 ) -> dict[str, Any]:
     """Return the body's parameters that are given and read; others have no effect or are refused.
 
-    ignored: collects the names of parameters that are ignored instead of refused; None: refuse.
+    ignored: collects the names of parameters that are ignored; None: refuse them.
     """
     if not isinstance(body, dict):
         raise Refused(
@@ -86,7 +86,7 @@ def read_body(
     if is_deeper(body, MAX_DEPTH):
         raise Refused(
             RefusalCode.INVALID_REQUEST,
-            f"the body: more than {MAX_DEPTH} lists and objects lie inside each other; flatten it",
+            f"the body: lists and objects are nested more than {MAX_DEPTH} deep; flatten it",
         )
     return read_fields(body, parameters, ignored=ignored)
 
@@ -98,7 +98,7 @@ def read_fields(
     *,
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """As `read_body`, of an object inside it."""
+    """Return the parameters of an object inside a body, as `read_body` does."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if value is None:
@@ -106,7 +106,7 @@ def read_fields(
         place = f"{where}.{name}" if where else name
         parameter = parameters.get(name)
         if parameter is None:
-            ignore_or_refuse(ignored, place, "no session knows this parameter; leave it out")
+            ignore_or_refuse(ignored, place, "sessions have no such parameter; leave it out")
         elif parameter.effect is Effect.READ:
             found[name] = value
         elif parameter.effect is Effect.REFUSED and not _is_one_of(value, parameter.harmless):
@@ -116,7 +116,7 @@ def read_fields(
 
 
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
-    """Note what is ignored. Raises: Refused if `ignored` is None, or for too many in a request."""
+    """Record an ignored parameter. Raises: Refused if `ignored` is None or has too many."""
     if ignored is None:
         raise unsupported(where, why)
     if len(ignored) >= MAX_IGNORED:
@@ -125,7 +125,7 @@ def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
 
 
 def read_stop(value: object, where: str) -> tuple[str, ...]:
-    """Read one text or a list of texts; an answer's text ends before the first that occurs."""
+    """Read stop strings, one or a list; an answer's text ends before the first that occurs."""
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list):
         raise invalid(where, f"got {kind(value)}, expected text or a list of texts")
@@ -136,7 +136,7 @@ def read_stop(value: object, where: str) -> tuple[str, ...]:
 
 
 def read_template_options(value: object, where: str) -> dict[str, Any]:
-    """Read options of the chat template; what the run itself gives to a template is refused."""
+    """Read options of the chat template; those that the run decides are refused."""
     if value is None:
         return {}
     options = read_object(value, where)
@@ -147,25 +147,27 @@ def read_template_options(value: object, where: str) -> dict[str, Any]:
     try:
         size = len(json.dumps(options, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
-        raise invalid(where, "expected JSON with finite numbers, and text for UTF-8") from None
+        raise invalid(
+            where, "expected JSON with finite numbers, and text that UTF-8 can encode"
+        ) from None
     if size > MAX_OPTION_CHARACTERS:
         raise invalid(where, f"got {size} characters, expected at most {MAX_OPTION_CHARACTERS}")
     return options
 
 
 def _is_one_of(value: object, values: Sequence[object]) -> bool:
-    # True and 1 are equal, and different JSON.
+    # True and 1 are equal in Python, but not in JSON.
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
     )
 
 
 def read_text(value: object, where: str) -> str:
-    """Text that UTF-8 can hold."""
+    """Read text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise invalid(where, f"got {kind(value)}, expected text")
     if not _is_utf8(value):
-        raise invalid(where, "got half of a surrogate pair, expected text that UTF-8 can hold")
+        raise invalid(where, "got half of a surrogate pair, expected text that UTF-8 can encode")
     return value
 
 
@@ -178,7 +180,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def read_flag(value: object, where: str) -> bool:
-    """None is false."""
+    """Read a boolean; None is false."""
     if value is None or isinstance(value, bool):
         return bool(value)
     raise invalid(where, f"got {kind(value)}, expected true or false")
@@ -191,7 +193,7 @@ def read_object(value: object, where: str) -> dict[str, Any]:
 
 
 def read_objects(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a list, each with its place; None is an empty list."""
+    """Read a list of objects, each with its position; None is an empty list."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -201,7 +203,7 @@ def read_objects(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read_limit(value: object, where: str) -> int | None:
-    """Of sampled tokens."""
+    """Read a maximum of sampled tokens."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool):
@@ -212,7 +214,7 @@ def read_limit(value: object, where: str) -> int | None:
 
 
 def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
-    """Text, a list of parts of text, or null. texts: what the type of such a part may be.
+    """Read text, a list of text parts, or null. texts: the types that such a part may have.
 
     Parts are joined by newlines. Images, sounds and files are refused.
     """
@@ -228,30 +230,30 @@ def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
 
 
 def read_text_part(part: Mapping[str, Any], where: str, *, texts: Collection[str]) -> str:
-    """The text of one part of a content."""
+    """Read the text of one part of a content."""
     check_type(part, where, known=texts)
     return read_text(part.get("text"), f"{where}.text")
 
 
 def check_type(part: Mapping[str, Any], where: str, *, known: Collection[str]) -> str:
-    """The `type` of an object, which is one of those known here."""
+    """Read the `type` of an object, which must be one of `known`."""
     found = read_text(part.get("type"), f"{where}.type")
     if found not in known:
         raise unsupported(
             f"{where}.type",
             f"got {printable(found)!r}, expected one of {', '.join(sorted(known))}; the policy "
-            "reads text alone, and calls functions that the client runs",
+            "reads only text, and calls functions that the client runs",
         )
     return found
 
 
 def joined(texts: Sequence[str]) -> str | None:
-    """Thoughts, by newlines; None where nothing was thought."""
+    """Join pieces of reasoning by newlines; None if all are empty."""
     return "\n".join(text for text in texts if text) or None
 
 
 def make_message(role: Role, content: str, *, where: str, **rest: Any) -> Message:
-    """rest: further fields of the message."""
+    """Make a message. rest: its other fields."""
     try:
         return Message(role=role, content=content, **rest)
     except (TypeError, ValueError) as error:
@@ -259,7 +261,7 @@ def make_message(role: Role, content: str, *, where: str, **rest: Any) -> Messag
 
 
 def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSchema:
-    """A function that the client declares. parameters: the key of its arguments' schema."""
+    """Read a function that the client declares. parameters: the key of its arguments' schema."""
     name = read_text(tree.get("name"), f"{where}.name")
     if not name:
         raise invalid(f"{where}.name", "got an empty text, expected a name")
@@ -279,7 +281,7 @@ def make_tool(tree: Mapping[str, Any], where: str, *, parameters: str) -> ToolSc
 
 
 def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ...]:
-    """A call says by its name alone which tool it is of."""
+    """Check that tools have different names: a call identifies its tool by the name."""
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -292,9 +294,9 @@ def check_names(tools: Sequence[ToolSchema], where: str) -> tuple[ToolSchema, ..
 def check_tool_choice(
     value: object, where: str, *, auto: str, none: str, ignored: list[str] | None = None
 ) -> bool:
-    """Whether the policy may call tools. auto, none: the dialect's names of the two choices.
+    """Return whether the policy may call tools. auto, none: the dialect's names of the choices.
 
-    ignored: as of `read_body`.
+    ignored: as in `read_body`.
     """
     if value is None or value == auto:
         return True
@@ -305,8 +307,8 @@ def check_tool_choice(
     ignore_or_refuse(
         ignored,
         where,
-        f"sessions do not force calls: only {auto!r} and {none!r} are supported; ask for the call "
-        "in a message",
+        f"sessions cannot force calls, expected {auto!r} or {none!r}; ask for the call in a "
+        "message",
     )
     return True
 
@@ -314,9 +316,9 @@ def check_tool_choice(
 def make_call(
     name: object, arguments: object, call_id: object, *, where: str, key: str = "arguments"
 ) -> ToolCall:
-    """A call in the history that a client sends.
+    """Read a call in the history that a client sends.
 
-    arguments: an object, or its JSON text. key: where in the call they stand.
+    arguments: an object, or its JSON text. key: the call's field that has them.
     """
     return ToolCall(
         name=read_text(name, f"{where}.name"),
@@ -326,7 +328,7 @@ def make_call(
 
 
 def read_arguments(value: object, where: str) -> dict[str, Any]:
-    """The arguments of a call: JSON, or what Python prints for it; an empty text is no argument.
+    """Read the arguments of a call: JSON text, or the Python literal of it; empty text is {}.
 
     Example: read_arguments("{'deep': False}", "…") -> {"deep": False}
     """
@@ -339,13 +341,13 @@ def read_arguments(value: object, where: str) -> dict[str, Any]:
         raise invalid(
             where,
             "expected the JSON text of one object, at most "
-            f"{MAX_DEPTH} levels deep; send the arguments as they were received",
+            f"{MAX_DEPTH} levels deep; send the arguments as you received them",
         )
     return found
 
 
 def _parsed(text: str) -> object:
-    """None: it is neither JSON nor a literal of Python."""
+    """Parse JSON or a Python literal; None: it is neither."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -375,13 +377,13 @@ def make_request(
     continues: str = "",
     instructions: str | None = None,
 ) -> ChatRequest:
-    """With what the headers say of retries, and the model's name of the call's purpose."""
+    """Make a request; headers mark retries, and the model's name may mark it as auxiliary."""
     lower = {name.lower(): value for name, value in headers.items()}
     key = lower.get("idempotency-key", "")
     if len(key) > MAX_KEY_CHARACTERS or not (key.isascii() and key.isprintable()):
         raise invalid(
             "Idempotency-Key",
-            f"expected at most {MAX_KEY_CHARACTERS} printable characters of ASCII, such as a UUID",
+            f"expected at most {MAX_KEY_CHARACTERS} printable ASCII characters, such as a UUID",
         )
     retries = lower.get("x-stainless-retry-count", "")
     return ChatRequest(

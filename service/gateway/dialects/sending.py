@@ -1,4 +1,4 @@
-"""What answering is in every dialect: server-sent events, pieces of a text, calls, tokens."""
+"""Parts of an answer in any dialect: server-sent events, pieces of a text, calls, tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from service.gateway.chat import ChatReply, RefusalCode
 
 COMMENT = b": keep-alive\n\n"
-# Enough to show a client's reading of streams, few enough to cost nothing.
+# Enough to exercise a client's reading of streams, and cheap.
 NUM_PIECES = 4
 
 ERROR_TYPES = {
@@ -21,24 +21,24 @@ ERROR_TYPES = {
     RefusalCode.NOT_FOUND: "not_found_error",
     RefusalCode.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""What both providers call an error; every other is an `invalid_request_error`."""
+"""Both providers' types of errors; every other error is an `invalid_request_error`."""
 
 
 def event(data: Mapping[str, Any], *, name: str = "") -> bytes:
-    """One server-sent event. It is of ASCII, since some clients end a line at U+0085 or U+2028."""
+    """Return a server-sent event, in ASCII: some clients end a line at U+0085 or U+2028."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     first = f"event: {name}\n" if name else ""
     return f"{first}data: {text}\n\n".encode("ascii")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """At most NUM_PIECES, none of them empty, cut between characters. Example: "abc" -> a, b, c."""
+    """Yield at most NUM_PIECES pieces of a text, none of them empty. Example: "abc" -> a, b, c."""
     size = math.ceil(len(text) / NUM_PIECES)
     return (text[start : start + size] for start in range(0, len(text), size or 1))
 
 
 def shown_calls(reply: ChatReply) -> list[tuple[str, str, str]]:
-    """The id, the name and the arguments as JSON text of each call."""
+    """Return the id, the name and the arguments as JSON text of each call."""
     turn = re.sub(r"[^A-Za-z0-9]", "_", reply.turn_id)
     return [
         (call_id or f"call_{turn}_{index}", name, arguments)
@@ -47,7 +47,7 @@ def shown_calls(reply: ChatReply) -> list[tuple[str, str, str]]:
 
 
 def shown_tokens(reply: ChatReply) -> dict[str, Any]:
-    """`token_ids` and `token_logprobs`, where the session shows them; null: none was recorded."""
+    """Return `token_ids` and `token_logprobs` if the session shows them; null: not recorded."""
     shown: dict[str, Any] = {}
     if reply.sampled_token_ids is not None:
         shown["token_ids"] = reply.sampled_token_ids.tolist()
