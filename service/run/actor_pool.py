@@ -1,7 +1,6 @@
-"""The actors of one kind that play rollouts in a term: started, watched, replaced when they die or
-freeze.
+"""A term's actors of one kind that play rollouts: start, watch, and replace dead or frozen ones.
 
-Invariant: a dead actor's rollouts are given back to the queue before its successor starts, so that
+Invariant: a dead actor's rollouts are returned to the queue before its successor starts, so that
 none is lost and none is counted twice.
 """
 
@@ -28,7 +27,7 @@ from service.run.restartable_queue import RestartableQueue
 log = logging.getLogger("rayloom.pool")
 
 STOP_DEADLINE_S = 40.0
-# A death within EARLY_DEATH_S of the start is early; so many in a row end the term.
+# Early deaths in a row that end the term; a death within EARLY_DEATH_S of the start is early.
 MAX_EARLY_DEATHS = 5
 EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
@@ -37,17 +36,17 @@ PING_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKind:
-    """What is said of the actors of a pool."""
+    """The names and texts for the actors of a pool."""
 
     part: Part
     name: str
-    """In texts."""
+    """Name in messages."""
     id_prefix: str
     """An actor's id is this, the term and a number: gateway-2-0."""
     resumption: str
-    """What a successor does with the rollouts of a dead one: `7 rollouts` … its id."""
+    """What a successor does with a dead actor's rollouts: text between `7 rollouts` and its id."""
     why_blocked: str
-    """What may keep the event loop from answering."""
+    """Why the event loop may not answer."""
 
 
 ENVIRONMENT_ACTORS = PoolKind(
@@ -55,14 +54,14 @@ ENVIRONMENT_ACTORS = PoolKind(
     name="environment actor",
     id_prefix="environment",
     resumption="are played again by",
-    why_blocked="an environment blocks the event loop, where it should await",
+    why_blocked="an environment blocks the event loop instead of awaiting",
 )
 GATEWAYS = PoolKind(
     part=Part.GATEWAY,
     name="gateway",
     id_prefix="gateway",
-    resumption="go on from their stored turns with",
-    why_blocked="its event loop has more to do than it can",
+    resumption="continue from their stored turns with",
+    why_blocked="its event loop is overloaded",
 )
 
 
@@ -75,7 +74,7 @@ class Member:
 
 
 class ActorPool:
-    """Keeps actors alive; each has `run`, `ping` and `stop`, as `EnvironmentActor`."""
+    """Keeps actors alive; each has `run`, `ping` and `stop`, as `EnvironmentActor` has."""
 
     def __init__(
         self,
@@ -89,10 +88,11 @@ class ActorPool:
         recorder: RunRecorder,
         show_answering: Callable[[int], None] = lambda num_answering: None,
     ) -> None:
-        """start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
+        """Start the actors.
 
-        frozen_after_s: an actor that answers nothing for as long is replaced. show_answering: told
-        how many answer, whenever that changes.
+        Args: start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
+        frozen_after_s: an actor that answers nothing for this time is replaced. show_answering:
+        called with the number of answering actors whenever it changes.
         """
         self._start_actor = start_actor
         self._kind = kind
@@ -103,31 +103,31 @@ class ActorPool:
         self._show_answering = show_answering
         self._numbers = itertools.count()
         self._answering: set[str] = set()
-        """Ids of the actors that have answered, and not died since."""
+        """Ids of the actors that have answered and not died since."""
         self._members = [self._new_member() for _ in range(num_actors)]
 
     @property
     def actors(self) -> tuple[ActorHandle, ...]:
-        """Those that there are now, in the order of their places; one may be starting, or dead and
-        not replaced yet."""
+        """The current actors, by slot; one may be starting, or dead and not replaced yet."""
         return tuple(member.actor for member in self._members)
 
     async def watch(self) -> None:
-        """Run every actor and replace those that die; never returns.
+        """Run every actor and replace dead ones; never returns.
 
-        Raises: ActorLost when actors die at once, again and again, or the queue is lost.
+        Raises: ActorLost when actors die again and again right after their start, or the queue is
+            lost.
         """
         tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
         try:
             await asyncio.gather(*tasks)
-            # A pool without actors.
+            # A pool without actors gets here.
             await asyncio.Event().wait()
         finally:
             for task in tasks:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Let the actors hand over what they hold, then end them."""
+        """Have the actors hand over their results, then end them."""
         members = list(self._members)
         stops = [
             await_reply(
@@ -138,7 +138,7 @@ class ActorPool:
         results = await asyncio.gather(*stops, return_exceptions=True)
         for member, result in zip(members, results, strict=True):
             if isinstance(result, BaseException):
-                log.warning("not stopped in order, ended at once: %s", result)
+                log.warning("an actor did not stop in order and was killed: %s", result)
             else:
                 self._heard(member, result)
             self._ended(member)
@@ -172,7 +172,7 @@ class ActorPool:
             )
 
     async def _run_to_death(self, member: Member) -> str:
-        """Run the actor. Returns: why it ended, once it has stopped, died or frozen."""
+        """Run the actor until it stops, dies or freezes. Returns: why it ended."""
         try:
             async with race(self._until_stopped(member), self._until_frozen(member)) as ends:
                 cause: str = next(end for end in ends if end.done()).result()

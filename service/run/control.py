@@ -1,9 +1,8 @@
-"""An operator's hand on a run: pauses, checkpoints, returns to one, evaluations, who holds what.
+"""An operator's control of a run: pauses, checkpoints, returns to them, evaluations, policies.
 
-One for a supervisor, beside its terms; what it keeps longer is in the store. Invariants: what is
-answered as paused is stored, and holds in every later term; a return to a checkpoint counts from
-the moment in which the next lease names it, in the same transaction; nothing here waits for a
-training step.
+There is one per supervisor, for all its terms; lasting state is in the store. Invariants: a pause
+is stored before the answer, and holds in every later term; a return to a checkpoint takes effect
+when the next lease names it, in the same transaction; nothing here waits for a training step.
 """
 
 from __future__ import annotations
@@ -56,20 +55,23 @@ from service.telemetry.records import EvaluationRecord
 log = logging.getLogger("rayloom.control")
 
 KEPT_OPERATIONS = 256
-# An answer waits so long for an admission in hand, or for engines to hold.
+# How long an answer waits for an admission in progress, or for engines to hold.
 PASSED_LIMIT_S = 10.0
-# Of an environment actor's slots, so that training keeps the others.
+# Share of an environment actor's slots; training keeps the others.
 EVALUATION_SLOTS_SHARE = 0.25
 MAX_EVALUATED = 100_000
 _KEPT_BY = "run.keep_checkpoints, run.keep_best"
 OVER = frozenset({Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER})
 
 Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
-"""Returns the operation with what it has found."""
+"""Returns the operation with its result."""
 
 
 class Control(ControlPort):
-    """Belongs to the supervisor's event loop; `term` is the one that runs, None between two."""
+    """The operator's calls; belongs to the supervisor's event loop.
+
+    `term` is the running term; None between two terms.
+    """
 
     def __init__(
         self,
@@ -81,7 +83,10 @@ class Control(ControlPort):
         checkpoints: Path,
         read_queue: Callable[[], QueueStats | None],
     ) -> None:
-        """checkpoints: their directory. read_queue: how the queue stood a moment ago."""
+        """Start without pauses; `begin_term` restores them.
+
+        checkpoints: their directory. read_queue: returns the queue's latest known state.
+        """
         self._run_store, self._store, self._thread = store, ControlStore(store), thread
         self._recorder, self._engines = recorder, engines
         self._checkpoints = checkpoints
@@ -89,33 +94,33 @@ class Control(ControlPort):
         self.pauses = Pauses()
         self.term: Term | None = None
         self.returning = asyncio.Event()
-        """The term that runs is to end: a checkpoint is to be gone back to."""
+        """Set when the running term must end, to return to a checkpoint."""
         self._return: OperationAnswer | None = None
         self._evaluating = ""
-        """The id of the evaluation that is played; empty: none."""
+        """The id of the current evaluation; empty: none."""
         self._operations: OrderedDict[str, OperationAnswer] = OrderedDict()
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
         self._begun = TaskSet()
         self._is_restored = False
 
-    # -- what the supervisor does ---------------------------------------------------------------
+    # -- calls of the supervisor ----------------------------------------------------------------
 
     @property
     def returns_to(self) -> str:
-        """The checkpoint that the next lease is to go back to; empty: none."""
+        """The checkpoint that the next lease must return to; empty: none."""
         asked = self._return
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """A lease is taken. Raises: StoreError."""
+        """Begin the term of a new lease: end a return, restore pauses. Raises: StoreError."""
         asked, self._return = self._return, None
         self.returning.clear()
         if asked is not None:
             is_there = lease.parent is not None and lease.parent.directory == asked.checkpoint
-            detail = f"term {lease.term} goes on from it"
+            detail = f"term {lease.term} continues from it"
             if not is_there:
-                detail = "it was pruned meanwhile; the run goes on from the newest"
+                detail = "it was pruned meanwhile; the run continues from the newest"
             self._end(asked, detail, is_failed=not is_there)
         if not self._is_restored:
             self.pauses.restore(await self._thread.call(self._store.pauses))
@@ -128,7 +133,7 @@ class Control(ControlPort):
                 )
 
     def close(self, reason: str) -> None:
-        """The run has ended: nothing that was asked for comes any more."""
+        """End all operations as failed, since the run has ended."""
         for operation in list(self._operations.values()):
             if operation.status is OperationStatus.RUNNING:
                 self._end(operation, f"the run has ended: {reason}", is_failed=True)
@@ -144,11 +149,11 @@ class Control(ControlPort):
         )
 
     async def pause(self, part: Pausable, reason: str) -> ControlAnswer:
-        """Pause a part; nothing where it is paused.
+        """Pause a part; do nothing if it is paused.
 
         Raises: ControlRefused, LeaseLost, StoreError.
         """
-        self._check_goes_on()
+        self._check_is_running()
         async with self._changing:
             if self.pauses.find(part) is None:
                 pause = Pause(part=part, since=time.time(), reason=reason)
@@ -165,8 +170,8 @@ class Control(ControlPort):
         return await self.view()
 
     async def resume(self, part: Pausable) -> ControlAnswer:
-        """Resume a part; nothing where it goes on. Raises: as `pause`."""
-        self._check_goes_on()
+        """Resume a part; do nothing if it is not paused. Raises: as `pause`."""
+        self._check_is_running()
         async with self._changing:
             if self.pauses.find(part) is not None:
                 await self._thread.call(
@@ -182,7 +187,7 @@ class Control(ControlPort):
             recorder.training(str(self.pauses))
         recorder.paused(self.pauses.paused)
         if changed is Pausable.GENERATION and self.term is not None:
-            # A term that is lost now is followed by one that begins so.
+            # If this term is lost, the next one begins with the pauses.
             with suppress(ActorLost):
                 await self.term.hold_generation()
 
@@ -209,7 +214,7 @@ class Control(ControlPort):
     # -- checkpoints ----------------------------------------------------------------------------
 
     async def checkpoints(self) -> list[CheckpointAnswer]:
-        """Newest first. Raises: StoreError."""
+        """Return the checkpoints, newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._read_checkpoints)
 
     def _read_checkpoints(self) -> list[CheckpointAnswer]:
@@ -237,7 +242,7 @@ class Control(ControlPort):
         )
 
     async def checkpoint(self) -> OperationAnswer:
-        """Begin a checkpoint of the last step done. Raises: ControlRefused."""
+        """Begin a checkpoint of the last finished step. Raises: ControlRefused."""
         term = self._training_term("a checkpoint")
 
         async def work(operation: OperationAnswer) -> OperationAnswer:
@@ -245,14 +250,14 @@ class Control(ControlPort):
             found = {"checkpoint": commit.directory, "detail": f"step {commit.step}"}
             return operation.model_copy(update=found)
 
-        return self._begin("checkpoint", work, detail="after the step in hand")
+        return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
         """End the term; the next one continues from this checkpoint. checkpoint_id: or its step.
 
         Raises: ControlRefused, StoreError.
         """
-        self._check_goes_on()
+        self._check_is_running()
         views = [
             each for each in await self.checkpoints() if checkpoint_id in (each.id, str(each.step))
         ]
@@ -261,46 +266,46 @@ class Control(ControlPort):
         if found is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,
-                f"this run knows no checkpoint {checkpoint_id!r}: it never was, or it is pruned "
-                f"({_KEPT_BY}); GET /api/v1/checkpoints lists those that are there",
+                f"this run has no checkpoint {checkpoint_id!r}: it never existed, or it is pruned "
+                f"({_KEPT_BY}); choose one of GET /api/v1/checkpoints",
             )
         if found.why_not:
             raise ControlRefused(
                 RefusalCode.GONE, f"the run cannot go back to {found.id}: {found.why_not}"
             )
-        self._check_goes_on()
+        self._check_is_running()
         if self._return is not None:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
                 f"the run is going back to {self._return.checkpoint} already (operation "
-                f"{self._return.id}); ask again once that is done",
+                f"{self._return.id}); ask again when that is done",
             )
-        self._return = self._add("return", detail="the term is ended", checkpoint=found.id)
+        self._return = self._add("return", detail="the term is being ended", checkpoint=found.id)
         self.returning.set()
         return self._return
 
     # -- evaluations ----------------------------------------------------------------------------
 
     async def evaluate(self, request: EvaluationRequest) -> OperationAnswer:
-        """Begin to play held-out tasks beside training. Raises: ControlRefused."""
+        """Begin to play held-out tasks during training. Raises: ControlRefused."""
         term = self._training_term("an evaluation")
         if self.pauses.holds_generation:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
-                "generation is paused, so that no turn would be sampled; resume it with POST "
+                "generation is paused, so no turn would be sampled; resume it with POST "
                 "/api/v1/control/generation/resume first",
             )
         if self._evaluating:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
-                f"an evaluation is being played already (operation {self._evaluating}); wait for "
-                "its end",
+                f"an evaluation is running already (operation {self._evaluating}); wait for its "
+                "end",
             )
         tasks, sampling = chosen_tasks(term.evaluation_tasks, request), request.sampling
         if sampling.kept.structured_outputs is not None and not term.engines_read_text:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
-                "structured_outputs need engines that read text, which this run's do not; set "
+                "structured_outputs need engines that read text, and this run's do not; set "
                 "evaluation.structured_outputs or rollouts.stop, and resume the run",
             )
 
@@ -324,7 +329,7 @@ class Control(ControlPort):
     async def _play(
         self, term: Term, tasks: Sequence[Task], sampling: Sampling, *, operation_id: str
     ) -> EvaluationRecord:
-        """Raises: ActorLost, LeaseLost, StoreError."""
+        """Play an evaluation and record it. Raises: ActorLost, LeaseLost, StoreError."""
         recorder = self._recorder
         step, version = recorder.last_step, recorder.policy_version
         summaries = await term.evaluate(
@@ -336,7 +341,7 @@ class Control(ControlPort):
         if term is not self.term:
             raise ActorLost("its term has ended")
         if not summaries:
-            raise ActorLost("no environment actor came to its end with it")
+            raise ActorLost("no environment actor finished its share")
         record = evaluation_record(
             step, summaries, version=version, sampling=sampling, is_scheduled=False
         )
@@ -346,13 +351,13 @@ class Control(ControlPort):
     # -- operations -----------------------------------------------------------------------------
 
     async def operation(self, operation_id: str) -> OperationAnswer:
-        """Raises: ControlRefused."""
+        """Return an operation. Raises: ControlRefused if it is unknown."""
         if (found := self._operations.get(operation_id)) is None:
             raise ControlRefused(
                 RefusalCode.UNKNOWN,
-                f"this run knows no operation {operation_id!r}: it never was, it is not among the "
-                f"newest {KEPT_OPERATIONS}, or the supervisor that had it has died; what it came "
-                "to is in the run's checkpoints and evaluations",
+                f"this run has no operation {operation_id!r}: it never existed, it is not among "
+                f"the newest {KEPT_OPERATIONS}, or its supervisor has died; look for its result "
+                "in the run's checkpoints and evaluations",
             )
         return found
 
@@ -372,20 +377,20 @@ class Control(ControlPort):
         operation: OperationAnswer,
         work: Callable[[OperationAnswer], Awaitable[OperationAnswer]],
     ) -> None:
-        failure = "an error of its own, which the run's log has"
+        failure = "an unexpected error; see the run's log"
         try:
             operation = await work(operation)
             failure = ""
         except (ActorLost, LeaseLost, StoreError) as error:
             failure = str(error)
         finally:
-            # One that `close` has ended stays as it is.
+            # An operation that `close` has ended stays as it is.
             if self._operations.get(operation.id, operation).status is OperationStatus.RUNNING:
                 self._end(operation, failure or operation.detail, is_failed=bool(failure))
 
     def _add(self, kind: str, *, detail: str, checkpoint: str | None = None) -> OperationAnswer:
         operation = OperationAnswer(
-            # Of no other operation, of earlier supervisors too.
+            # Unique, also among the operations of earlier supervisors.
             id=f"op-{self._recorder.term}-{next(self._numbers)}",
             kind=kind,
             status=OperationStatus.RUNNING,
@@ -410,7 +415,7 @@ class Control(ControlPort):
     # -- policies and calls ---------------------------------------------------------------------
 
     async def policies(self) -> PoliciesAnswer:
-        """Raises: StoreError."""
+        """Return the versions in use, and where. Raises: StoreError."""
         term, status = self.term, await self._board_status()
         by_version: dict[int, list[str]] = {}
         for each in await self.checkpoints():
@@ -427,7 +432,7 @@ class Control(ControlPort):
         )
 
     async def note_call(self, call: AdminCall) -> None:
-        """Write down a call of an operator. Raises: LeaseLost, StoreError."""
+        """Record a call of an operator. Raises: LeaseLost, StoreError."""
         log.info(
             "admin call: caller=%r call=%r status=%d body=%r answer=%r",
             call.caller,
@@ -439,7 +444,7 @@ class Control(ControlPort):
         await self._thread.call(self._store.add_call, call, term=self._recorder.term)
 
     async def calls(self, limit: int) -> Sequence[AdminCall]:
-        """The newest first. Raises: StoreError."""
+        """Return the recorded calls, newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._store.calls, limit=limit)
 
     async def _board_status(self) -> BoardStatus | None:
@@ -447,14 +452,14 @@ class Control(ControlPort):
             return await self._engines.status()
         return None
 
-    def _check_goes_on(self) -> None:
-        """Raises: ControlRefused for a run that ends, or has not begun."""
+    def _check_is_running(self) -> None:
+        """Raise ControlRefused if the run ends, or has not begun."""
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(
                 RefusalCode.CONFLICT,
-                f"the run is {phase.value}; what it has been asked before it was stopped holds "
-                "when it goes on with --resume",
+                f"the run is {phase.value}, expected a running one; resume it with --resume, "
+                "where earlier pauses still hold",
             )
         if self._recorder.term == 0:
             raise ControlRefused(
@@ -462,8 +467,8 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Raises: ControlRefused where none trains."""
-        self._check_goes_on()
+        """Return the term that trains. Raises: ControlRefused if none does."""
+        self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
                 RefusalCode.CONFLICT,
@@ -474,20 +479,20 @@ class Control(ControlPort):
 
 
 def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[Task]:
-    """Raises: ControlRefused for tasks that are not held out, or too many."""
+    """Return the tasks to evaluate. Raises: ControlRefused if not held out, or too many."""
     if not held_out:
         raise ControlRefused(
             RefusalCode.CONFLICT,
-            "this run has no held-out tasks (tasks.evaluation_tasks is 0), so that it can evaluate "
-            "nothing; set it, and resume the run",
+            "this run has no held-out tasks to evaluate (tasks.evaluation_tasks is 0); set it, and "
+            "resume the run",
         )
     if request.task_ids:
         by_id = {task.task_id: task for task in held_out}
         if unknown := [each for each in request.task_ids if each not in by_id]:
             raise ControlRefused(
                 RefusalCode.INVALID,
-                f"tasks names {', '.join(unknown[:8])}, which the run does not hold out; expected "
-                f"some of its {len(held_out)} held-out tasks, such as {held_out[0].task_id}",
+                f"tasks names {', '.join(unknown[:8])}, expected some of the run's "
+                f"{len(held_out)} held-out tasks, such as {held_out[0].task_id}",
             )
         tasks = [by_id[each] for each in request.task_ids]
     else:
@@ -495,8 +500,8 @@ def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[T
         if count > len(held_out):
             raise ControlRefused(
                 RefusalCode.INVALID,
-                f"num_tasks is {count}, expected at most {len(held_out)}, which the run holds out "
-                "(tasks.evaluation_tasks)",
+                f"num_tasks is {count}, expected at most {len(held_out)}, the number of held-out "
+                "tasks (tasks.evaluation_tasks)",
             )
         tasks = list(held_out[:count])
     num_samples = request.sampling.num_samples
@@ -504,8 +509,8 @@ def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[T
     if num_plays > MAX_EVALUATED:
         raise ControlRefused(
             RefusalCode.INVALID,
-            f"{len(tasks)} tasks of {num_samples} samples are {num_plays} rollouts, "
-            f"expected at most {MAX_EVALUATED}; take fewer of either",
+            f"{len(tasks)} tasks with {num_samples} samples each are {num_plays} rollouts, "
+            f"expected at most {MAX_EVALUATED}; take fewer tasks or samples",
         )
     return tasks
 
@@ -519,12 +524,12 @@ def policies_view(
     checkpoints: dict[int, list[str]],
     now: float,
 ) -> PoliciesAnswer:
-    """Every version that the trainer, an engine or a checkpoint has.
+    """Return every version that the trainer, an engine or a checkpoint has.
 
     checkpoints: ids, by version. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
-    # After a return another term's version of the same number is another policy.
+    # After a return, another term's version with the same number is another policy.
     current = [each for each in replicas if each.term is not None and each.term == term]
     is_own = status is not None and status.term == term
     published = status.version if status is not None and is_own else None
@@ -558,7 +563,7 @@ def policies_view(
 
 
 def _size_of(directory: Path) -> int | None:
-    """Bytes of a directory's files; None: it is not there, or goes just now."""
+    """Return the bytes of a directory's files; None: it does not exist, or is being removed."""
     try:
         found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     except OSError:

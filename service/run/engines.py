@@ -1,9 +1,9 @@
 """The weight board and the inference deployment of one run, and how weights reach them.
 
 Both outlive the run's terms: after a return to a checkpoint the engines load the older weights as
-a newer term's. They outlive a supervisor too that is replaced within `run.orphan_timeout_s`: the
-next one finds the board by its name. Where the board died, the engines wait as long for the next
-one, which has the same name. They are started anew for other settings alone.
+a newer term's. They also outlive a supervisor that is replaced within `run.orphan_timeout_s`: the
+next one finds the board by its name. If the board dies, the engines wait as long for the next one,
+which has the same name. They are started again only for other settings.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from service.run.restartable_trainer import RestartableTrainer
 
 log = logging.getLogger("rayloom.engines")
 
-# Engines that were never ready hold nothing: Serve may end them while the process exits.
+# Engines that were never ready have nothing to lose: Serve may end them while the process exits.
 END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 NAME_LIMIT_S = 30.0
 BOARD_START_S = 300.0
@@ -78,14 +78,16 @@ LOADED_CHECK_S = 10.0
 
 
 class Engines:
-    """`open_term` starts or takes them over; they get ready once a version has been published."""
+    """The engines of a run, started or taken over by `open_term`, ready after a publication."""
 
     def __init__(
         self, settings: EngineSettings, *, run_id: str, orphan_timeout_s: float, has_api: bool
     ) -> None:
-        """run_id: the same for every process of this run. orphan_timeout_s: as in the tree.
+        """Start nothing yet.
 
-        has_api: the run's API goes on after the run; the board ends it with the supervisor.
+        Args: run_id: the same for every process of this run. orphan_timeout_s: as in the
+        configuration. has_api: the run's API outlives the run; the board ends it after the
+        supervisor.
         """
         self.settings = settings
         self.app_name = ""
@@ -101,20 +103,18 @@ class Engines:
 
     @property
     def board(self) -> ActorHandle:
-        assert self._board is not None, "open_term comes first"
+        assert self._board is not None, "call open_term first"
         return self._board
 
     @property
     def make_policy(self) -> PolicyFactory:
-        """Makes a client of the deployment, in whatever process it is called."""
+        """The function that makes a client of the deployment, in any process."""
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
-        """Make the board refuse older terms; start board and deployment where they are missing.
+        """Make the board refuse older terms; start board and deployment if they are missing.
 
-        resources: what an engine asks for beside its CPUs and GPUs.
-
-        Raises: StaleTerm.
+        resources: an engine's Ray resources besides CPUs and GPUs. Raises: StaleTerm.
         """
         self._term, self._resources = term, resources
         if not await self._take_over():
@@ -122,33 +122,33 @@ class Engines:
             await asyncio.to_thread(delete_leftovers, self._run_id, but=left)
             self.app_name = left or application_name(self._run_id, term=term)
             self._board = await self._start_board()
-            # Engines are slow to start, and need of the board no more than its handle until then.
+            # Engines are slow to start, and until then need only the board's handle.
             await self._deploy()
-            # It may wait for a node, and imports.
+            # The board may wait for a node, and imports.
             handle = board_handle(self._board, deadline_s=BOARD_START_S)
             await handle.open_term(term)
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat_forever())
 
     async def wait_ready(self) -> None:
-        """Wait for the first engine. Raises: PolicyUnavailable when none gets ready."""
+        """Wait for the first engine. Raises: PolicyUnavailable if none gets ready."""
         limit_s = self.settings.inference.start_deadline_s
         await wait_ready(self.app_name, self._board_handle().status, quiet_limit_s=limit_s)
         self._were_ready = True
 
     async def status(self) -> BoardStatus | None:
-        """What the weight board knows of the engines; None without one. Raises: ActorLost."""
+        """Return the weight board's status; None without a board. Raises: ActorLost."""
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have every engine hold its turns, those that join too, or go on. Raises: ActorLost."""
+        """Have every engine, also later ones, hold its turns or resume. Raises: ActorLost."""
         if self._board is not None:
             await self._board_handle().hold(is_held)
 
     async def stop(self) -> None:
-        """End the deployment and the board; bounded, also in the middle of the start.
+        """End the deployment and the board, within a time limit, also during the start.
 
-        They are left alone when a newer term has taken them over.
+        If a newer term has taken them over, they stay.
         """
         if self._board is None:
             return
@@ -174,14 +174,14 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Go on with a board, and engines, that an earlier term has left. Returns: whether."""
+        """Use the board and engines of an earlier term. Returns: whether there are any."""
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
             return False
         self._board = board
         try:
-            # Not the short deadline of a status: giving up a slow board costs the engines.
+            # Longer than the deadline of a status: abandoning a slow board costs the engines.
             handle = board_handle(board, deadline_s=RPC_DEADLINE_S)
             deployed: Deployed = await handle.open_term(self._term)
         except ActorLost:
@@ -190,8 +190,8 @@ class Engines:
         self.app_name = deployed.name
         if is_same_engine(deployed.settings, self.settings):
             if not is_own:
-                # Engines that run are left as they are; it sets their number, and brings back
-                # those that an earlier supervisor had ended.
+                # Running engines stay as they are; this sets their number, and starts those again
+                # that an earlier supervisor had ended.
                 await self._deploy()
             return True
         await asyncio.to_thread(delete_inference, deployed.name)
@@ -209,7 +209,7 @@ class Engines:
             orphan_timeout_s=self._orphan_timeout_s,
             resources=self._resources,
         )
-        # A thread cannot be cancelled: `stop` waits for it, or it could deploy after the deletion.
+        # A thread cannot be cancelled: without waiting, it could deploy after `stop` has deleted.
         await asyncio.shield(self._deploying)
 
     async def _start_board(self) -> ActorHandle:
@@ -224,11 +224,11 @@ class Engines:
         async def start() -> ActorHandle:
             return start_board(keeping, strategy=on_this_node())
 
-        # Ray frees the name a moment after the death of the one before.
+        # Ray frees the name a moment after the death of the earlier board.
         return await retry(start, on=ValueError, limit_s=NAME_LIMIT_S)
 
     async def _beat_forever(self) -> None:
-        """Show the board that a term of this run lives."""
+        """Send the board signs of life of this term."""
         while True:
             with suppress(ActorLost, StaleTerm):
                 await self._board_handle().status(self._term)
@@ -239,11 +239,10 @@ class Engines:
 
 
 async def watch_board(board: ActorHandle) -> None:
-    """Ask for ever. One that is slow, frozen or out of reach is waited for.
+    """Watch the board forever, and raise ActorLost once it has died.
 
-    The engines end with their board, and a loop that waits for rollouts asks it for nothing.
-
-    Raises: ActorLost once it has died.
+    A board that is slow, frozen or unreachable is waited for. Without this check a loop that waits
+    for rollouts would not notice that the board, and with it the engines, has ended.
     """
     while True:
         await asyncio.sleep(BEAT_EVERY_S)
@@ -271,10 +270,10 @@ class Publisher:
     """Brings weights from the trainer to the engines, and compares how both score a text.
 
     The first publication of a term has the whole check (`check_start`): the trainer scores the text
-    alone and packed, and the engines' continuations. Each later one has the far end of the text,
-    and one of `check_every` has all of it. The later checks take at most COST_SHARE of the time
-    since the start: a publication that cannot afford its text has the beginning of it, or no check.
-    Only after a check beyond its bound is the same text checked again, whatever it takes.
+    alone and packed, and the engines' continuations. Each later one checks the far end of the text,
+    and one in `check_every` checks all of it. The later checks take at most COST_SHARE of the time
+    since the start: if a publication's text would exceed this, it checks the beginning of the text,
+    or nothing. Only after a check beyond its bound is the same text checked again at any cost.
     """
 
     def __init__(
@@ -291,11 +290,13 @@ class Publisher:
         dtype: Dtype = Dtype.FLOAT32,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """quiet_limit_s: for how long no engine may get further with its start or its load.
+        """Prepare the first publication.
 
-        measure: entered around each phase of a publish. text: of the start; None: a fixed one of 17
-        tokens, then and later. most_tokens: that an engine takes as a prompt. check_every: 0: never
-        all of it. dtype: of the bounds. clock: seconds.
+        Args: quiet_limit_s: how long all engines may make no progress with their start or load.
+        measure: entered around each phase of a publish. text: text of the first check; None: a
+        fixed one of 17 tokens in all checks. most_tokens: an engine's limit of a prompt.
+        check_every: one in this number of later checks has all of the text; 0: never. dtype:
+        selects the bounds. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -307,26 +308,26 @@ class Publisher:
         self._is_text_sent = False
         """Whether the board has this text; before that, it may have an earlier term's."""
         self._later_text: CheckText | None = None
-        """The start's with a continuation; None before `check_start`, and without a text."""
+        """The first text with a continuation; None before `check_start`, and without a text."""
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._spent_short_s = 0.0
         """Time of all checks after publications; time of the short ones among them."""
         self._long_s = self._short_s = 0.0
-        """Time of the last check of the text's end, at first the start's, and of its beginning."""
+        """Time of the last check of the text's end, initially the first check's; of its start."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
         """Whether the next long check has all of the text; whether the last check failed."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """Kept until a step's check has included it."""
+        """The first check, until a step's check has included it."""
 
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
 
-        Raises: WeightsMoved when the trainer's weights are another version now; ActorLost.
+        Raises: WeightsMoved if the trainer's weights are another version now; ActorLost.
         """
         if self._later_text is not None:
             self._choose(self._next_text(self._later_text))
@@ -360,14 +361,14 @@ class Publisher:
             self._is_all_due = True
         allowed_s = COST_SHARE * (self._clock() - self._began_at)
         if self._spent_s + self._long_s > allowed_s:
-            # Short checks leave half of the time, so that a long one can be afforded at last.
+            # Short checks leave half of the time, so that a long one becomes possible.
             left_s = min(allowed_s - self._spent_s, allowed_s / 2 - self._spent_short_s)
             return short(text) if self._short_s <= left_s else NO_TEXT
         is_all_due, self._is_all_due = self._is_all_due, False
         return text if is_all_due else far_end(text)
 
     async def check_start(self, version: int) -> LogprobCheck | None:
-        """Wait as `wait_until_loaded` and compare everything; the next check takes it along.
+        """Wait as `wait_until_loaded` does and compare everything; the next check includes this.
 
         Returns: None without an engine's answer.
         Raises: as `wait_until_loaded`.
@@ -396,14 +397,14 @@ class Publisher:
         return check
 
     async def wait_until_loaded(self, version: int) -> LogprobCheck | None:
-        """Wait until every live engine, and at least one, holds the version published last.
+        """Wait until every live engine, and at least one, has the version published last.
 
-        Engines that join, leave or are replaced meanwhile end no term: one that starts loads the
-        version before it is ready. Without a live engine it waits for one that starts.
+        Engines that join, leave or are replaced meanwhile do not end the term: a new engine loads
+        the version before it is ready. Without a live engine it waits for a new one.
 
-        Returns: how trainer and engines score the text, joined with the start's check if this is
-            the first one after it; None without an engine's answer, and without a check.
-        Raises: ActorLost when no engine gets on (`BoardStatus.quiet_s`).
+        Returns: how trainer and engines score the text, joined with the first check if this is the
+            next one; None without an engine's answer, and without a check.
+        Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):
             status = await self._until_loaded(version)
@@ -440,7 +441,7 @@ class Publisher:
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
-        """Raises: as `wait_until_loaded`."""
+        """Return the board's status once the version is loaded. Raises: as `wait_until_loaded`."""
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
             try:
@@ -449,23 +450,23 @@ class Publisher:
                 raise ActorLost(str(error)) from error
             if status.is_loaded:
                 return status
-            # While ranks are replaced, nobody may be there to broadcast.
+            # While ranks are replaced, there may be none to broadcast.
             if status.quiet_s > self._quiet_limit_s and not self._trainer.is_restarting:
                 raise ActorLost(
                     f"{len(status.holders)} of {len(status.replicas)} engines hold version "
-                    f"{version}, and for {status.quiet_s:.0f} s none has got further with its "
+                    f"{version}, and for {status.quiet_s:.0f} s none has made progress with its "
                     f"start or its load, limit {self._quiet_limit_s:g} s "
                     "(inference.start_deadline_s)"
                 )
 
     async def num_ready(self) -> int:
-        """Engines that hold the current version."""
+        """Return the number of engines that have the current version."""
         status = await board_handle(self._board, deadline_s=RPC_DEADLINE_S).status()
         return len(status.holders)
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """own: of all samples, in their order."""
+    """Compare scores of sampled tokens. own: the trainer's, of all samples in their order."""
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [
         compare(sampled_name(each.temperature), scores, each.logprobs)
@@ -474,7 +475,7 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Run a blocking call beside the event loop; an error that nobody awaits is still written."""
+    """Run a blocking call in a thread; its error is logged even if it is never awaited."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work

@@ -1,4 +1,4 @@
-"""The environment actors of one term: a pool of players that plays evaluations too."""
+"""The environment actors of one term: a pool that plays rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.run.evaluation import EvaluationFiles, PlaySettings, play
 from service.run.recorder import RunRecorder
 from service.run.restartable_queue import RestartableQueue
 
-# Within which the prompts of the log-probability check are rendered.
+# Limit for rendering the prompts of the log-probability check.
 PROMPTS_LIMIT_S = 20.0
 
 
@@ -40,8 +40,11 @@ class EnvironmentPool(ActorPool):
         evaluation_idle_s: float,
         files: EvaluationFiles,
     ) -> None:
-        """As ActorPool. evaluation_idle_s: an evaluation in which no rollout has ended for as long
-        is given up. files: where its rollouts are kept."""
+        """Start the actors, as ActorPool does.
+
+        evaluation_idle_s: an evaluation in which no rollout ends for this time is abandoned. files:
+        where its rollouts are stored.
+        """
         super().__init__(
             num_actors,
             start_actor,
@@ -63,7 +66,7 @@ class EnvironmentPool(ActorPool):
         file: str,
         slots_share: float = 1.0,
     ) -> list[TrajectorySummary]:
-        """Play tasks, as `play`, and keep their rollouts under the name `file`."""
+        """Play tasks, as `play` does, and store their rollouts under the name `file`."""
         keeps_tokens = self._files.keep > 0
         settings = PlaySettings(
             sampling=sampling,
@@ -87,8 +90,7 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Return `EnvironmentActor.opening_prompts` of one actor; none if there is no actor or no
-        answer."""
+        """Return `EnvironmentActor.opening_prompts` of one actor; empty without an answer."""
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
@@ -108,7 +110,10 @@ def start_environment_actor(
     queue: ActorHandle | None,
     resources: Mapping[str, float],
 ) -> ActorHandle:
-    """model: whose tokenizer it takes. queue: of the rollouts; None: it plays evaluations alone."""
+    """Start an environment actor.
+
+    model: for its tokenizer. queue: gives it rollouts; None: it plays only evaluations.
+    """
     actor_class = ray.remote(EnvironmentActor).options(
         num_cpus=1,
         max_concurrency=1000,
@@ -133,6 +138,6 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Within an episode's time one ends, unless the actor is frozen."""
+    """Return the time within which an episode ends unless its actor is frozen."""
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

@@ -1,9 +1,9 @@
-"""Plays evaluations on environment actors, and keeps what was played in files.
+"""Play evaluations on environment actors, and store their rollouts in files.
 
-A share whose actor dies is left out: an evaluation is a measurement, not work to be kept. Its file
-is for people: one that cannot be written is told once, and ends nothing. Lines come one by one out
-of the object store, so that memory holds one of them, whatever was played. Called by
-`EnvironmentPool` and by `rayloom evaluate`.
+A share whose actor dies is left out: an evaluation is a measurement, not work to preserve. Its file
+is for people: if it cannot be written, there is one notice, and the run continues. Lines are read
+one by one from the object store, so that memory holds only one. Called by `EnvironmentPool` and by
+`rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from service.remote_calls import await_reply
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
 
 LOOK_S = 2.0
-# Of one line, which another node may hold.
+# For one line, which may be on another node.
 FETCH_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaySettings:
-    """How an evaluation is played."""
+    """The settings of an evaluation."""
 
     sampling: Sampling
     idle_s: float
-    """A share of which no rollout has ended for as long is given up."""
+    """A share in which no rollout ends for this time is abandoned."""
     slots_share: float = 1.0
-    """As `EnvironmentActor.evaluate`."""
+    """As in `EnvironmentActor.evaluate`."""
     keeps_tokens: bool = False
 
 
@@ -48,9 +48,9 @@ async def play(
     *,
     notice: Callable[[str], None],
 ) -> list[Played]:
-    """Play, shared out over the actors. notice: told of each share that is missing.
+    """Play in shares, one for each actor. notice: called for each share that is missing.
 
-    Returns: one for each play of the other shares, in the order of the plays.
+    Returns: one result for each play of the other shares, in the order of the plays.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
@@ -76,7 +76,7 @@ async def play(
 async def _play_share(
     member: Member, share: Sequence[Play], settings: PlaySettings
 ) -> list[Played]:
-    """Raises: ActorLost when the actor dies, or no rollout ends for too long."""
+    """Play a share on an actor. Raises: ActorLost if it dies, or no rollout ends for too long."""
     playing = member.actor.evaluate.remote(
         share,
         temperature=settings.sampling.temperature,
@@ -100,7 +100,7 @@ async def _play_share(
         return await await_reply(answer, name=name, deadline_s=idle_s)
     finally:
         answer.cancel()
-        # Of an answer that came, nothing; else what is still played, beside the training.
+        # This has no effect after an answer; else it stops what the actor still plays.
         ray.cancel(playing)
 
 
@@ -108,27 +108,30 @@ class EvaluationFiles:
     """The newest evaluations of a run, a file of JSON lines each."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
-        """keep: the newest so many; 0: none is written. notice: told once where one cannot be."""
+        """Write nothing yet. keep: number of newest files to keep; 0: none is written.
+
+        notice: called once, if a file cannot be written.
+        """
         self._directory = directory
         self.keep = keep
         self._notice = notice
-        self._is_told = False
+        self._has_failed = False
 
     async def write(self, name: str, played: Sequence[Played]) -> None:
         """Write the lines, and remove the oldest files."""
         try:
             await asyncio.to_thread(self._write, name, played)
         except (OSError, RayError) as error:
-            if not self._is_told:
-                self._is_told = True
+            if not self._has_failed:
+                self._has_failed = True
                 self._notice(
                     f"evaluation {name} is not in {self._directory}: it cannot be written "
-                    f"({str(error).splitlines()[0]}); its numbers stand; free space there, or set "
-                    "evaluation.keep_results to 0"
+                    f"({str(error).splitlines()[0]}); its numbers are recorded; free space there, "
+                    "or set evaluation.keep_results to 0"
                 )
 
     def _write(self, name: str, played: Sequence[Played]) -> None:
-        # The run's directory is not made: where it is not seen, nothing of it is to be invented.
+        # Without parents: if the run's directory is not visible here, do not make another one.
         self._directory.mkdir(exist_ok=True)
         write_lines(self._directory / f"{name}.jsonl", played)
         files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)
@@ -137,9 +140,9 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the lines aside and rename the file. Returns: how many.
+    """Write the lines to a temporary file and rename it. Returns: their number.
 
-    Raises: OSError, RayError where a line's actor has died, with nothing left behind.
+    Raises: OSError; RayError if a line's actor has died; then no file is left.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = [each.line for each in played if each.line is not None]

@@ -1,8 +1,8 @@
-"""A thread that looks at each stored step's journal for patterns of reward hacking.
+"""A thread that checks each stored step's journal for patterns of reward hacking.
 
-Nothing waits for it, and whatever fails in it is told once and ends no run. A shadow verifier is
-the user's code: it is asked in a process of its own, of the lowest priority, and where it is
-slower than the run, of as many steps as it can keep up with. Owned by the recorder.
+Nothing waits for it, and its failures end no run: each kind causes one notice. A shadow verifier is
+the user's code: it runs in a separate process with the lowest priority, and if it is slower than
+the run, it skips steps. Owned by the recorder.
 """
 
 from __future__ import annotations
@@ -35,38 +35,41 @@ from service.telemetry.findings import Finding
 log = logging.getLogger("rayloom.hacking")
 
 CLOSE_LIMIT_S = 5.0
-# Beside the time that the verifier may take: its process starts, and reads the tasks.
+# In addition to the verifier's own time: its process starts, and reads the tasks.
 SHADOW_START_S = 120.0
-# Starts of the verifier's process, after which it is left alone.
+# Starts of the verifier's process, after which it is not started again.
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
-"""Of the path of a journal file. Raises: RayError; ConfigError."""
+"""Return the verdicts on a journal file, by its path. Raises: RayError; ConfigError."""
 
 
 class HackingWatch:
-    """`begin_term` first, `stored` after each step, `close` last; none waits but `close`."""
+    """The audit for reward hacking; only `close` blocks.
+
+    Call `begin_term` first, `stored` after each step, `close` last.
+    """
 
     def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
-        """ask: the shadow verifier; None: there is none."""
+        """Prepare the thread. ask: the shadow verifier; None: there is none."""
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """A term and a step of it; no step: the term begins. None: the end."""
-        self._tell: Callable[[str], None] = log.warning
+        """A term and a step of it; without a step the term begins. None: the end."""
+        self._notice: Callable[[str], None] = log.warning
         self._detector = Detector()
         self._findings: tuple[Finding, ...] = ()
         self._problems: set[str] = set()
-        """Kinds of failures that were told."""
+        """Kinds of failures that caused a notice."""
         self._thread = threading.Thread(target=self._run, name="hacking", daemon=True)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of the steps that survive, in the order in which they were found."""
+        """Findings of the surviving steps, in the order in which they were found."""
         return self._findings
 
-    def begin_term(self, term: int, tell: Callable[[str], None]) -> None:
-        """tell: gives the user a notice; called in the thread."""
-        self._tell = tell
+    def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
+        """Begin a term. notice: gives the user a notice; called in the thread."""
+        self._notice = notice
         self._todo.put((term, None))
         if self._thread.ident is None:
             self._thread.start()
@@ -75,7 +78,7 @@ class HackingWatch:
         self._todo.put((term, step))
 
     def close(self, *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Look at what is stored, and end. Blocks, limit_s at most."""
+        """Check what is stored, and end. Blocks, limit_s at most."""
         self._todo.put(None)
         if self._thread.is_alive():
             self._thread.join(limit_s)
@@ -85,75 +88,76 @@ class HackingWatch:
             term, step = next_one
             try:
                 if step is None:
-                    self._go_on(term)
+                    self._resume(term)
                 else:
-                    self._look_at(term, step)
+                    self._check_step(term, step)
             except Exception as error:
-                # The outermost frame of the thread, which has to outlive whatever a file holds.
+                # The outermost frame of the thread, which must survive any content of a file.
                 log.info("failed", exc_info=error)
-                self._tell_once(f"{type(error).__name__}", f"a step was not looked at: {error}")
+                self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
-    def _go_on(self, term: int) -> None:
-        """See the steps of earlier terms again that survive, and know what was told of them."""
+    def _resume(self, term: int) -> None:
+        """Read the surviving steps of earlier terms again, and their findings."""
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return
         try:
             journal = open_journal(self._run_dir.path)
         except ConfigError:
-            # None of the files survives.
+            # No file survives.
             return
-        # The term's own come one by one, and some may be there.
+        # The term's own files come one by one, and some may exist already.
         earlier = tuple(file for file in journal.files if file.term < term)
         journal = replace(journal, files=earlier)
         self._findings = kept_of(journal).findings
         for features in read_features(journal, newest=KEPT_STEPS):
             self._detector.see(features)
 
-    def _look_at(self, term: int, number: int) -> None:
+    def _check_step(self, term: int, number: int) -> None:
         path = self._run_dir.journal / file_name(number, term=term)
         if not path.exists():
-            # It could not be written, which was told, or was removed since.
+            # It could not be written, which caused a notice, or was removed since.
             return
         parts = step_features(load_step(path))
-        # A verifier that is slower than the steps is not asked of those that it would hold up.
+        # A verifier that is slower than the run skips steps.
         is_asked = self._ask is not None and self._todo.empty()
-        verdicts = self._asked(str(path)) if is_asked else {}
+        verdicts = self._verdicts(str(path)) if is_asked else {}
         new = self._detector.see(tuple(each.with_verified(verdicts) for each in parts))
         self._findings += tuple(new)
         for finding in new:
-            self._tell(f"audit: {finding.text}{_to_look_at(finding)}")
-        # Last: it may not be possible.
+            self._notice(f"audit: {finding.text}{_examples(finding)}")
+        # Last, since it may fail.
         if verdicts:
             append(self._run_dir.path, Line(step=number, term=term, verdicts=verdicts))
         for finding in new:
             append(self._run_dir.path, Line(step=number, term=term, finding=finding))
 
-    def _asked(self, path: str) -> dict[str, bool]:
+    def _verdicts(self, path: str) -> dict[str, bool]:
         assert self._ask is not None
         try:
             found = self._ask(path)
         except (RayError, ConfigError) as error:
-            # The last line of what Ray says is what was raised.
+            # The last line of Ray's text is the error that was raised.
             cause = str(error).strip().splitlines()[-1:]
-            self._tell_once("shadow", f"audit.shadow was not asked: {' '.join(cause)[:200]}")
+            self._notice_once("shadow", f"audit.shadow failed: {' '.join(cause)[:200]}")
             return {}
         if found.problem:
-            self._tell_once("verdict", f"audit.shadow: {found.problem}; further ones are not told")
+            text = f"audit.shadow: {found.problem}; further problems are not shown"
+            self._notice_once("verdict", text)
         return dict(found.by_id)
 
-    def _tell_once(self, kind: str, text: str) -> None:
+    def _notice_once(self, kind: str, text: str) -> None:
         if kind not in self._problems:
             self._problems.add(kind)
-            self._tell(f"{text}; training goes on")
+            self._notice(f"{text}; training continues")
 
 
-def _to_look_at(finding: Finding) -> str:
+def _examples(finding: Finding) -> str:
     return f"; for example {', '.join(finding.examples)}" if finding.examples else ""
 
 
 class _Shadow:
-    """The actor."""
+    """The actor that runs the shadow verifier."""
 
     def __init__(self, config: Config, model: str, name: str) -> None:
         os.nice(LOWEST_PRIORITY)
@@ -166,8 +170,7 @@ class _Shadow:
 
 
 def asking_apart(config: Config, *, model: str) -> Ask | None:
-    """The run's shadow verifier, in an actor that starts with the first question; None: it has
-    none."""
+    """Return the run's shadow verifier; its actor starts with the first call; None: it has none."""
     name = config.audit.shadow
     if name is None:
         return None
@@ -195,7 +198,7 @@ def _start(config: Config, model: str, name: str) -> Any:
 
 
 def watch_of(config: Config, run_dir: RunDir, *, model: str) -> HackingWatch | None:
-    """None for a run that is not looked at, or keeps no journal."""
+    """Return the audit of a run; None if it is off, or the run has no journal."""
     if not config.audit.hacking or config.run.journal_steps == 0:
         return None
     return HackingWatch(run_dir, ask=asking_apart(config, model=model))

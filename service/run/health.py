@@ -1,8 +1,8 @@
 """A run's status, whether it can serve, and when it has failed. Pure.
 
-Called by the supervisor and its loop. The command line asks for a RunStatus twice a second
-and hands it to a display; lists that only grow (records, evaluations, notices) come as what is new
-since the asker's cursor, as far as the newest ones reach that are kept.
+Called by the supervisor and its loop. The command line reads a RunStatus twice a second and gives
+it to a display; of lists that only grow (records, evaluations, notices) it has the kept items since
+the caller's cursor.
 """
 
 from __future__ import annotations
@@ -43,49 +43,49 @@ FAULTS_COUNT_S = 24 * 3600.0
 REMEDIES = {
     Outcome.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or ask for shorter answers",
     Outcome.TRUNCATED_CONTEXT: "raise model.max_context_tokens, or shorten the prompts",
-    Outcome.WALL_TIMEOUT: "look at what it waits for, or raise rollouts.turn_deadline_s",
+    Outcome.WALL_TIMEOUT: "check what it waits for, or raise rollouts.turn_deadline_s",
     Outcome.STALE: "lower algorithm.max_lag",
-    Outcome.AGENT_ERROR: "look at the model's chat template and rollouts.template_options",
-    Outcome.ENVIRONMENT_ERROR: "mend the environment, or the tasks that it is given",
-    Outcome.REWARD_ERROR: "mend what scores the answers",
-    Outcome.INFRASTRUCTURE_ERROR: "look at the logs of the engines and environment actors",
-    Outcome.EMPTY: "look at the model: it ends its answers before the first token",
-    Outcome.TOKEN_MISALIGNED: "look at the engines: their log-probabilities cannot be used",
+    Outcome.AGENT_ERROR: "check the model's chat template and rollouts.template_options",
+    Outcome.ENVIRONMENT_ERROR: "fix the environment, or its tasks",
+    Outcome.REWARD_ERROR: "fix the reward function",
+    Outcome.INFRASTRUCTURE_ERROR: "see the logs of the engines and environment actors",
+    Outcome.EMPTY: "check the model: it ends its answers before the first token",
+    Outcome.TOKEN_MISALIGNED: "check the engines: their log-probabilities are unusable",
 }
-# By the cause why sampled tokens are not trained; REMEDIES has the outcomes that are not here.
+# By the cause that sampled tokens are not trained; REMEDIES has the other outcomes.
 TOKEN_REMEDIES: Mapping[TokenCause, str] = {
-    EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or have cut-off answers "
-    "trained: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
+    EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or train cut-off "
+    "answers: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
     "train_clamped}",
     EvictionReason.TRUNCATED_CONTEXT: "raise model.max_context_tokens, shorten the prompts, or set "
     "rollouts.outcomes.truncated_context to {disposition: score} or {disposition: train_clamped}",
-    EvictionReason.ZERO_VARIANCE: "all answers to a task get the same reward: take harder tasks "
-    "where they are right and easier ones where they are wrong, raise algorithm.group_size, or "
+    EvictionReason.ZERO_VARIANCE: "all answers to a task get the same reward: use harder tasks if "
+    "the answers are right, easier ones if they are wrong, raise algorithm.group_size, or "
     "grade in finer steps",
     EvictionReason.GROUP_TOO_SMALL: "too few members of a group were usable: raise "
-    "algorithm.group_size, and look at the outcomes of the others with `rayloom inspect`",
+    "algorithm.group_size, and see the outcomes of the others with `rayloom inspect`",
     EvictionReason.NEGATIVE_RETURN: "shift the rewards to 0 and above, or set algorithm.scale to "
     "none",
     EvictionReason.NONFINITE_STEP: "lower trainer.learning_rate",
     EvictionReason.CANCELLED: "their groups were cancelled or closed early "
-    "(algorithm.min_usable_samples), or a part of the run ended: look at the notices before",
-    LeftOutReason.AUXILIARY: "the agent marks these turns as not part of its task; see whether it "
+    "(algorithm.min_usable_samples), or a part of the run ended: see the earlier notices",
+    LeftOutReason.AUXILIARY: "the agent marks these turns as outside its task; check that it "
     "has to",
-    LeftOutReason.UNSEEN: "look at why the agents end their requests before the answers come",
+    LeftOutReason.UNSEEN: "check why the agents end their requests before the answers come",
     LeftOutReason.TITLE: "turn off titles in the agent, or set sessions.titles to train",
 }
-# Steps over which the share of trained tokens is watched, and the share below which there is a
+# Number of steps over which the share of trained tokens is checked; a share below this causes a
 # notice.
 SHARE_STEPS = 5
 LOW_SHARE = 0.5
 # Steps without a difference in reward after which there is a notice.
 CONSTANT_STEPS = 3
-OTHER_REMEDY = "look at the rules of rollouts.outcomes and at algorithm.min_group_size"
+OTHER_REMEDY = "check the rules of rollouts.outcomes, and algorithm.min_group_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How much of the growing lists the asker has seen, from the supervisor's start on."""
+    """The number of items of each growing list that a caller has read."""
 
     steps: int = 0
     evaluations: int = 0
@@ -99,7 +99,7 @@ class Tail(Generic[Item]):
     def __init__(self, *, limit: int) -> None:
         self._items: deque[Item] = deque(maxlen=limit)
         self.length = 0
-        """Of the whole list."""
+        """Length of the whole list."""
 
     def append(self, item: Item) -> None:
         self._items.append(item)
@@ -110,14 +110,14 @@ class Tail(Generic[Item]):
         return self._items[-1] if self._items else None
 
     def since(self, position: int) -> tuple[Item, ...]:
-        """The items from this position of the list on, as far as they are kept."""
+        """Return the kept items from this position of the list on."""
         num_left_out = len(self._items) - (self.length - position)
         return tuple(islice(self._items, max(num_left_out, 0), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Where a run stands."""
+    """The state of a run."""
 
     name: str
     phase: Phase
@@ -126,10 +126,10 @@ class RunStatus:
     """Seconds since 1970."""
 
     steps: int
-    """Planned ones."""
+    """Number of planned steps."""
 
     step: int = 0
-    """The last finished one."""
+    """The last finished step."""
 
     policy_version: int = 0
 
@@ -137,10 +137,10 @@ class RunStatus:
     """A few words, such as "starting 2 engines"."""
 
     records: tuple[StepRecord, ...] = ()
-    """New ones, in order; of two records of one step the later counts, after a recovery."""
+    """New records, in order; after a recovery the later of two records of one step counts."""
 
     evaluations: tuple[EvaluationRecord, ...] = ()
-    """New ones, in order."""
+    """New evaluations, in order."""
 
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     queue_items: int = 0
@@ -150,27 +150,27 @@ class RunStatus:
     """Trajectories that ended in this process."""
 
     sampled_tokens: int = 0
-    """Tokens in them."""
+    """Sampled tokens of these trajectories."""
 
     engines_ready: int = 0
 
     notices: tuple[str, ...] = ()
-    """New ones, in order."""
+    """New notices, in order."""
 
     stages: tuple[str, ...] = ()
-    """Stages of a start that have ended, new ones, in order: a line each."""
+    """Newly ended stages of a start, in order, one line each."""
 
     cursor: Cursor = Cursor()
-    """What the next question asks from."""
+    """The cursor for the next call."""
 
     checkpoint_step: int = 0
-    """Of the newest committed checkpoint."""
+    """Step of the newest committed checkpoint."""
 
     metrics_address: str | None = None
-    """A URL; None where nothing listens."""
+    """A URL; None if nothing listens."""
 
     supervisor: str = ""
-    """HOST:PID, as its lease names it."""
+    """HOST:PID, as in its lease."""
 
     run_dir: str = ""
 
@@ -182,12 +182,12 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a run ended, in a sentence, and whether its report was written."""
+    """The end of a run: its reason, and whether its report was written."""
 
     reason: str
     has_report: bool
     was_stopped: bool = False
-    """Somebody asked for it."""
+    """A stop was requested."""
     peak_memory_bytes: int | None = None
     """The same number as in the summary."""
 
@@ -203,16 +203,16 @@ def readiness(
     publish_limit_s: float,
     store_away_s: float,
 ) -> ReadyAnswer:
-    """Whether the run can serve, and why not.
+    """Return whether the run can serve, and why not.
 
-    behind_s: since when an engine lacks the current version; allowed for as long as a publish may
-    take, and given as a reason only while the run trains, since other phases wait for more.
-    store_away_s: for how long the database has not answered; 0: it does.
+    behind_s: how long an engine has lacked the current version; a publish may take some time, and
+    this is a reason only while the run trains, since other phases have their own.
+    store_away_s: how long the database has not answered; 0: it answers.
     """
     reasons = []
     if store_away_s:
         reasons.append(
-            f"the run's database has not answered for {store_away_s:.0f} s; look at its server or "
+            f"the run's database has not answered for {store_away_s:.0f} s; check its server or "
             "its disk"
         )
     if phase is not Phase.TRAINING:
@@ -220,7 +220,7 @@ def readiness(
     elif behind_s > publish_limit_s:
         reasons.append(
             f"{engines_ready} of {engines_expected} engines hold the current version, for "
-            f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; look at the logs of "
+            f"{behind_s:.0f} s now; a publish may take {publish_limit_s:g} s; see the logs of "
             "the engines"
         )
     return ReadyAnswer(
@@ -234,22 +234,22 @@ def readiness(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChange:
-    """What has changed since the last check."""
+    """The changes of engines since the last check."""
 
     num_lost: int = 0
-    """Engines."""
+    """Number of lost engines."""
     text: str = ""
     """A sentence for the user; empty without a change."""
 
 
 class EngineWatch:
-    """Which engines were lost, which came back, and for how long one has been behind.
+    """Counts the engines that were lost or came back, and how long one has been behind.
 
-    An engine counts from the first time that it holds the current version; lacking a version that
-    was just published is no loss, and nor is one that ended in order: Serve was asked for fewer.
-    Replicas never return under the name of one that died.
+    An engine counts once it first has the current version. An engine that lacks a version that was
+    just published is not lost, nor is one that ended in order because fewer engines were requested.
+    Replicas never return under the name of a dead one.
 
-    num_expected: at first as many as were asked for; more when more come, fewer when some end in
+    num_expected: initially the requested number; it rises if more come, and falls if some end in
     order.
     """
 
@@ -291,7 +291,7 @@ class EngineWatch:
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
 
     def behind_s(self, now: float) -> float:
-        """For how long an engine has lacked the current version."""
+        """Return how long an engine has lacked the current version."""
         return 0.0 if self._behind_since is None else now - self._behind_since
 
 
@@ -300,7 +300,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """The trainer came back with other bits: publish `version` before anything else is asked."""
+    """The new ranks have other bits: publish `version` before any other call of the trainer."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -308,19 +308,19 @@ class WeightsMoved(Exception):
 
     def __str__(self) -> str:
         return (
-            "the trainer's weights are not bit for bit those of before; they are published once "
-            f"more, as version {self.version}"
+            "the trainer's weights are not bit for bit the earlier ones; they are published again, "
+            f"as version {self.version}"
         )
 
 
 class RunFailed(Exception):
-    """The run cannot go on; the text says what failed, how often, and the remedy."""
+    """The run cannot continue; the text says what failed, how often, and the remedy."""
 
 
 class FaultCount:
-    """Faults in a row: they count until the run has made progress, and for a day at most.
+    """Counts faults in a row: until the run makes progress, and for a day at most.
 
-    A service without submissions makes no progress, and its faults, weeks apart, are not in a row.
+    A service without submissions makes no progress, but its faults weeks apart are not in a row.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -329,7 +329,7 @@ class FaultCount:
         self._times: list[float] = []
 
     def is_one_too_many(self) -> bool:
-        """Count one more. Returns: whether there are more than `limit`."""
+        """Count another fault. Returns: whether there are more than `limit`."""
         now = self._clock()
         self._times = [each for each in self._times if now - each < FAULTS_COUNT_S] + [now]
         return len(self._times) > self._limit
@@ -349,25 +349,25 @@ class FailureLimits:
 
 
 class FailureWatch:
-    """Ends a run that gets nowhere. One for a term; asked after each drain and each step. A service
-    asks after each step alone: it is no failure of its own when clients' groups cannot be trained.
+    """Ends a run that makes no progress. One per term; called after each drain and each step.
 
-    A run fails when the last `max_failed_groups` groups in a row could not be trained and this has
-    lasted for `failed_groups_grace_s`, so that a server's short absence is no end. Failures while
-    no engine is ready do not count: the environment did not cause them. It fails as well when no
-    update of `max_skipped_steps` steps in a row was finite, or when the merge actor refused every
-    trajectory of as many.
+    A service calls it only after each step: untrainable groups of clients are not its failure.
+    A run fails if the last `max_failed_groups` groups in a row could not be trained and this has
+    lasted for `failed_groups_grace_s`, so that a server's short absence does not end it. Failures
+    while no engine is ready do not count: the environment did not cause them. It also fails if no
+    update of `max_skipped_steps` steps in a row was finite, or if the merge actor refused every
+    trajectory of as many steps.
     """
 
     def __init__(self, limits: FailureLimits) -> None:
         self._limits = limits
         self._streak: int | None = None
-        """`num_usable_before` of the failures that are being counted; None: there are none."""
+        """`num_usable_before` of the counted failures; None: there are none."""
         self._failing_since = 0.0
         self._num_uncounted = 0
-        """Groups of them that failed while no engine was ready, and before."""
+        """Number of these groups that failed while no engine was ready, or before that."""
         self._away_since: float | None = None
-        """Since when no engine has been ready."""
+        """Time since which no engine has been ready."""
         self._num_skipped = 0
         self._num_misaligned = 0
         self._num_constant = 0
@@ -410,14 +410,14 @@ class FailureWatch:
         value = "" if mean is None else f" (mean reward {mean:g})"
         return (
             f"step {step}: in the last {CONSTANT_STEPS} steps no group had returns that "
-            f"differ{value}, so nothing is learnt; look at the answers with `rayloom inspect`, and "
-            "at the reward function"
+            f"differ{value}, so nothing is learnt; check the answers with `rayloom inspect`, and "
+            "the reward function"
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """check: the one after the step's publication; None: no engine has answered.
+        """Count a check that is beyond its bound. Returns: a notice; empty if all agree.
 
-        Returns: a notice; empty where trainer and engines agree.
+        check: the one after the step's publication; None: no engine has answered.
         """
         if check is None:
             return ""
@@ -426,7 +426,7 @@ class FailureWatch:
         return self._last_unequal
 
     def check_logprobs(self) -> None:
-        """Between two steps. Raises: RunFailed."""
+        """Raise RunFailed after too many checks beyond the bound; called between two steps."""
         limit = self._limits.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(
@@ -436,7 +436,7 @@ class FailureWatch:
             )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
-        """notices: what the merge actor says of the step. Raises: RunFailed."""
+        """Raise RunFailed if too many steps were refused. notices: of the merge actor."""
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
@@ -444,17 +444,17 @@ class FailureWatch:
             raise RunFailed(
                 f"every trajectory of the last {self._num_misaligned} steps, up to step {step}, "
                 "ended as token_misaligned, and nothing was trained; the last step's first: "
-                f"{next(iter(notices), 'without a notice')}; mend what records the turns; to allow "
+                f"{next(iter(notices), 'without a notice')}; fix the recording of turns; to allow "
                 "more, raise trainer.max_skipped_steps"
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:
-        """was_trained: whether any update of the step was finite. Raises: RunFailed."""
+        """Raise RunFailed if too many steps were skipped. was_trained: an update was finite."""
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
         if self._num_skipped >= self._limits.trainer.max_skipped_steps:
             raise RunFailed(
                 f"no update of the last {self._num_skipped} steps, up to step {step}, was finite, "
-                "and none was applied; their inputs lie in checkpoints/skipped: look at the loss "
+                "and none was applied; their inputs are in checkpoints/skipped: check the loss "
                 "and the gradient norm before, and begin again with a lower trainer.learning_rate "
                 "or, with a critic, algorithm.critic.learning_rate; to allow more, raise "
                 "trainer.max_skipped_steps"
@@ -463,9 +463,9 @@ class FailureWatch:
     def check_groups(
         self, failed: FailedGroups | None, *, num_engines_ready: int, now: float
     ) -> None:
-        """now: seconds of a clock that never goes back.
+        """Raise RunFailed if too many groups have failed. now: monotonic, seconds.
 
-        Raises: RunFailed; ActorLost when no engine is ready for too long.
+        Raises: ActorLost if no engine is ready for too long.
         """
         if failed is None:
             self._streak = self._away_since = None
@@ -517,7 +517,7 @@ def _failure_text(
     return (
         f"the last {num_groups} groups in a row could not be trained (within {lasted_s:.0f} s): "
         f"each had fewer usable rollouts than algorithm.min_group_size ({algorithm.min_group_size} "
-        f"of {algorithm.group_size}); of their attempts ended {counts}; the last, on task "
+        f"of {algorithm.group_size}); their attempts ended as {counts}; the last, on task "
         f"{failed.task_id!r} of {failed.environment!r}, as {failed.last_outcome.value}{detail}; "
         f"{REMEDIES.get(failed.main_outcome, OTHER_REMEDY)}; "
         "to allow more, raise rollouts.max_failed_groups"

@@ -1,16 +1,15 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and again.
 
-Synchronous and asynchronous training are this same code: the queue's admission window alone decides
-how far rollouts run ahead. Two loops run side by side: `_admit` gives open group numbers their
+Synchronous and asynchronous training use the same code: only the queue's admission window decides
+how far rollouts run ahead. Two loops run concurrently: `_admit` gives open group numbers their
 tasks; `_train` takes closed groups through the merge actor and the trainer, and publishes the
-weights. With a lag, the engines load a version while the next step is collected and trained, and a
-checkpoint is written meanwhile in any case. Invariants: a version is published only once the
-engines hold the one before it; a checkpoint is committed with the queue's state of its own step,
-and while a service waits for a step once more with a later one: what was evicted is durable then.
-Version = step, but for what a restarted trainer published once more (`RestartableTrainer`). Run
-once a term. An operator's pauses (`service.run.pauses`) hold the two loops at their gates: between
-two admissions, and between two steps.
-Every call of a handle may raise `ActorLost`.
+weights. With a lag, the engines load a version while the next step is collected and trained; a
+checkpoint is always written meanwhile. Invariants: a version is published only when the engines
+have the one before it; a checkpoint is committed with the queue's state of its own step, and, while
+a service waits for a step, again with a later state, which makes evictions durable. Version = step,
+except for versions that a restarted trainer published again (`RestartableTrainer`). One per term.
+An operator's pauses (`service.run.pauses`) hold the two loops at their gates: between two
+admissions, and between two steps. Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from service.telemetry.records import StageSeconds, step_record
 from service.telemetry.summary import AVERAGED_STEPS
 
 if TYPE_CHECKING:
-    # Ray, torch and vLLM, which the loop itself does without.
+    # These import Ray, torch and vLLM, which the loop itself does not need.
     from actors.merge.actor import BuiltStep
     from service.run.engines import Publisher
     from service.run.environment_pool import EnvironmentPool
@@ -59,9 +58,9 @@ if TYPE_CHECKING:
     from service.run.restartable_trainer import RestartableTrainer
 
 POLL_S = 1.0
-# A group that is being replaced cannot give up a step; the next one is asked again.
+# A trainer group that is being replaced cannot abandon a step; ask the next one again.
 ASK_AGAIN_S = 1.0
-# Writing a checkpoint's files costs more than committing those that are there once more.
+# Writing a checkpoint's files costs more than committing existing files again.
 FILES_FACTOR = 10
 MAX_SCORINGS = 3
 ENDED_UNSAVED = "the term ended before its checkpoint was committed"
@@ -70,7 +69,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Two parts of the configuration, and where this term starts."""
+    """The loop's parts of the configuration, and the point from which this term continues."""
 
     term: int
 
@@ -82,16 +81,15 @@ class LoopSettings:
     has_clients: bool = False
     """Clients bring the tasks: groups that cannot be trained do not end the run."""
     checkpoint: str = ""
-    """The name of the checkpoint that this term goes on from; empty for a fresh start."""
+    """The name of the checkpoint that this term continues from; empty for a fresh start."""
     max_uncommitted: int = 1000
-    """While a service waits for a step, what was evicted is committed once it is as many rollouts,
-    or …"""
+    """While a service waits for a step, evictions are committed after this number of rollouts, or
+    after `commit_after_s`; after FILES_FACTOR times either if files must be written."""
     commit_after_s: float = 60.0
-    """… has been waited so long; ten times as much of either where files have to be written."""
 
 
 class Merge(Protocol):
-    """The merge actor, awaited. Raises: PayloadsLost; ScoresLost (`build`)."""
+    """The merge actor's calls. Raises: PayloadsLost; ScoresLost (`build`)."""
 
     async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]: ...
     async def build(
@@ -105,7 +103,7 @@ class Merge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handles:
-    """The actors and objects that the loop calls; tests put fakes of a few lines in their place."""
+    """The actors and objects that the loop calls; tests replace them by small fakes."""
 
     queue: RestartableQueue
     merge: Merge
@@ -118,10 +116,10 @@ class Handles:
     pauses: Pauses
 
     prune_checkpoints: Callable[[], Awaitable[None]]
-    """Remove the oldest ones; called once a newer one is committed."""
+    """Removes the oldest checkpoints; called when a newer one is committed."""
 
     curriculum: Curriculum | None = None
-    """Of `tasks`; told of each step's groups, and stored with each checkpoint."""
+    """That of `tasks`; it gets each step's groups, and is stored with each checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +128,20 @@ class TrainedStep:
 
     step: int
     version: int
-    """That its weights were published as."""
+    """The version as which its weights were published."""
     report: StepReport
     stats: StepStats
 
     stages: StageSeconds
-    """How long the loop waited at each stage; what overlaps the next step is not in it."""
+    """How long the loop waited at each stage, without what overlaps the next step."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _AskedSave:
-    """A checkpoint that somebody waits for."""
+    """A requested checkpoint that a caller waits for."""
 
     step: int
-    """The last step done when it was asked for; a later one serves too."""
+    """The last finished step when it was requested; a checkpoint of a later step serves too."""
     answer: asyncio.Future[Commit]
 
 
@@ -154,11 +152,11 @@ class Commit:
     step: int
     version: int
     directory: str
-    """Its name; empty before the first."""
+    """Its name; empty before the first checkpoint."""
 
 
 class Stopwatch:
-    """Seconds since the last lap."""
+    """Measures the seconds since the last lap."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -183,19 +181,19 @@ class Loop:
         )
         self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
-        """Waits until the engines hold the last version, then records its step; None: done."""
+        """Waits until the engines have the last version, then records its step; None: done."""
         self._committed_at = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
         """Waits until the last checkpoint is written, then commits it; None: done."""
         self._save_watch = Stopwatch()
-        """Begun with the last checkpoint."""
+        """Started with the last checkpoint."""
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
         self._step_in_hand: int | None = None
         self._paused_s = 0.0
-        """Of the wait for this step, what training was paused."""
+        """Seconds that training was paused while waiting for this step."""
         self._asked_saves: list[_AskedSave] = []
         self._is_over = False
 
@@ -217,20 +215,20 @@ class Loop:
         return self._step <= self._settings.run.steps and not self.is_solved
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Finish the step in hand, leave a checkpoint, and return from `run`.
+        """Finish the current step, leave a checkpoint, and return from `run`.
 
-        grace_s: a step that is not trained by then is given up, and its rollouts stay in the queue
-        for the resume; None: however long it takes.
+        grace_s: a step that is not trained by then is abandoned, and its rollouts stay in the queue
+        for the resume; None: no limit.
         """
         self._is_stopping.set()
         if grace_s is not None:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Commit:
-        """Have the last step done committed, after the step in hand, and wait for it.
+        """Have the last finished step committed, after the current step, and wait for it.
 
-        At once where its checkpoint is there; after the one that is being written, if any. One that
-        fails with a rank is begun again. Raises: ActorLost when the term ends without it.
+        If its checkpoint exists, return at once. A checkpoint that is being written is finished
+        first; one that fails with a rank is begun again. Raises: ActorLost if the term ends first.
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
@@ -239,9 +237,9 @@ class Loop:
         return await asked.answer
 
     async def run(self) -> None:
-        """Train until the last step or `stop`; ends with nothing in flight and a checkpoint.
+        """Train until the last step or `stop`; end with nothing in flight and a checkpoint.
 
-        Raises: RunFailed, after the same checkpoint as a stop leaves; ActorLost.
+        Raises: RunFailed, after leaving a checkpoint as a stop does; ActorLost.
         """
         try:
             await self._run()
@@ -263,8 +261,8 @@ class Loop:
             await self._join_loading()
         except StepAbandoned:
             self._handles.recorder.notice(
-                f"step {self._step} is given up, its grace is over; its rollouts are played again "
-                "when the run goes on"
+                f"step {self._step} is abandoned, its grace is over; its rollouts are played again "
+                "when the run is resumed"
             )
             await self._join_loading()
         finally:
@@ -314,7 +312,7 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups; None when asked to stop, or solved, meanwhile."""
+        """Wait for a step's closed groups; None if stopped, or solved, meanwhile."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             await self._save_as_asked()
@@ -331,7 +329,7 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait a moment for a step's closed groups; where training is paused, for its end."""
+        """Wait a moment for a step's closed groups or, if training is paused, for its resume."""
         gate = self._handles.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
             if is_open:
@@ -344,7 +342,7 @@ class Loop:
         return None
 
     async def _save_as_asked(self) -> None:
-        """Begin the checkpoint that somebody waits for, unless one is being written."""
+        """Begin a requested checkpoint, unless one is being written."""
         if not self._asked_saves or (self._saving is not None and not self._saving.done()):
             return
         await self._join_loading()
@@ -357,7 +355,7 @@ class Loop:
             await self._commit_when_written(done)
 
     def _answer_asked(self) -> None:
-        """Tell those who wait for a checkpoint that the newest one serves."""
+        """Answer the requests for checkpoints that the newest one serves."""
         served = [each for each in self._asked_saves if each.step <= self._committed.step]
         self._asked_saves = [each for each in self._asked_saves if each not in served]
         for asked in served:
@@ -367,7 +365,7 @@ class Loop:
     def _is_commit_due(self, begun_at: float) -> bool:
         """Whether enough was evicted, or for long enough, while a service waits for a step.
 
-        Clients can go on for ever to submit what is evicted. Other runs end with their failures.
+        Clients may submit what is evicted without a limit; other runs end with their failures.
         begun_at: when the waiting began.
         """
         # The last step's record is stored before its checkpoint.
@@ -382,9 +380,9 @@ class Loop:
         return num_evicted >= factor * self._settings.max_uncommitted
 
     async def _commit_evicted(self) -> None:
-        """Commit the last step done, or step 0, with the queue as it stands now.
+        """Commit the last finished step, or step 0, with the queue's current state.
 
-        Pruning then lets go of what was evicted.
+        Pruning can then remove the evicted rollouts.
         """
         done = self._step - 1
         if self._is_committed(done):
@@ -398,7 +396,7 @@ class Loop:
         return self._committed.step == step and bool(self._committed.directory)
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Returns: the step, and the seconds that the trainer scored. Raises: PayloadsLost."""
+        """Build a step. Returns: it, and the trainer's seconds of scoring. Raises: PayloadsLost."""
         merge, trainer = self._handles.merge, self._handles.trainer
         if not self._settings.algorithm.scores_first:
             return await merge.build(step_input, trainer.version, (), trainer.republished), 0.0
@@ -415,10 +413,10 @@ class Loop:
         raise ActorLost(f"step {step_input.step}: its scores were lost {MAX_SCORINGS} times")
 
     async def _check_failures(self, failed: FailedGroups | None) -> None:
-        """Raises: RunFailed when too many groups have failed in a row."""
+        """Raise RunFailed if too many groups have failed in a row."""
         if self._settings.has_clients:
             return
-        # The number of ready engines counts only where groups have failed.
+        # The number of ready engines matters only if groups have failed.
         num_ready = 0 if failed is None else await self._handles.publisher.num_ready()
         self._failures.check_groups(failed, num_engines_ready=num_ready, now=time.monotonic())
 
@@ -462,24 +460,24 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await what may be dropped half done. Raises: StepAbandoned."""
+        """Await a call that may be dropped when half done. Raises: StepAbandoned."""
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
-                # It may be what the ranks are at: they are wanted for a checkpoint.
+                # The ranks may be busy with it, but are needed for a checkpoint.
                 await self._handles.trainer.abandon()
                 raise StepAbandoned("its grace is over")
             answer: Answer = working.result()
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Have the ranks give up the step that they train, as long as no update of it is done."""
+        """After the grace, have the ranks abandon their step, if no update of it is done."""
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Call the trainer; where it came back with other bits, its engines get those first."""
+        """Call the trainer; if it was replaced with other bits, give them to the engines first."""
         while True:
             try:
                 return await call()
@@ -504,7 +502,7 @@ class Loop:
         return step % self._settings.run.evaluate_every == 0 or step == self._settings.run.steps
 
     async def _join_loading(self) -> None:
-        """Wait until the engines hold the version published last, and its step is recorded."""
+        """Wait until the engines have the version published last, and its step is recorded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading
@@ -514,7 +512,7 @@ class Loop:
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """Finish a step; evaluate and begin a checkpoint where they are due."""
+        """Finish a step; evaluate and begin a checkpoint if they are due."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())
@@ -530,12 +528,12 @@ class Loop:
             await self._commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
-        """Wait until every engine holds a step's version, then let the queue admit groups by it.
+        """Wait until every engine has a step's version, then let the queue admit groups by it.
 
         Returns: as Publisher.wait_until_loaded.
         """
         check = await self._handles.publisher.wait_until_loaded(trained.version)
-        # The window counts steps: a version that was published once more moves nothing.
+        # The window counts steps: a version that was published again does not move it.
         await self._handles.queue.set_loaded_version(trained.step)
         return check
 
@@ -562,7 +560,7 @@ class Loop:
         if not self._handles.evaluation_sets:
             return
         if self._handles.pauses.holds_generation:
-            # It would hold up the record and the checkpoint of a step that is done.
+            # It would delay the record and the checkpoint of a finished step.
             self._handles.recorder.notice(
                 f"step {step}: its evaluation is left out, because generation is paused"
             )
@@ -579,7 +577,7 @@ class Loop:
                 await self._handles.recorder.evaluation(record)
 
     async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
-        """Returns: what was played, which is recorded. Raises: StepAbandoned."""
+        """Play and record an evaluation set. Returns: its summaries. Raises: StepAbandoned."""
         version, name = self._handles.trainer.version, found.name
         what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(
@@ -594,7 +592,7 @@ class Loop:
         return summaries
 
     async def _begin_save(self, step: int) -> None:
-        """Have the ranks copy their state, once the checkpoint before is committed."""
+        """Have the ranks copy their state, when the checkpoint before is committed."""
         await self._join_saving()
         self._save_watch = Stopwatch()
         save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
@@ -603,7 +601,7 @@ class Loop:
     async def _commit_when_written(self, step: int) -> None:
         """Take the queue's state of the step now; commit both while the next step is trained.
 
-        Events that come later have higher numbers than it names, and may be stored before it.
+        Later events have higher numbers than this state has, and may be stored before it.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._saving = asyncio.create_task(
@@ -620,7 +618,7 @@ class Loop:
         if path is None:
             recorder.checkpoint_failed()
             recorder.notice(
-                f"step {step}: a rank was lost while its checkpoint was written; the one before "
+                f"step {step}: a rank was lost while its checkpoint was written; the earlier one "
                 "counts until the next"
             )
             return
@@ -630,7 +628,7 @@ class Loop:
         await self._handles.prune_checkpoints()
 
     async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
-        """Store a written checkpoint with the queue's state: the next term goes on from it."""
+        """Store a written checkpoint with the queue's state: the next term continues from it."""
         curriculum = self._handles.curriculum
         await self._handles.recorder.checkpoint(
             step=commit.step,
@@ -643,14 +641,14 @@ class Loop:
         self._answer_asked()
 
     async def _join_saving(self) -> None:
-        """Wait until the checkpoint that was begun last is committed, or known to be lost."""
+        """Wait until the checkpoint that was begun last is committed, or lost."""
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
 
     async def _finish(self) -> None:
-        """Commit the last step done. At the run's end cancel what is in flight; after a stop leave
-        it, to be played when the run is resumed."""
+        """Commit the last finished step. At the run's end cancel what is in flight; after a stop
+        leave it for the resume."""
         done = self._step - 1
         is_complete = not self._has_more
         if is_complete:
@@ -660,7 +658,7 @@ class Loop:
         await self._join_saving()
         if is_complete and self._is_committed(done):
             await self._commit(self._committed, await self._handles.queue.cut())
-        # Again where a rank is lost meanwhile; the trainer bounds how often.
+        # Repeat if a rank is lost meanwhile; the trainer bounds how often.
         while self._committed.step < done:
             await self._begin_save(done)
             await self._commit_when_written(done)

@@ -1,8 +1,8 @@
-"""What an operator has paused of a run, and the gates at which the loop waits meanwhile.
+"""The parts of a run that an operator has paused, and the gates at which the loop waits for them.
 
-A pause belongs to the run: it is stored, and holds in every later term, of a later supervisor too,
-until it is resumed. `Pauses` is the supervisor's; the loop looks at the gates of admission and
-training, the term brings that of generation to the queue and the weight board.
+A pause belongs to the run: it is stored, and holds in every later term, also of a later supervisor,
+until it is resumed. The supervisor has the `Pauses`; the loop checks the gates of admission and
+training, and the term applies a pause of generation to the queue and the weight board.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from service.store.tables import Pausable
 
 
 class Gate:
-    """Open, or closed. What has passed the open gate is not held up, but can be waited for."""
+    """A gate, open or closed. Closing it stops no one who has passed, but can wait for them."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -34,7 +34,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yields: whether the gate is open; then `close` waits for the end of this block."""
+        """Yield whether the gate is open; if so, `until_passed` waits for the end of this block."""
         if not self.is_open:
             yield False
             return
@@ -51,11 +51,11 @@ class Gate:
         self._opened.set()
 
     def shut(self) -> None:
-        """Let nobody else pass, from now on."""
+        """Close the gate."""
         self._opened.clear()
 
     async def until_passed(self) -> None:
-        """Wait for those who have passed."""
+        """Wait for the end of all blocks that have passed."""
         await self._passed.wait()
 
 
@@ -74,7 +74,7 @@ class Pauses:
 
     @property
     def paused(self) -> tuple[Pause, ...]:
-        """In the order of `Pausable`."""
+        """The pauses, in the order of `Pausable`."""
         return tuple(self._paused[part] for part in Pausable if part in self._paused)
 
     @property
@@ -82,7 +82,7 @@ class Pauses:
         return Pausable.GENERATION in self._paused
 
     def restore(self, pauses: Sequence[Pause]) -> None:
-        """Begin with what is stored."""
+        """Add the stored pauses."""
         for pause in pauses:
             self.add(pause)
 
@@ -95,7 +95,7 @@ class Pauses:
         self._gates[part].open()
 
     def __str__(self) -> str:
-        """Example: admission (the disk is full), training"""
+        """Format the pauses. Example: admission (the disk is full), training"""
         return ", ".join(
             f"{pause.part} ({pause.reason})" if pause.reason else pause.part.value
             for pause in self.paused

@@ -1,4 +1,4 @@
-"""Writes down what the loop does: durable rows, metrics, log lines, and what the display shows."""
+"""Record what the loop does: durable rows, metrics, log lines, and the content of the display."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
-    # Ray, which a recorder by itself does without.
+    # It imports Ray, which a recorder does not need.
     from service.run.hacking_watch import HackingWatch
 
 log = logging.getLogger("rayloom.run")
 
-# A step writes some hundred bytes: the newest hundred thousand steps or more are kept.
+# A step writes a few hundred bytes: at least the newest hundred thousand steps are kept.
 LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
-# Records and notices that a status still shows to a client that did not ask for a while.
+# Records and notices that a status still has for a client that did not read it for a while.
 KEPT_RECORDS = 256
 KEPT_NOTICES = 256
 
-# A user should see the first of each with its text; the counts are in the metrics and the report.
+# A user should see the first of each with its text; metrics and the report have the counts.
 FAULTS = frozenset(
     {
         Outcome.AGENT_ERROR,
@@ -73,9 +73,9 @@ FAULTS = frozenset(
 
 
 class RunRecorder:
-    """One for all terms of a process; `begin_term` comes first.
+    """The recorder for all terms of a process; call `begin_term` first.
 
-    What is awaited calls the store in its thread: it is done whole although the caller is
+    The asynchronous calls use the store in its thread, and complete even if the caller is
     cancelled. A write of a term that a newer one has fenced off raises LeaseLost.
     """
 
@@ -91,9 +91,11 @@ class RunRecorder:
         trackers: Trackers | None = None,
         hacking: HackingWatch | None = None,
     ) -> None:
-        """submissions: told what becomes of rollouts, where clients submit them. traces: None: no
-        rollout is traced. trackers: None: the curves are nowhere else. hacking: None: nobody
-        looks for it."""
+        """Start with the stored totals.
+
+        Args: submissions: gets the results of rollouts, if clients submit them. traces: None: no
+        rollout is traced. trackers: None: no experiment tracker. hacking: None: no audit.
+        """
         self._store = store
         self._thread = thread
         self._submissions = submissions
@@ -109,9 +111,9 @@ class RunRecorder:
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
         self.policy_version = 0
-        """Of the weights after `last_step`."""
+        """Version of the weights after `last_step`."""
         self.checkpoint_step = 0
-        """Of the newest committed checkpoint."""
+        """Step of the newest committed checkpoint."""
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
@@ -124,13 +126,13 @@ class RunRecorder:
         self.paused(())
         self.num_rollouts = 0
         self.num_sampled = 0
-        self._faults_told: set[Outcome] = set()
+        self._faults_noticed: set[Outcome] = set()
         self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
-        """Seconds that each side of the term's queue was blocked, as counted so far."""
+        """Seconds that each side of the term's queue was blocked, counted so far."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """From here on write as `lease`; what an older term had not stored yet is void."""
+        """Begin to write under `lease`; drop what an older term had not stored yet."""
         self.term = lease.term
         self._pending, self._pending_results = [], []
         self._blocked_s = {}
@@ -138,7 +140,7 @@ class RunRecorder:
             self._traces.begin_term()
         if self._submissions is not None:
             await self._submissions.begin_term(lease)
-        # After what an older term had begun to write.
+        # After the writes that an older term had begun.
         newest = await self._thread.call(newest_records, self._store)
         self._stored.begin_term(*newest)
         self.last_step = self.checkpoint_step = lease.parent.step if lease.parent else 0
@@ -149,10 +151,10 @@ class RunRecorder:
         if self._trackers is not None:
             self._trackers.begin(partial(self._notice_from_thread, asyncio.get_running_loop()))
         if self._hacking is not None:
-            tell = partial(self._notice_from_thread, asyncio.get_running_loop())
-            self._hacking.begin_term(lease.term, tell)
+            notice = partial(self._notice_from_thread, asyncio.get_running_loop())
+            self._hacking.begin_term(lease.term, notice)
         if lease.term > 1:
-            self.notice(f"term {lease.term} goes on from step {self.last_step}")
+            self.notice(f"term {lease.term} continues from step {self.last_step}")
 
     def phase(self, phase: Phase, detail: str) -> None:
         if (phase, detail) != (self.current_phase, self.phase_detail):
@@ -165,22 +167,22 @@ class RunRecorder:
         self.current_phase, self.phase_detail = phase, detail
 
     def training(self, paused: str) -> None:
-        """It trains, or would. paused: what an operator has paused of it; empty: nothing."""
+        """Set the phase of training. paused: the parts that an operator has paused; empty: none."""
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
     def paused(self, pauses: Sequence[Pause]) -> None:
-        """Record what the operator has paused."""
+        """Record the pauses of the operator."""
         paused = {pause.part for pause in pauses}
         self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})
 
     def starting(self, detail: str) -> None:
-        """Parts are being started; after a fault that belongs to the recovery."""
+        """Set the phase in which parts are started; after a fault it belongs to the recovery."""
         is_recovery = self.current_phase is Phase.RECOVERING
         self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the stage of a start that ends with the block; not one that fails."""
+        """Record the stage of a start that ends with the block, unless it fails."""
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)
@@ -191,14 +193,14 @@ class RunRecorder:
         self.stages.append(line)
 
     def engine_started(self, replica_id: str, stages: StartStages) -> None:
-        """Record the stages of an engine's start; nothing for an engine that is known."""
+        """Record the stages of an engine's start, once for each engine."""
         if replica_id not in self._started_engines:
             self._started_engines.add(replica_id)
             for name, seconds in stages:
                 self.stage_ended(name, seconds)
 
     def notice(self, text: str) -> None:
-        """Something a user should see: a fault, a recovery, a warning."""
+        """Add a notice for the user: a fault, a recovery, a warning."""
         log.warning("%s", text)
         self.notices.append(text)
 
@@ -206,7 +208,7 @@ class RunRecorder:
         try:
             loop.call_soon_threadsafe(self.notice, text)
         except RuntimeError:
-            # The loop has ended, and nobody sees a notice any more.
+            # The loop has ended, and no display shows notices any more.
             log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
@@ -219,7 +221,7 @@ class RunRecorder:
             with self._metrics.together():
                 self._count_rollout(summary)
             self.num_sampled += summary.num_sampled
-            self._tell_first(summary)
+            self._notice_first(summary)
         self.num_rollouts += len(summaries)
         if self._traces is not None:
             self._traces.attempts(summaries, now=time.time())
@@ -236,10 +238,10 @@ class RunRecorder:
         if summary.is_graded and summary.outcome not in UNSCORED:
             metrics.returns.labels(environment=environment).observe(summary.episode_return)
 
-    def _tell_first(self, summary: TrajectorySummary) -> None:
+    def _notice_first(self, summary: TrajectorySummary) -> None:
         outcome = summary.outcome
-        if outcome in FAULTS and outcome not in self._faults_told:
-            self._faults_told.add(outcome)
+        if outcome in FAULTS and outcome not in self._faults_noticed:
+            self._faults_noticed.add(outcome)
             self.notice(
                 f"first {outcome.value}, on task {summary.task_id!r}: {summary.detail}; "
                 "further ones are only counted"
@@ -247,7 +249,7 @@ class RunRecorder:
 
     @property
     def num_evicted(self) -> int:
-        """Rollouts whose eviction is not stored yet."""
+        """Number of rollouts whose eviction is not stored yet."""
         return sum(event.kind is LedgerEventKind.EVICTED for event in self._pending)
 
     def events(self, events: Sequence[LedgerEvent]) -> None:
@@ -292,7 +294,7 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
-        """Have them write what is stored, for a while. is_taken_over: another process does."""
+        """Have them write what is stored, for a while; if taken over, another process does."""
         if self._trackers is not None:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
 
@@ -302,7 +304,7 @@ class RunRecorder:
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
-        """Have it look at what is stored, for a while."""
+        """Have the audit check what is stored, for a while."""
         if self._hacking is not None:
             await asyncio.to_thread(self._hacking.close)
 
@@ -340,7 +342,7 @@ class RunRecorder:
             )
             self._stored.events(events)
             if step != self.checkpoint_step:
-                # At its end, and where no step comes, a run commits the newest once more.
+                # At its end, and while no step comes, a run commits the newest one again.
                 log.info("checkpoint of step %d in %s", step, directory)
                 self._metrics.run.checkpoint_step.set(step)
                 self._metrics.run.checkpoint_time.set(time.time())
@@ -350,7 +352,7 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
-        """All ranks have written their files; seconds: that it took."""
+        """Record that all ranks have written their files. seconds: duration."""
         num_bytes = await asyncio.to_thread(_size_of, path)
         self._metrics.run.checkpoint_bytes.set(num_bytes)
         self._metrics.run.checkpoint_seconds.set(seconds)
@@ -360,7 +362,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Around a phase of a publish: its seconds, or its failure, are counted."""
+        """Count the seconds, or the failure, of a phase of a publish: the block."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -370,9 +372,9 @@ class RunRecorder:
         parts.publish_seconds.labels(phase=phase.value).observe(time.monotonic() - started)
 
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
-        """Remove the rows that nothing needs. kept: as `retention.forget` takes it."""
+        """Remove the rows that nothing needs. kept: as in `retention.forget`."""
         if self._submissions is not None:
-            # While the events are there that say how their rollouts left.
+            # Before the events are removed that say how their rollouts left.
             await self._submissions.archive(
                 last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
             )
@@ -381,7 +383,7 @@ class RunRecorder:
     def engines(
         self, num_ready: int | None, *, num_expected: int, versions: Mapping[str, int]
     ) -> None:
-        """num_ready: None while nobody knows. versions: that each replica holds."""
+        """Set the gauges of engines. num_ready: None: unknown. versions: by replica."""
         parts = self._metrics.parts
         with self._metrics.together():
             parts.engines_ready.set(num_ready)
@@ -392,7 +394,7 @@ class RunRecorder:
         self._metrics.parts.environment_actors.set(num_alive)
 
     def ranks(self, peak_bytes: Sequence[int]) -> None:
-        """peak_bytes: of each rank that answers; empty: the group is lost, or not started."""
+        """Set the gauges of ranks. peak_bytes: by rank; empty: the group is lost or not started."""
         with self._metrics.together():
             self._metrics.parts.ranks.set(len(peak_bytes))
             by_rank = {str(rank): float(value) for rank, value in enumerate(peak_bytes)}
@@ -402,13 +404,13 @@ class RunRecorder:
         self._metrics.run.database_away.set(away_s)
 
     def queue(self, stats: QueueStats) -> None:
-        """Gauges that say how things stand now."""
+        """Set the gauges of the queue's current state."""
         metrics, ledger = self._metrics.ledger, stats.ledger
         with self._metrics.together():
             metrics.admitted.set(ledger.admitted)
             metrics.trained.set(ledger.trained)
             metrics.in_flight.set(ledger.in_flight)
-            # Every reason: one that a lost term met is at 0 again in the next.
+            # Every reason: one that a lost term counted is 0 again in the next.
             for reason in EvictionReason:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
@@ -422,7 +424,7 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
-        """blocked_s: as a queue adds it up; a successor of one that died begins at 0."""
+        """Count blocked seconds. blocked_s: totals of a queue; the successor of one begins at 0."""
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
             gained_s = seconds - counted_s if seconds >= counted_s else seconds
@@ -436,12 +438,12 @@ class RunRecorder:
 
 
 class StoredMetrics:
-    """The metrics of what is stored: counters and sums equal what was ever stored, in every term.
+    """The metrics of stored rows: counters and sums equal what was ever stored, in every term.
 
-    Counters and histograms never go down: they count every row that the run ever stored, those
-    included that it later went back on or did not keep, and a resumed run goes on from the stored
-    totals. The gauges show the newest step and evaluation that survive. A change of metrics follows
-    its row, all of it between two scrapes.
+    Counters and histograms never go down: they count every row that the run ever stored, also those
+    that it later undid or removed, and a resumed run continues from the stored totals. The gauges
+    show the newest surviving step and evaluation. The metrics of a row change together after it is
+    stored, between two scrapes.
     """
 
     def __init__(self, metrics: Metrics, store: RunStore) -> None:
@@ -459,13 +461,13 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show what survives: the checkpoint that the run goes on from, or nothing yet."""
+        """Show the step and evaluation of the checkpoint that the run continues from, if any."""
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)
 
     def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
-        """totals: of every step that was ever stored, this one included."""
+        """Count and show a step. totals: of every step that was ever stored, including this one."""
         steps = self._metrics.steps
         with self._metrics.together():
             self.events(events)
@@ -521,7 +523,7 @@ class StoredMetrics:
 
     def _show_evaluation(self, record: EvaluationRecord | None) -> None:
         value = None if record is None else record.scaled_reward_mean
-        # As in the store, a value that is not finite is not known.
+        # As in the store, a value that is not finite counts as unknown.
         is_known = value is not None and math.isfinite(value)
         self._metrics.statistics.evaluation_reward.set(value if is_known else None)
 
@@ -538,8 +540,8 @@ def _size_of(directory: Path) -> int:
 def configure_logging(path: str) -> None:
     """Send Rayloom's log to a file and to stdout, one line an event with its time.
 
-    A file that is full is renamed, to run.log.1 and on; the oldest goes. The supervisor's stdout is
-    among Ray's logs of its node, from where collectors of a cluster take it.
+    A full file is renamed to run.log.1 and so on; the oldest is removed. The supervisor's stdout is
+    among Ray's logs of its node, where a cluster's log collectors find it.
     """
     lines = logging.Formatter(
         "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"

@@ -1,7 +1,7 @@
-"""The run's actors as the service calls them: each call with a deadline, Ray's errors translated.
+"""Handles of the run's actors: each call has a deadline, and Ray's errors are translated.
 
-A handle has its actor's own methods, so that their signatures are stated once, at the actor. Every
-call may raise `ActorLost`; the supervisor then starts a new term from the newest checkpoint.
+A handle has its actor's methods, so that their signatures are stated once, at the actor. Every call
+may raise `ActorLost`; the supervisor then starts a new term from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from service.store.submissions import offer_of
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
-# Of a process that starts, imports a tokenizer, and reads files of a few steps.
+# For a process that starts, imports a tokenizer, and reads files of a few steps.
 JOURNAL_DEADLINE_S = 60.0
-# Of the supervisor's methods that wait for such a process.
+# For the supervisor's methods that wait for such a process.
 DEADLINES_S = dict.fromkeys(("journal", "trajectory"), 2 * JOURNAL_DEADLINE_S)
-# Of the first call: a supervisor that is starting does not answer, but /readyz has to.
+# For the first call: a supervisor that is starting does not answer, but /readyz must.
 CONTACT_DEADLINE_S = 5.0
-# Of the submissions in one call; a larger one has a call of its own.
+# For the submissions in one call; a larger one has its own call.
 MAX_CALL_BYTES = 1 << 20
 _REPLIES = msgspec.msgpack.Decoder(SubmitReply)
 Actor = TypeVar("Actor")
@@ -47,9 +47,9 @@ Actor = TypeVar("Actor")
 async def in_another_process(
     function: Callable[..., Answer], *arguments: Any, name: str, deadline_s: float
 ) -> Answer:
-    """Run a function in a process of its own on this node; its errors come out as themselves.
+    """Run a function in another process on this node; its own errors are raised unchanged.
 
-    name: for an error's text. Raises: ActorLost when it has died or takes too long.
+    name: for an error's text. Raises: ActorLost if the process dies or takes too long.
     """
     task = ray.remote(function).options(
         num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()
@@ -58,7 +58,7 @@ async def in_another_process(
 
 
 def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
-    """An object with the actor's methods; each call is awaited, with a deadline.
+    """Return an object with the actor's methods; each call is awaited, with a deadline.
 
     kind: its class, or a Protocol. name: for an error's text. deadline_s: of each call.
     """
@@ -71,7 +71,7 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
 
 class _Calls:
-    """An object whose methods are calls of `ask` with the method's name."""
+    """An object whose methods call `ask` with the method's name."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
         self._ask = ask
@@ -84,7 +84,7 @@ class _Calls:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Raises: RunUnavailable for a supervisor that is gone, or can write nothing."""
+    """Raise the errors of a supervisor that is gone, or cannot write, as RunUnavailable."""
     try:
         yield
     except (LeaseLost, StoreError) as error:
@@ -102,9 +102,9 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 
 
 class _SupervisorClient(_Calls):
-    """A call is the supervisor's method of that name, unless it is defined here.
+    """The supervisor's methods, by their names, and those defined here.
 
-    What is submitted while a call with submissions is under way goes with the next one, in order.
+    Submissions that arrive during a call with submissions go with the next call, in order.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -112,7 +112,7 @@ class _SupervisorClient(_Calls):
         self._run_id = run_id
         self._host = host
         self._actor: Any = None
-        # Offers, and where their replies are waited for.
+        # Offers, each with the future of its reply.
         self._unsent: deque[tuple[bytes, asyncio.Future[bytes]]] = deque()
         self._sending: asyncio.Task[None] | None = None
 
@@ -129,18 +129,18 @@ class _SupervisorClient(_Calls):
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
         with _as_unavailable():
-            # Given up, it is not sent any more.
+            # After the deadline the offer is not sent any more.
             answer = await await_reply(reply, name="supervisor", deadline_s=SUPERVISOR_DEADLINE_S)
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send what waits, in one call after the other."""
+        """Send the waiting offers, in one call after the other."""
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
                 try:
                     answers = await self._ask("submit", list(batch.values()))
-                except Exception as error:  # noqa: BLE001  # raised again where each waits
+                except Exception as error:  # noqa: BLE001  # raised again at each reply
                     answers = [error] * len(batch)
                 for reply, answer in zip(batch, answers, strict=True):
                     if reply.done():
@@ -153,22 +153,24 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """By where its reply is waited for, each offer that goes with the next call."""
+        """Return the offers of the next call, by the futures of their replies."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:
             offer, reply = self._unsent.popleft()
-            # Nobody waits any more for the others.
+            # No caller waits for the others any more.
             if not reply.done():
                 batch[reply] = offer
                 num_bytes += len(offer)
         return batch
 
     async def gateway(self) -> Any:
-        """The handle of the run's gateway. Raises: RunUnavailable while there is none."""
+        """Return the handle of the run's gateway. Raises: RunUnavailable while there is none."""
         found = await self._ask("gateway")
         if found is None:
-            raise RunUnavailable("the run has no gateway for sessions now: it starts, or recovers")
+            raise RunUnavailable(
+                "the run has no gateway for sessions now: it is starting, or recovering"
+            )
         return found
 
     @property
@@ -182,18 +184,18 @@ class _SupervisorClient(_Calls):
                 call = getattr(await self._find(), method).remote(*arguments, **named)
                 return await await_reply(call, name="supervisor", deadline_s=deadline_s)
             except ActorLost:
-                # Looked up anew at the next call: it may have been replaced.
+                # Look it up again at the next call: it may have been replaced.
                 self._actor = None
                 raise
 
     async def _find(self) -> Any:
-        """The supervisor, once it has answered. Raises: RunUnavailable for one that starts."""
+        """Return the supervisor, once it has answered. Raises: RunUnavailable if it is starting."""
         if self._actor is not None:
             return self._actor
         try:
             actor = ray.get_actor(self._run_id, namespace=NAMESPACE)
         except (ValueError, RayError) as error:
-            why = await self._why_down() or f"the run {self._run_id} is not there: {error}"
+            why = await self._why_down() or f"the run {self._run_id} is not running: {error}"
             raise RunUnavailable(why) from error
         contact = actor.readiness.remote()
         try:
@@ -204,7 +206,7 @@ class _SupervisorClient(_Calls):
         return actor
 
     async def _why_down(self) -> str:
-        """What the run's host says; empty where nothing is known."""
+        """Return why the run is down, as its host says; empty if unknown."""
         if self._host is None:
             return ""
         try:

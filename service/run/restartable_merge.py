@@ -1,8 +1,8 @@
-"""The merge actor, replaced in place: a call whose actor dies is made again of a new one.
+"""The merge actor, replaced in place: if it dies during a call, a new one gets the call again.
 
-Plans and batches are functions of their arguments, so nothing is carried over. Invariant: what a
-call returns outlives the actor that made it. Ray frees what a dead process owned, so shards are put
-into the object store once more, as this process's own. Used by the loop; made once a term.
+Plans and batches are functions of their arguments, so no state is carried over. Invariant: the
+result of a call outlives the actor that made it. Ray frees what a dead process owned, so this
+process puts the shards into the object store again, as its own. Used by the loop; one per term.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RestartableMerge:
     def __init__(
         self, start_actor: Callable[[], ActorHandle], *, on_restart: Callable[[str], None]
     ) -> None:
-        """on_restart: told, in a sentence, of each actor that was replaced."""
+        """Start the actor. on_restart: called with a sentence for each replaced actor."""
         self._start_actor = start_actor
         self._on_restart = on_restart
         self._actor = start_actor()
 
     async def plan(self, step_input: StepInput, version: int) -> tuple[Any, ...]:
-        """As `MergeActor.plan`."""
+        """Plan a step, as `MergeActor.plan` does."""
 
         async def plan() -> tuple[Any, ...]:
             return await _own(await self._ask("plan", step_input, version))
@@ -53,7 +53,7 @@ class RestartableMerge:
         scores: Sequence[Any],
         republished: Sequence[int],
     ) -> BuiltStep:
-        """As `MergeActor.build`."""
+        """Build a step, as `MergeActor.build` does."""
 
         async def build() -> BuiltStep:
             built = await self._ask("build", step_input, version, scores, republished)
@@ -83,7 +83,7 @@ class RestartableMerge:
 
 
 async def _own(references: Sequence[Any]) -> tuple[Any, ...]:
-    """The same objects as this process's own. Raises: ActorLost when they died with their owner."""
+    """Copy objects, so that this process owns them. Raises: ActorLost if their owner has died."""
     try:
         return await asyncio.to_thread(_put_again, list(references))
     except RayError as error:

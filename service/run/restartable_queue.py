@@ -1,12 +1,12 @@
 """The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
 
 Ray starts the queue's process again under the same handles; this handle opens it from the newest
-cut that it has taken in, and makes the calls that were lost once more. Invariants: cuts are taken
-in one after the other, each with its events and summaries, which go to the recorder; a call returns
-only when its own cut has been taken in. So the recorder and the next queue agree about everything
-that the loop knows; what happened in the queue after that cut, and the trajectories that it held,
-are played again. A step that the loop has in hand stays taken. The tasks in flight are kept here,
-as they were admitted: cuts come without their data.
+cut that it has processed, and repeats the calls that were lost. Invariants: cuts are processed one
+after the other, each with its events and summaries, which go to the recorder; a call returns only
+when its own cut has been processed. So the recorder and the next queue agree about everything that
+the loop knows; rollouts that ended after that cut, or whose trajectories the queue held, are played
+again. The loop's current step stays taken. The tasks in flight are kept here, as they were
+admitted: cuts come without their data.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from service.run.health import FaultCount
 from service.run.recorder import RunRecorder
 from service.run.remote_handles import RPC_DEADLINE_S
 
-# Until a queue that died has to be there again.
+# Limit until a queue that died is open again.
 REOPEN_LIMIT_S = 120.0
-# Deaths in a row, without a finalised step between them; more of them end the term.
+# Deaths in a row, without a finalised step between them; more end the term.
 MAX_DEATHS = 5
 NAME = "trajectory queue"
 
 
 class RestartableQueue:
-    """Starts the queue; `open` comes first. Every call may raise ActorLost."""
+    """The queue's calls; call `open` first. Every call may raise ActorLost."""
 
     def __init__(
         self,
@@ -57,18 +57,19 @@ class RestartableQueue:
         recorder: RunRecorder,
         strategy: Any = "DEFAULT",
     ) -> None:
-        """snapshot: what the term goes on from; None: nothing. recorder: told what happened.
+        """Start the queue's process.
 
-        strategy: Ray's, of the queue's place.
+        Args: snapshot: the state that the term continues from; None: empty. recorder: gets events
+        and summaries. strategy: Ray's scheduling strategy for the queue.
         """
         self.actor: ActorHandle = start_queue(settings, strategy=strategy)
         self.failed_groups: FailedGroups | None = None
-        """Of the newest cut: the groups that failed since the last usable one."""
+        """The groups that failed since the last usable one, at the newest cut."""
         self._recorder = recorder
         self._snapshot = snapshot
         groups = snapshot.groups if snapshot else ()
         self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
-        """Of the snapshot's groups, by group number."""
+        """Tasks of the snapshot's groups, by group number."""
         self._is_held = False
         self._cuts = CutsInOrder(self._keep)
         self._reopening = asyncio.Lock()
@@ -80,7 +81,7 @@ class RestartableQueue:
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """As the actor's, like all that follow; their cuts are taken in here."""
+        """Call the actor's method, like the next ones, and process its cut here."""
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
 
@@ -110,14 +111,14 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Take in what has happened until now. Returns: how things stand, with the tasks."""
+        """Process everything until now. Returns: the queue's state, with the tasks."""
         await self._change("cut")
         snapshot = self._whole_snapshot()
-        assert snapshot is not None, "the first cut of a queue carries one"
+        assert snapshot is not None, "the first cut of a queue has a snapshot"
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Hand out nothing, or go on; a queue that is opened again begins so."""
+        """Hand out nothing, or resume; a queue that is opened again begins in this state."""
         self._is_held = is_held
         await self._ask("hold", is_held)
 
@@ -130,7 +131,7 @@ class RestartableQueue:
         return stats
 
     def kill(self) -> None:
-        # The recorder goes on with the next term.
+        # The recorder is used by the next term too.
         self._changing.cancel()
         ray.kill(self.actor)
 
@@ -140,9 +141,9 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call that returns a cut, or a value with one, and take the cut in.
+        """Make a call that returns a cut, or a value with one, and process the cut.
 
-        Also where the caller is cancelled meanwhile: every later cut waits for this one.
+        This completes even if the caller is cancelled: every later cut waits for this one.
         admitted: groups that the queue has from this call on.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
@@ -159,7 +160,7 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call, again for every queue that dies under it."""
+        """Make a call, again for every queue that dies during it."""
         while True:
             opening = self._cuts.opening
             try:
@@ -172,7 +173,7 @@ class RestartableQueue:
         return await await_reply(call, name=NAME, deadline_s=RPC_DEADLINE_S)
 
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
-        """Keep the newest snapshot and the tasks of its groups, and record what has happened."""
+        """Keep the newest snapshot and the tasks of its groups, and record the events."""
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
             self._tasks = {group.number: tasks[group.number] for group in cut.snapshot.groups}
@@ -182,9 +183,9 @@ class RestartableQueue:
         self._recorder.rollouts(cut.drained.summaries)
 
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
-        """Open the queue that Ray starts in place of a dead one, unless another call has.
+        """Open the queue that Ray starts instead of a dead one, unless another call has.
 
-        Raises: ActorLost when queues die again and again, or Ray starts no other.
+        Raises: ActorLost if queues die again and again, or Ray starts no other.
         """
         async with self._reopening:
             if opening != self._cuts.opening:
@@ -196,7 +197,8 @@ class RestartableQueue:
             await self._cuts.begin_next()
             await retry(self._open_next, on=ActorLost, limit_s=REOPEN_LIMIT_S)
             self._recorder.replaced(
-                Part.QUEUE, f"{loss}; its successor goes on, and what was in flight is played again"
+                Part.QUEUE,
+                f"{loss}; its successor continues, and what was in flight is played again",
             )
 
     async def _open_next(self) -> None:
@@ -204,16 +206,16 @@ class RestartableQueue:
             "open", self._cuts.opening, self._whole_snapshot(), keeps_taken=True
         )
         if not is_open:
-            # It was only out of reach, and has gone on alone.
+            # It was only unreachable, and has continued without us.
             ray.kill(self.actor, no_restart=False)
-            raise ActorLost(f"the {NAME} did not answer in time and is ended")
+            raise ActorLost(f"the {NAME} did not answer in time and was killed")
         if self._is_held:
             await self._remote("hold", True)
 
 
-# Takes the cuts of a trajectory queue in, one after the other, whichever order they come in.
+# `CutsInOrder` processes the cuts of a trajectory queue in order, in whichever order they arrive.
 #
-# Invariant: `take_in` says whether its cut was kept, also where the queue has died meanwhile: a
+# Invariant: `take_in` returns whether its cut was kept, even if the queue has died meanwhile: a
 # call whose cut was kept took effect, and is not made again.
 Keep = Callable[[QueueCut, Sequence[GroupRequest]], None]
 
@@ -229,13 +231,16 @@ class CutsInOrder:
     """The cuts of one opening of the queue at a time, in order; belongs to one event loop."""
 
     def __init__(self, keep: Keep) -> None:
-        """keep: called with each cut when all before it were kept, and with what was admitted in
-        its call."""
+        """Accept the cuts of opening 0.
+
+        keep: called with each cut when all before it were kept, and with the groups that its call
+        admitted.
+        """
         self._keep = keep
         self._opening = 0
         self._num_kept = 0
         self._waiting: dict[int, _Arrival] = {}
-        """By number, the cuts that wait for an earlier one."""
+        """The cuts that wait for an earlier one, by number."""
         self._news = asyncio.Condition()
 
     @property
@@ -251,7 +256,7 @@ class CutsInOrder:
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
         """Wait until the cut and all before it are kept.
 
-        Returns: False for a cut of a queue that has died before, and with it the call's effect.
+        Returns: False for a cut of a queue that has died, so that the call had no effect.
         """
         arrival = _Arrival(cut=cut, admitted=admitted)
         async with self._news:
@@ -266,7 +271,7 @@ class CutsInOrder:
             return arrival.is_kept
 
     async def begin_next(self) -> None:
-        """The queue has died; its successor's cuts are taken in, from number 0 on."""
+        """Accept the cuts of a dead queue's successor, from number 0 on."""
         async with self._news:
             self._opening += 1
             self._num_kept = 0

@@ -1,12 +1,12 @@
 """A trainer that outlives its ranks: `TrainerGroup`'s calls, over one group after another.
 
 When a rank is lost, a new group loads the newest committed checkpoint and trains the kept shards of
-the steps after it again, in order; then the call that was interrupted is made again. Meanwhile the
-caller waits: nothing is published and nothing is played again. Invariants: a step counts as done
-once all ranks have answered with its statistics and a fingerprint of their state; the weights of a
-version that engines may hold are those bits, or the version is another one: where the new ranks'
-fingerprint differs (CUDA, other threads), the weights become the next version, and every call but
-`publish` raises `WeightsMoved` until they are published. Used by the loop; made once a term.
+the steps after it again, in order; then the interrupted call is repeated. Meanwhile the caller
+waits: nothing is published and nothing is played again. Invariants: a step is done when all ranks
+have answered with its statistics and a fingerprint of their state; a version that engines may have
+never changes its bits: if the new ranks' fingerprint differs (CUDA, other threads), the weights
+become the next version, and every call except `publish` raises `WeightsMoved` until they are
+published. Used by the loop; one per term.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.trainer.group import ShardLost, TrainerGroup, TrainerRankLost
 from actors.trainer.statistics import StepStats
 from service.run.health import FaultCount, WeightsMoved
 
-# In a row, without a step that was never done before.
+# Restarts in a row without a new step.
 MAX_RESTARTS = 3
 WATCH_EVERY_S = 0.5
 _Result = TypeVar("_Result")
@@ -40,7 +40,7 @@ class _KeptStep:
 
     step: int
     version: int
-    """That the ranks held when it was trained."""
+    """The version of the ranks' weights when it was trained."""
     shards: tuple[Any, ...]
     """References, in the order of ranks; empty once they are dropped."""
     value_shards: tuple[Any, ...]
@@ -50,9 +50,8 @@ class _KeptStep:
 class RestartableTrainer:
     """One trainer for a whole term. `start` it, then use it, then `stop` it.
 
-    version: of the weights. republished: this term's versions that are of the same step as the
-    version before them. shape: of the model; None before the start.
-    is_restarting: a new group is on its way.
+    version: of the weights. republished: this term's versions whose step is that of the version
+    before them. shape: of the model; None before the start. is_restarting: a new group is starting.
     """
 
     def __init__(
@@ -65,11 +64,13 @@ class RestartableTrainer:
         on_restart: Callable[[str], None],
         on_look: Callable[[Sequence[int]], None],
     ) -> None:
-        """make_group: makes one that is not started. parent: the checkpoint to begin with; None:
-        the base model. first_step: the one after it. max_kept_bytes: of the shards of steps that no
-        checkpoint holds yet; beyond it the oldest are dropped, and a lost rank ends the term.
-        on_restart: told, in a sentence, of each group that was replaced. on_look: given the peak
-        memory of each rank, bytes, at each look of `watch`; nothing where a rank is lost.
+        """Make the first group.
+
+        Args: make_group: makes a group that is not started. parent: the checkpoint to begin with;
+        None: the base model. first_step: the step after it. max_kept_bytes: limit of the shards of
+        steps that no checkpoint has yet; beyond it the oldest are dropped, and a lost rank ends the
+        term. on_restart: called with a sentence for each replaced group. on_look: called at each
+        check of `watch` with the peak memory of each rank, bytes; empty if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -85,11 +86,11 @@ class RestartableTrainer:
         self._restarts = FaultCount(limit=MAX_RESTARTS)
         self._fingerprint: tuple[int, ...] = ()
         self._logprobs: Float32s | None = None
-        """What `check_logprobs` has found for `version`; None: not asked yet."""
+        """The result of `check_logprobs` for `version`; None: not called yet."""
         self._scored_rows: Sequence[MicroBatch] = ()
-        """That it was asked about."""
+        """The rows that it scored."""
         self._is_given_out = False
-        """Whether an engine may hold `version`."""
+        """Whether an engine may have `version`."""
         self._must_publish = False
         self._published: tuple[Any, int] | None = None
         """Board and term of the last publish."""
@@ -102,20 +103,17 @@ class RestartableTrainer:
         return self._group.shape
 
     async def reserve(self) -> None:
-        """Take the ranks' places before `start`. Raises: ActorLost."""
+        """Reserve the ranks' resources before `start`. Raises: ActorLost."""
         await self._group.reserve()
 
     async def start(self) -> None:
-        """Raises: CheckpointError for the parent; TrainerStartFailed; ActorLost."""
+        """Start the ranks. Raises: CheckpointError (the parent); TrainerStartFailed; ActorLost."""
         await self._open_group()
         self.version = self._group.version
         self._fingerprint = await self._group.fingerprint()
 
     async def watch(self) -> None:
-        """Replace the group soon after a rank has died, also while nothing is asked of it.
-
-        Raises: as `step`.
-        """
+        """Replace the group soon after a rank has died, also between calls. Raises: as `step`."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             group = self._group
@@ -130,16 +128,16 @@ class RestartableTrainer:
                         await self._restart(loss)
 
     async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
-        """As `TrainerGroup.score`. Raises: as `step`."""
+        """Score shards, as `TrainerGroup.score` does. Raises: as `step`."""
         async with self._lock:
             return await self._ask(lambda group: group.score(shards))
 
     async def step(
         self, shards: Sequence[Any], value_shards: Sequence[Any] = (), *, num_bytes: int = 0
     ) -> StepStats:
-        """As `TrainerGroup.step`; the shards are kept. num_bytes: of all of them.
+        """Train a step, as `TrainerGroup.step` does; keep the shards. num_bytes: of all of them.
 
-        Raises: WeightsMoved; ActorLost when no group comes back, or a shard is gone;
+        Raises: WeightsMoved; ActorLost if no new group starts, or a shard is gone;
             TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned as the group.
         """
 
@@ -165,16 +163,18 @@ class RestartableTrainer:
             return stats
 
     async def abandon(self) -> None:
-        """Have the call in hand, `score` or `step`, raise StepAbandoned if it still can.
+        """Have the current call, `score` or `step`, raise StepAbandoned if it still can.
 
-        Not while a new group trains kept steps again, which have been done before.
+        Do nothing while a new group trains kept steps again.
         """
         if not self.is_restarting:
             await self._group.abandon()
 
     async def publish(self, board: Any, term: int, version: int) -> None:
-        """As `TrainerGroup.publish`. Raises: WeightsMoved when `version` no longer is the weights';
-        else as `step`."""
+        """Publish the weights, as `TrainerGroup.publish` does.
+
+        Raises: WeightsMoved if the weights are no longer `version`; else as `step`.
+        """
 
         async def publish(group: TrainerGroup) -> None:
             if version != self.version:
@@ -187,7 +187,7 @@ class RestartableTrainer:
             self._must_publish = False
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """As `TrainerGroup.check_logprobs`: what follows a publish. Raises: as `step`."""
+        """Call `TrainerGroup.check_logprobs`, after a publish. Raises: as `step`."""
 
         async def check(group: TrainerGroup) -> Float32s:
             return await group.check_logprobs(rows)
@@ -198,25 +198,24 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """As `TrainerGroup.begin_save`. Raises: as `step`."""
+        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises: as `step`."""
         async with self._lock:
             await self._ask(lambda group: group.begin_save(step, term=term))
             self._saving = self._group
 
     async def finish_save(self) -> Path | None:
-        """Wait for the checkpoint that was begun last; None when a rank was lost meanwhile.
+        """Wait for the checkpoint that was begun last; None if a rank was lost meanwhile.
 
         Raises: CheckpointError.
         """
-        assert self._saving is not None, "begin_save comes first"
+        assert self._saving is not None, "call begin_save first"
         try:
             return await self._saving.finish_save()
         except TrainerRankLost:
             return None
 
     async def committed(self, step: int, path: Path) -> None:
-        """A checkpoint counts: shards up to its step are not needed any more, nor is an older
-        checkpoint, once this returns."""
+        """Drop the shards up to a committed checkpoint's step; older ones are not needed now."""
         async with self._lock:
             self._checkpoint = path
             self._kept = [kept for kept in self._kept if kept.step > step]
@@ -230,7 +229,7 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Make a call, of one group after another until it is answered."""
+        """Make a call, with one group after another until one answers."""
         while True:
             if self._must_publish and not is_publish:
                 raise WeightsMoved(self.version)
@@ -242,7 +241,7 @@ class RestartableTrainer:
                 await self._restart(loss)
 
     async def _restart(self, loss: TrainerRankLost) -> None:
-        """Bring a new group to where the lost one was."""
+        """Bring a new group to the state of the lost one."""
         self.is_restarting = True
         try:
             await self._replace_group(loss)
@@ -275,7 +274,7 @@ class RestartableTrainer:
         )
 
     def _check_can_restart(self, loss: TrainerRankLost) -> None:
-        """Raises: ActorLost."""
+        """Raise ActorLost after too many restarts, or if shards were dropped."""
         if self._restarts.is_one_too_many():
             raise ActorLost(
                 f"{loss}; {MAX_RESTARTS} groups in a row ended before the next step"
@@ -283,7 +282,7 @@ class RestartableTrainer:
         if not all(kept.shards for kept in self._kept):
             raise ActorLost(
                 f"{loss}; the steps since the newest checkpoint cannot be trained again: their "
-                "shards are beyond trainer.max_replay_mib"
+                "shards exceed trainer.max_replay_mib"
             ) from loss
 
     async def _open_group(self) -> None:
@@ -295,12 +294,12 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Have the ranks' weights called `version`, which may have been published once more."""
+        """Number the ranks' weights as `version`, which may have been published again."""
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; other bits are another version."""
+        """Compare the new ranks with the lost ones; other bits become another version."""
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:
@@ -317,7 +316,7 @@ class RestartableTrainer:
         self.version, self.republished = version, republished
         self._fingerprint = fingerprint
         if self._is_given_out and self._published is not None and self._group.serves_engines:
-            # The lost ranks would have sent it to engines that do not hold it yet.
+            # The lost ranks would have sent it to engines that do not have it yet.
             board, term = self._published
             await self._group.publish(board, term, self.version)
 

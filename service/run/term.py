@@ -62,9 +62,9 @@ from service.store.run_store import Lease, RunStore
 
 log = logging.getLogger("rayloom.term")
 
-# Of which the first prompts are pieces of the check's text, and how long they may delay a start.
+# Tasks whose first prompts make the check's text, and how long these may delay a start.
 MAX_OPENING_TASKS, PROMPTS_GRACE_S = 16, 5.0
-# Requests that wait in the gateway for their group, their turn, or the engine's.
+# Requests that wait in the gateway for their group's admission or their turn.
 MAX_HELD_REQUESTS = 20_000
 
 
@@ -72,7 +72,7 @@ class ParentUnusable(Exception):
     """The checkpoint that the term continues from (the lease's parent) cannot be loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
-        """directory: the checkpoint's name."""
+        """Report a checkpoint. directory: its name."""
         super().__init__(directory, reason)
         self.directory, self.reason = directory, reason
 
@@ -81,7 +81,7 @@ class ParentUnusable(Exception):
 
 
 class Term:
-    """One per lease; call `run`, then `stop`, also after an error."""
+    """The term of one lease; call `run`, then `stop`, also after an error."""
 
     def __init__(
         self,
@@ -98,9 +98,10 @@ class Term:
         submissions: SubmissionQueue | None = None,
         roles_before: frozenset[Role] = frozenset(),
     ) -> None:
-        """model: its path or name. submissions: where tasks come from; None: the configuration.
+        """Start the queue's process, and prepare the rest.
 
-        roles_before: what nodes offered in earlier terms.
+        Args: model: its path or name. submissions: the source of tasks; None: the configuration.
+        roles_before: roles that nodes offered in earlier terms.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
@@ -146,13 +147,13 @@ class Term:
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
         self._gateways: ActorPool | None = None
-        """Of one gateway; None in a run without clients."""
+        """The pool of the one gateway; None in a run without clients."""
         self._is_queue_open = False
         self._num_ahead = 0
-        """By how much versions were ahead of steps when the term began."""
+        """Number of versions minus steps when the term began."""
         self._loop: Loop | None = None
         self.evaluation_tasks: Sequence[Task] = ()
-        """Held out of training; known once it trains."""
+        """The held-out tasks; empty before the term trains."""
         self._evaluation_sets: Sequence[EvaluationSet] = ()
         self._stop_asked = asyncio.Event()
         self._opening_tasks: asyncio.Task[TaskSource] | None = None
@@ -161,12 +162,12 @@ class Term:
 
     @property
     def is_training(self) -> bool:
-        """Whether the start is over, so that there is a step in hand."""
+        """Whether the start is over, so that there is a current step."""
         return self._loop is not None
 
     @property
     def is_solved(self) -> bool:
-        """Whether the run ended before its last step, because its reward was high enough."""
+        """Whether the run ended before its last step because its reward was high enough."""
         return self._loop is not None and self._loop.is_solved
 
     @property
@@ -175,12 +176,12 @@ class Term:
 
     @property
     def step_in_hand(self) -> int | None:
-        """The step that is being trained; None: none."""
+        """The step that is being trained, or None."""
         return self._loop.step_in_hand if self._loop is not None else None
 
     @property
     def trained_version(self) -> int | None:
-        """Of the trainer's weights; None before it has loaded them."""
+        """Version of the trainer's weights; None before it has loaded them."""
         return self._trainer.version if self.is_training else None
 
     @property
@@ -190,34 +191,31 @@ class Term:
 
     @property
     def gateway(self) -> ActorHandle | None:
-        """Who plays sessions now; None: nobody yet, or never."""
+        """The actor that plays sessions now; None: not yet, or never."""
         return self._gateways.actors[0] if self._gateways is not None else None
 
     def request_stop(self, *, grace_s: float | None = None) -> None:
-        """Give up a start that is under way, or end after the step in hand.
-
-        grace_s: as `Loop.stop`.
-        """
+        """Abort the start, or end after the current step. grace_s: as in `Loop.stop`."""
         self._stop_asked.set()
         if self._loop is not None:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """As `Loop.checkpoint`, of a term that trains."""
+        """Commit a checkpoint, as `Loop.checkpoint` does; the term must train."""
         assert self._loop is not None
         return await self._loop.checkpoint()
 
     async def evaluate(
         self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
-        """As `EnvironmentPool.evaluate`, of a term that trains."""
+        """Play tasks, as `EnvironmentPool.evaluate` does; the term must train."""
         assert self._pool is not None
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def hold_generation(self) -> None:
-        """Have queue and engines hold what they play, or go on, as it is paused or not.
+        """Have queue and engines hold their work if generation is paused, or resume.
 
-        Before the queue is open it comes with its opening. Raises: ActorLost.
+        A queue that is not open yet gets it when it is opened. Raises: ActorLost.
         """
         is_held = self._pauses.holds_generation
         await self._engines.hold(is_held)
@@ -227,8 +225,8 @@ class Term:
     async def run(self) -> None:
         """Start the actors and train, until the end or a stop.
 
-        Raises: ActorLost; RunFailed; LeaseLost; TrainerStartFailed for a rank that can never start;
-            ParentUnusable; CheckpointError for one that cannot be written.
+        Raises: ActorLost; RunFailed; LeaseLost; TrainerStartFailed if a rank can never start;
+            ParentUnusable; CheckpointError if a checkpoint cannot be written.
         """
         publisher = await self._start_unless_stopped()
         if publisher is None:
@@ -273,7 +271,7 @@ class Term:
         self.queue.kill()
 
     async def _start_unless_stopped(self) -> Publisher | None:
-        """Start; None when a stop was asked for before the start was over."""
+        """Start; None if a stop was requested before the start was over."""
         if self._stop_asked.is_set():
             return None
         async with race(self._start(), self._stop_asked.wait()) as (starting, stopped):
@@ -288,8 +286,9 @@ class Term:
         # First the engines, which take longest.
         with self._recorder.stage("deploying the engines"):
             await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
-        # Then the ranks' places, which must be on one node. Then the queue and environment actors
-        # import while ranks and engines start; `EnvironmentPool.watch` lets them play.
+        # Then reserve the ranks' resources, which must be on one node. Then the queue and
+        # environment actors import while ranks and engines start; `EnvironmentPool.watch` lets the
+        # actors play.
         await self._trainer.reserve()
         self._pool = EnvironmentPool(
             config.num_environment_actors,
@@ -308,7 +307,7 @@ class Term:
         opening = asyncio.create_task(self._opening_prompts())
         try:
             await asyncio.gather(self._start_trainer(), self.queue.open())
-            # They have come by now, except from environments that are slow or have no node yet.
+            # The prompts are here by now, unless environments are slow or have no node yet.
             await asyncio.wait({opening}, timeout=PROMPTS_GRACE_S)
         finally:
             opening.cancel()
@@ -354,7 +353,7 @@ class Term:
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
-        """First prompts of the run's own tasks, for the log-probability check."""
+        """Return first prompts of the run's own tasks, for the log-probability check."""
         assert self._pool is not None
         if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:
             return ()
@@ -377,7 +376,7 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raises: RunFailed if trainer and engines are not the same function."""
+        """Raise RunFailed if trainer and engines are not the same function."""
         if check is None:
             self._recorder.notice(
                 "trainer and engines were not compared: no engine has scored the text in time; "
@@ -388,12 +387,12 @@ class Term:
             log.info("log-probability check of the start: %s", each)
         if check.is_beyond:
             raise RunFailed(
-                f"the start is refused: {check}; to train all the same, set "
+                f"the start is refused: {check}; to train nevertheless, set "
                 "trainer.logprob_check_tokens to 0"
             )
 
     async def _open_tasks(self) -> TaskSource:
-        """Open the run's tasks, once for all who ask."""
+        """Open the run's tasks, once for all callers."""
         if self._opening_tasks is None:
             self._opening_tasks = asyncio.create_task(
                 asyncio.to_thread(
@@ -403,7 +402,10 @@ class Term:
         return await asyncio.shield(self._opening_tasks)
 
     async def _claim_checkpoints(self) -> None:
-        """Raises: CheckpointError when a newer term has them, or the disk stays full."""
+        """Claim the checkpoints' directory for this term.
+
+        Raises: CheckpointError if a newer term has it, or the disk stays full.
+        """
         directory = self._run_dir.checkpoints
 
         async def attempt() -> None:
@@ -425,7 +427,7 @@ class Term:
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
-        """On this node, where the run's database may be a file."""
+        """Start a gateway on this node, since the run's database may be a file."""
         config = self._config
         actor_class = ray.remote(Gateway).options(
             num_cpus=0,
@@ -454,7 +456,7 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Called after the trainer has started, which knows the model's shape."""
+        """Start a merge actor; call it after the trainer's start, for the model's shape."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(
             num_cpus=0, scheduling_strategy=on_this_node()
@@ -465,7 +467,7 @@ class Term:
         return actor
 
     def _journal_settings(self) -> JournalSettings | None:
-        """None for a run that keeps no journal."""
+        """Return the settings of the journal; None for a run without one."""
         config = self._config
         if config.run.journal_steps == 0:
             return None
@@ -478,7 +480,7 @@ class Term:
         )
 
     async def _cancel_again(self) -> None:
-        """Cancel what was cancelled after the checkpoint: the restored queue still holds it."""
+        """Cancel groups that were cancelled after the checkpoint: the restored queue has them."""
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
@@ -518,7 +520,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the checkpoints that are not kept, and before them the rows that need them."""
+        """Remove the checkpoints that are not kept, after the rows that need them."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

@@ -1,10 +1,10 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Written by the supervisor alone when the rollout leaves the ledger, of what it is told anyway: no
-context travels through the actors. Where a rollout was is known to within a poll of the queue; the
-stages of its step are laid end to end, up to the moment at which it left. Sent over OTLP by a
-thread; what a collector does not take in time is dropped. What was in flight when a supervisor died
-begins with what its successor sees. Filled by `RunRecorder`.
+Only the supervisor writes it, when the rollout leaves the ledger, from events that it has anyway:
+no context travels through the actors. A rollout's times are exact to one poll of the queue; the
+stages of its step are placed end to end, up to the moment at which it left. A thread sends the
+traces over OTLP; what a collector does not accept in time is dropped. The trace of a rollout that
+was in flight when a supervisor died begins with its successor. Filled by `RunRecorder`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.config.tree import TracingSettings
 from service.telemetry.records import StepRecord
 
 if TYPE_CHECKING:
-    # A second of imports, which only a run that is traced makes.
+    # A second of imports, for traced runs only.
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
@@ -39,12 +39,12 @@ class _Rollout:
     """When the HTTP API accepted it; None: the run's own task, or not known."""
     admitted_at: float
     attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
-    """When each ended."""
+    """Each ended attempt, with the time of its end."""
     left_at: float = 0.0
 
 
 class RolloutTraces:
-    """The rollouts in flight, and the spans of those that have left."""
+    """The rollouts in flight; it writes the spans of a rollout that leaves."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RolloutTraces:
         sample_ratio: float,
         accepted_at: Callable[[str], float | None],
     ) -> None:
-        """run: its name. accepted_at: when the group of this id was submitted."""
+        """Start a tracer. run: its name. accepted_at: returns when a group was submitted."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
@@ -69,18 +69,18 @@ class RolloutTraces:
         self._accepted_at = accepted_at
         self._in_flight: dict[str, _Rollout] = {}
         self._evicted: dict[str, tuple[_Rollout, str]] = {}
-        """With their reasons; attempts that ended in the same moment are told after it."""
+        """With their reasons; attempts that ended in the same cut are reported after it."""
         self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
-        """By step that is not recorded yet, the rollouts that were trained in it."""
+        """The rollouts that were trained in a step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
-        """Forget the rollouts of older terms: those not recorded yet are played again."""
+        """Forget the rollouts of older terms: those not recorded are played again."""
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Attempts that ended, of the same cut of the queue as the last `events`."""
+        """Add ended attempts, of the same cut of the queue as the last `events`."""
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
             rollout = evicted[0] if evicted else self._rollout(summary.rollout_id, now)
@@ -102,12 +102,12 @@ class RolloutTraces:
                 self._evicted[event.rollout_id] = rollout, event.reason or ""
 
     def step(self, record: StepRecord) -> None:
-        """A step is stored: write the traces of what it trained on."""
+        """Write the traces of the rollouts that a stored step trained on."""
         for rollout_id, rollout in self._trained.pop(record.step, ()):
             self._write(rollout_id, rollout, reason="", record=record)
 
     def close(self) -> None:
-        """Send what waits, for a while. Blocks."""
+        """Send the waiting spans, for a while. Blocks."""
         self._provider.force_flush(FLUSH_LIMIT_MS)
         self._provider.shutdown()
 
@@ -122,7 +122,7 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """record: of the step that trained on it; None: it was evicted for the reason."""
+        """Write a trace. record: the step that trained on it; None: evicted for the reason."""
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))
         root.set_attribute("rayloom.rollout_id", rollout_id)
@@ -189,7 +189,7 @@ class RolloutTraces:
 def traces_to(
     settings: TracingSettings, *, run: str, accepted_at: Callable[[str], float | None]
 ) -> RolloutTraces | None:
-    """Traces that are sent as the configuration says; None: they are off."""
+    """Return the configured traces; None: they are off."""
     if not settings.endpoint:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -172,5 +172,5 @@ async def test_calls_that_change_something_are_written_down_with_their_answers(
         ("POST /api/v1/control/admission/pause", 200),
     ]
     assert calls[1]["body"] == '{"reason":"look"}' and '"phase": "paused"' in calls[1]["answer"]
-    assert "knows no checkpoint" in calls[0]["answer"] and calls[0]["at"] > 0
+    assert "has no checkpoint" in calls[0]["answer"] and calls[0]["at"] > 0
     assert len((await client.get("/control/calls", params={"limit": 1})).json()["calls"]) == 1

@@ -86,7 +86,7 @@ async def test_a_dead_gateway_is_released_before_its_successor_starts_under_anot
         "replaced gateway",
     ]
     assert "gateway gateway-2-0 died (" in story.texts[0]
-    assert "7 rollouts go on from their stored turns with gateway-2-1" in story.texts[0]
+    assert "7 rollouts continue from their stored turns with gateway-2-1" in story.texts[0]
     (second,) = pool.actors
     assert second != first
     watching.cancel()

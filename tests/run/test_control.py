@@ -124,7 +124,7 @@ async def test_a_run_goes_back_to_a_checkpoint_by_id_and_stays_there_after_a_cra
     lease = await world.begin()
     assert lease.parent is not None and (lease.term, lease.parent.step) == (2, 4)
     found = await ended(world, operation)
-    assert found.status is OperationStatus.DONE and "term 2 goes on from it" in found.detail
+    assert found.status is OperationStatus.DONE and "term 2 continues from it" in found.detail
     assert world.recorder.last_step == 4 and not world.control.returning.is_set()
     # What is undone is shown, and is no more to be had.
     listed = {each.id: each for each in await world.control.checkpoints()}
@@ -152,7 +152,7 @@ async def test_a_run_goes_back_to_a_step_that_is_named_by_its_number(tmp_path: P
     again = world.commit(4)
     # Of the two of step 4 the one that is not undone.
     assert again != ids[1] and (await world.control.go_back("4")).checkpoint == again
-    with pytest.raises(ControlRefused, match="knows no checkpoint '3'"):
+    with pytest.raises(ControlRefused, match="has no checkpoint '3'"):
         await world.control.go_back("3")
 
 
@@ -162,7 +162,7 @@ async def test_a_checkpoint_that_was_pruned_or_cannot_be_read_is_not_gone_back_t
     world = World(tmp_path)
     await world.begin()
     ids = [world.commit(step) for step in (2, 4)]
-    with pytest.raises(ControlRefused, match="knows no checkpoint") as refused:
+    with pytest.raises(ControlRefused, match="has no checkpoint") as refused:
         await world.control.go_back("step-000003-t1")
     assert refused.value.code is RefusalCode.UNKNOWN
     manifest = next((world.place.checkpoints / ids[0]).iterdir())
@@ -187,7 +187,7 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     world = World(tmp_path)
     await world.begin()
     operation = await world.control.evaluate(request(num_tasks=2))
-    with pytest.raises(ControlRefused, match="is being played already"):
+    with pytest.raises(ControlRefused, match="is running already"):
         await world.control.evaluate(request())
     world.term.go_on.set()
     record = (await ended(world, operation)).evaluation
@@ -208,7 +208,7 @@ async def test_an_evaluation_plays_each_task_so_often_and_is_stored_beside_the_s
     ("change", "code", "words"),
     [
         ({"num_tasks": 4}, RefusalCode.INVALID, "expected at most 3"),
-        ({"task_ids": ("other",)}, RefusalCode.INVALID, "does not hold out"),
+        ({"task_ids": ("other",)}, RefusalCode.INVALID, "held-out tasks, such as"),
         ({"sampling": Sampling(num_samples=50_000)}, RefusalCode.INVALID, "are 150000 rollouts"),
     ],
 )
@@ -253,7 +253,7 @@ async def test_what_needs_a_run_that_trains_is_refused_with_its_phase(tmp_path: 
         ]:
             with pytest.raises(ControlRefused, match=f"the run is {phase.value}"):
                 await call()  # type: ignore[misc]
-    with pytest.raises(ControlRefused, match="knows no operation"):
+    with pytest.raises(ControlRefused, match="has no operation"):
         await control.operation("op-9")
 
 

@@ -120,8 +120,8 @@ def test_neither_a_damaged_file_nor_a_missing_one_ends_it(
             path.unlink()
         watch.stored(1, step.step)
     watch.close(limit_s=60)
-    failed = [each for each in told if "was not looked at" in each]
-    assert len(failed) == 1 and failed[0].endswith("training goes on")
+    failed = [each for each in told if "was not audited" in each]
+    assert len(failed) == 1 and failed[0].endswith("training continues")
     assert [each.kind for each in watch.findings if each.kind is Kind.MALFORMED_PAID]
 
 
@@ -156,7 +156,7 @@ def test_a_shadow_that_fails_is_told_once_and_its_verdicts_are_kept(
     watch.stored(1, 1)
     assert is_over.wait(60)
     watch.close(limit_s=60)
-    assert sum("audit.shadow was not asked" in each for each in told) == 1
+    assert sum("audit.shadow failed" in each for each in told) == 1
     assert sum("no such thing" in each for each in told) == 1
     assert Kind.UNVERIFIED in {each.kind for each in watch.findings}
     lines = [json.loads(line) for line in (run_dir.path / FILE).read_text().splitlines()]

@@ -102,7 +102,7 @@ def test_engines_outlive_a_supervisor_and_a_weight_board_that_are_killed(
         for term, killed in enumerate((["Supervisor"], ["WeightBoard"], [*BOTH]), start=2):
             for part in killed:
                 run.kill_part(f"ray::{part}")
-            run.wait_for_log(f"term {term} goes on from step", limit_s=START_S)
+            run.wait_for_log(f"term {term} continues from step", limit_s=START_S)
             run.advance(4, limit_s=START_S)
             assert run.pids(ENGINE) == before
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()

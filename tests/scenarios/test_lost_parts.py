@@ -78,7 +78,7 @@ def test_a_run_survives_the_death_of_each_part(tmp_path: Path, small_model: str)
         run.advance(2, limit_s=START_S)
         run.kill_part("ray::Supervisor")
         run.wait_for_log(
-            "the supervisor died; a new one goes on under a new lease", limit_s=START_S
+            "the supervisor died; a new one continues under a new lease", limit_s=START_S
         )
         run.wait_for_output("the supervisor died", limit_s=START_S)
         assert run.wait(limit_s=START_S + steps * STEP_S) == 0, run.log()

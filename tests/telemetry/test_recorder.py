@@ -405,7 +405,7 @@ async def test_what_a_dead_term_had_not_stored_is_void_in_the_next(tmp_path: Pat
     await recorder.begin_term(store.acquire_lease(owner="next"))
     await recorder.step(step_record(1))
     assert read_events(store) == ()
-    assert "term 2 goes on from step 0" in recorder.notices.since(0)[0]
+    assert "term 2 continues from step 0" in recorder.notices.since(0)[0]
 
 
 async def test_phases_are_shown_with_their_detail(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_enough_groups_for_long_enough_end_the_run_with_the_whole_story() -> Non
         "27 environment_error, 1 wall_timeout",
         "'guessing-7'",
         "reset: OSError: no server",
-        "mend the environment",
+        "fix the environment",
         "rollouts.max_failed_groups",
     ):
         assert words in str(told.value)
