@@ -40,7 +40,7 @@ def export_checkpoint(source: Path, directory: Path) -> str:
 def export_to(
     checkpoint: Path, directory: Path, *, command: str, dtype: Dtype = Dtype.FLOAT32
 ) -> Progress:
-    """Write a checkpoint as a Hugging Face model directory. command: named where it is refused.
+    """Write a checkpoint as a Hugging Face model directory. command: its name in an error.
 
     Raises: ConfigError.
     """
@@ -62,16 +62,16 @@ def export_to(
 
 
 def checkpoint_of(source: Path, *, command: str) -> Path:
-    """A checkpoint's directory, or the newest committed one of a run's.
+    """Return a checkpoint's directory, or that of a run's newest committed checkpoint.
 
-    command: named where it is refused. Raises: ConfigError.
+    command: its name in an error. Raises: ConfigError.
     """
     run_dir = RunDir(path=source)
     if not run_dir.database_file.is_file() and not run_dir.store_file.is_file():
         is_broken = run_dir.path.is_dir() and run_dir.path.name.startswith("step-")
         if not is_broken and not (run_dir.path / MANIFEST).is_file():
             raise ConfigError(
-                f"{command}: got {source}, but no run or checkpoint lies there; expected a "
+                f"{command}: got {source}, which is not a run or checkpoint; expected a "
                 "directory with rayloom.db, as `rayloom train` makes it, or one of its checkpoints"
             )
         return run_dir.path
@@ -114,7 +114,7 @@ def write_generated(environment: str, out: Path, *, count: int, seed: int) -> st
 def write_code_search(
     repository: Path, out: Path, *, source: QuestionSource, count: int, max_files: int
 ) -> str:
-    """Write questions about a git repository, and its files beside them. Raises: ConfigError."""
+    """Write questions about a git repository, and its files next to them. Raises: ConfigError."""
     archive = out.with_name(f"{out.stem}.tar.gz")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
 
 
 def describe_template(config: Config) -> str:
-    """A table in comments, so that what is printed stays YAML."""
+    """Return a description of the chat template as comments, so that the output stays YAML."""
     name = config.model.path or "the tiny model"
     try:
         template = config.model.chat_template
@@ -63,6 +63,6 @@ def describe_template(config: Config) -> str:
 def _described_raw(tokenizer: ChatTokenizer) -> str:
     before = tokenizer.decode(ids_before_text(tokenizer), skip_special_tokens=False)
     return (
-        f"none: a prompt is the text of its messages as it is, after {before or 'nothing'}; "
+        f"none: a prompt is the unchanged text of its messages, after {before or 'nothing'}; "
         "system messages, tools and calls are refused"
     )

@@ -1,8 +1,8 @@
-"""What a user sees during a run: a live picture on a terminal, plain lines everywhere else.
+"""The display of a run: a live picture on a terminal, plain lines everywhere else.
 
-The command line opens a display, gives it every RunStatus, and closes it. A display whose terminal
-or pipe is gone shows nothing from then on, and raises nothing. Colours are the terminal's own, so
-that its theme decides; no information is in a colour alone.
+The command line opens a display, gives it every RunStatus, and closes it. If its terminal or pipe
+is gone, a display shows nothing more, and raises nothing. Colours are the terminal's own, so that
+its theme decides; colours only repeat information.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STAGE_BAR_WIDTH = 20
 WIDE = 100
 MIN_WIDTH = 50
 SHOWN_CAUSES = 3
-# Set where nobody looks at a terminal, or where it is no terminal's screen.
+# Set if the output is not shown on a terminal's screen.
 PLAIN = ("NO_COLOR", "CI", "JPY_PARENT_PID")
 SHOWN_STAGE_S = 0.05
 
@@ -66,14 +66,14 @@ Clock = Callable[[], float]
 
 
 class Display(Protocol):
-    """How a run is shown."""
+    """A display of a run."""
 
     def update(self, status: RunStatus) -> None:
         """Show the next status; statuses come in order."""
         ...
 
     def leave(self) -> None:
-        """Leave the terminal to others until the next status."""
+        """Release the terminal until the next status."""
         ...
 
     def close(self) -> None:
@@ -82,22 +82,22 @@ class Display(Protocol):
 
 
 def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
-    """Live where a person looks at a terminal that can show it.
+    """Open a live display on a terminal that can show it, else one of lines.
 
-    Lines in a pipe, in CI, in a notebook's cell (a terminal that draws nothing twice), in one that
-    is narrower than a picture, or with NO_COLOR set.
+    It is lines in a pipe, in CI, in a notebook's cell (a terminal that cannot redraw), on a
+    terminal that is narrower than the picture, or with NO_COLOR set.
     """
     shown_on = console or OutletConsole()
     is_plain = any(environ.get(name) for name in PLAIN) or not shown_on.is_terminal
     is_plain = is_plain or shown_on.width < MIN_WIDTH
-    # An escape is wider than the bar character in place of which it is printed.
+    # An escape is wider than the bar character that it replaces.
     if is_plain or shown_on.is_dumb_terminal or shown_on.options.ascii_only:
         return LineDisplay(shown_on)
     return LiveDisplay(shown_on)
 
 
 class LineDisplay:
-    """One line a step, a phase, an evaluation, a notice; no escape codes, no wrapping."""
+    """One line for each step, phase, evaluation and notice; no escape codes, no wrapping."""
 
     def __init__(self, console: Console, *, clock: Clock = time.time) -> None:
         self._console = console
@@ -162,7 +162,7 @@ class LiveDisplay:
 def picture(
     state: ProgressState, *, lines: Sequence[StoryLine], width: int, num_lines: int
 ) -> RenderableType:
-    """The whole display for a terminal `width` columns wide, with so many of the last lines."""
+    """Return the display for a terminal of `width` columns, with the last `num_lines` lines."""
     status = state.status
     if status is None:
         return Text("")
@@ -182,9 +182,9 @@ def picture(
 def sparkline(
     values: Sequence[float | None], *, width: int, low: float | None, high: float | None
 ) -> str:
-    """Block characters, one a bucket of neighbours; a space where nothing is known.
+    """Return block characters, one for each bucket of neighbours; a space if nothing is known.
 
-    low, high: the ends of the scale; None takes them from the values.
+    low, high: the ends of the scale; None: those of the values.
     Example: sparkline([0, .5, 1], width=3, low=0, high=1) -> '▁▅█'
     """
     count = min(len(values), max(width, 0))
@@ -302,7 +302,7 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """What became of the sampled tokens, the most frequent causes first."""
+    """Return the shares of sampled tokens: trained, then the most frequent other causes."""
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)
     shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]

@@ -1,7 +1,7 @@
-"""`rayloom evaluate`: play a configuration's held-out tasks by a checkpoint or a model, and end.
+"""`rayloom evaluate`: play a configuration's held-out tasks with a checkpoint or a model, and end.
 
 The parts are those of a run, without queue and trainer: engines get the weights from a weight
-board, environment actors play. All of it is on this machine, and ends with the command.
+board, environment actors play. All parts are on this machine, and end with the command.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ _RECORD = TypeAdapter(EvaluationRecord)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateRequest:
-    """What the user asked for."""
+    """Arguments of `rayloom evaluate`."""
 
     config: Config
     run: Path | None = None
-    """The run's directory, where one was named in place of a configuration."""
+    """The run's directory, if one was named instead of a configuration."""
     checkpoint: str | None = None
     """A name in the run, or a directory. None: the run's newest; without a run the model itself."""
     is_model_given: bool = False
-    """By --model: no checkpoint counts."""
+    """The model was named by --model: no checkpoint is used."""
     set_name: str = ""
-    """Of evaluation.sets; empty: the run's own held-out tasks."""
+    """A name in evaluation.sets; empty: the run's own held-out tasks."""
     num_tasks: int | None = None
-    """The first so many of the set; None: all."""
+    """Number of first tasks of the set; None: all."""
     out: Path | None = None
-    """Where the rollouts are written."""
+    """File for the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +99,12 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages)
     signals.check()
     config = _without_trainer(request.config)
     stages.next("reading rows")
-    _chosen_set(config, request)  # refused at once, but for what the model's tokenizer has to say
+    _chosen_set(config, request)  # early, without the checks that need the model's tokenizer
     checkpoint = _checkpoint(request)
     out = _out(request, checkpoint)
     with tempfile.TemporaryDirectory(prefix="rayloom-evaluate-") as scratch:
         if checkpoint is not None:
-            # So that the checks see the model that will play.
+            # Check the model that will play.
             config = _with_model(config, str(Path(scratch) / "model"))
         stages.next("exporting the checkpoint" if checkpoint else "looking for the model")
         policy = _policy(config, RunDir(path=Path(scratch)), checkpoint)
@@ -113,25 +113,25 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages)
         check_with_model(config, observations, model_path=policy.model)
         played_set = _chosen_set(config, request, model_path=policy.model)
         stages.next("starting Ray")
-        # A local Ray that is half up is started to the end and then stopped.
+        # A signal during Ray's start takes effect after it.
         signals.hold()
         with joined(config, address=None):
             signals.install()
-            # What Serve has to say to its developers goes to its own log files.
+            # Serve's messages for developers are in its own log files.
             logging.getLogger("ray.serve").setLevel(logging.WARNING)
             try:
-                return _play_and_tell(config, policy, played_set, out, signals, stages)
+                return _play_and_report(config, policy, played_set, out, signals, stages)
             finally:
-                # What is left is to end Ray, which a further signal would only leave half done.
+                # Only Ray's end remains, which another signal would interrupt.
                 signals.ignore()
 
 
 def _without_trainer(config: Config) -> Config:
-    """The configuration without what only training reads, of which nothing is to be checked."""
+    """Return the configuration without what only training reads and needs checked."""
     if not config.has_environment:
         raise ConfigError(
-            "tasks.environment is session: agents outside play it, and nothing here can; expected "
-            "an environment; name one"
+            "tasks.environment is session, which only external agents can play; expected an "
+            "environment; name one"
         )
     return replace(
         config,
@@ -149,30 +149,30 @@ def _with_model(config: Config, path: str) -> Config:
 def _chosen_set(
     config: Config, request: EvaluateRequest, *, model_path: str | None = None
 ) -> EvaluationSet:
-    """model_path: as `open_tasks`. Raises: ConfigError."""
+    """Return the set to play. model_path: as in `open_tasks`. Raises: ConfigError."""
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
     if (found := sets.get(request.set_name)) is None and config.mixture:
         raise ConfigError(
-            "the parts of a mixture are evaluated one by one, expected one by --on: "
+            "the parts of a mixture are evaluated one by one, expected --on with one of: "
             f"{', '.join(sets) or 'none has held-out tasks'}"
         )
     if found is None:
         raise ConfigError(
-            "tasks.evaluation_tasks is 0, so that no task is held out; set it, or name one of "
-            f"evaluation.sets by --on: {', '.join(sets) or 'there is none'}"
+            "tasks.evaluation_tasks is 0, so no task is held out; set it, or name one of "
+            f"evaluation.sets with --on: {', '.join(sets) or 'there is none'}"
         )
     if (request.num_tasks or 0) > len(found.tasks):
         raise ConfigError(
-            f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, as many as the set "
-            "has; raise tasks.evaluation_tasks (of a file without an evaluation_split, what is "
-            "beyond a run's own was trained on)"
+            f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, the size of the "
+            "set; raise tasks.evaluation_tasks (without an evaluation_split, tasks of a file "
+            "beyond a run's own value were trained on)"
         )
     return replace(found, tasks=found.tasks[: request.num_tasks])
 
 
 def _checkpoint(request: EvaluateRequest) -> Path | None:
-    """Its directory; None: the model plays as it is. Raises: ConfigError."""
+    """Return the checkpoint's directory; None: the model itself plays. Raises: ConfigError."""
     if request.is_model_given:
         return None
     if request.checkpoint is None:
@@ -184,7 +184,7 @@ def _checkpoint(request: EvaluateRequest) -> Path | None:
 
 
 def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
-    """Raises: ConfigError for a place that cannot be."""
+    """Return the file for the rollouts. Raises: ConfigError if it cannot be written."""
     label = request.config.run.name if checkpoint is None else checkpoint.name
     file = Path(f"evaluate-{label}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     out = request.out or file
@@ -196,7 +196,7 @@ def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
             raise PermissionError(f"no file can be written in {out.parent}")
     except OSError as error:
         raise ConfigError(
-            f"--out {out}: {error.strerror or error}; expected a file in a directory that is there "
+            f"--out {out}: {error.strerror or error}; expected a file in a directory that exists "
             "and can be written; name another"
         ) from error
     return out
@@ -227,7 +227,7 @@ def _dtype(config: Config) -> torch.dtype:
     return found
 
 
-def _play_and_tell(
+def _play_and_report(
     config: Config,
     policy: _Policy,
     played_set: EvaluationSet,
@@ -239,7 +239,7 @@ def _play_and_tell(
     try:
         signals.check()
         playing = _play(config, policy, played_set, out, stages)
-        played = asyncio.run(_unless_asked(playing, signals))
+        played = asyncio.run(_unless_stopped(playing, signals))
         stages.end()
         record = evaluation_record(
             policy.step,
@@ -261,8 +261,8 @@ def _play_and_tell(
         f"{of_set}, {units.plural(record.num_samples, 'sample')} each at temperature "
         f"{record.temperature:g}\n\n{table(record)}\n"
     )
-    told = {"policy": policy.label, **_RECORD.dump_python(record, mode="json"), "file": str(out)}
-    say(json.dumps(told))
+    line = {"policy": policy.label, **_RECORD.dump_python(record, mode="json"), "file": str(out)}
+    say(json.dumps(line))
     missing = len(played_set.tasks) * sampling.num_samples - len(played)
     if record.reward_mean is None or missing:
         first = next((each.summary.detail for each in played if each.summary.detail), "")
@@ -278,7 +278,7 @@ def _play_and_tell(
 async def _play(
     config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
-    """Start the parts, play, write what was played, and end them again.
+    """Start the parts, play, write the rollouts, and end the parts.
 
     Raises: PolicyUnavailable, ActorLost, WeightError, RayError, OSError.
     """
@@ -312,7 +312,7 @@ async def _play(
         played = await play(
             members, plays, settings, notice=lambda text: say(f"rayloom: {text}", err=True)
         )
-        # While the actors live: what they have put into the object store ends with them.
+        # Before the actors end: their objects in the object store end with them.
         await asyncio.to_thread(write_lines, out, played)
         return played
     finally:
@@ -341,10 +341,10 @@ def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
     return [replace(group, buffer=ray.put(group.buffer)) for group in packed]
 
 
-async def _unless_asked(
+async def _unless_stopped(
     work: Coroutine[Any, Any, list[Played]], signals: StopSignals
 ) -> list[Played]:
-    """Await; a signal ends it in order. Raises: KeyboardInterrupt then."""
+    """Await work; a signal ends it in order. Raises: KeyboardInterrupt after a signal."""
     working = asyncio.create_task(work)
     while not working.done():
         await asyncio.wait({working}, timeout=LOOK_S)
@@ -356,7 +356,7 @@ async def _unless_asked(
 
 
 def table(record: EvaluationRecord) -> str:
-    """The numbers of an evaluation, one a line.
+    """Return the numbers of an evaluation, one for each line.
 
     Example: avg@4       0.550 ± 0.102
              pass@1      0.550

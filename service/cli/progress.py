@@ -1,8 +1,8 @@
-"""A run's progress in lines and numbers: one line an event, and what a display accumulates; pure.
+"""A run's progress as lines and numbers: a line for each event, and a display's state; pure.
 
 The run's log, the plain display and the live display's last lines all show the lines that
-`step_line` and `evaluation_line` make. A status has only what is new, so `ProgressState` gathers
-the statuses; time is passed in.
+`step_line` and `evaluation_line` make. A status has only new items, so `ProgressState` accumulates
+them; time is passed in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECENT_STEPS = 20
 SHOWN_STEPS = 5
 MAX_REWARDS = 1024
 
-# A return to training from these is not news.
+# A return to training from these phases has no line.
 _INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
 _ENDINGS = frozenset(
     {Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER}
@@ -48,15 +48,18 @@ class StoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """A second, over the last RATE_WINDOW_S."""
+    """Numbers per second, over the last RATE_WINDOW_S."""
 
     rollouts: float
     tokens: float
 
 
 class ProgressState:
-    """Give it every status, in order. Rewards are kept of every 2^k-th step of this lineage, with
-    the smallest k that leaves MAX_REWARDS at most."""
+    """The state of a display; it gets every status, in order.
+
+    It keeps the rewards of every 2^k-th step of this lineage, with the smallest k that leaves at
+    most MAX_REWARDS.
+    """
 
     def __init__(self) -> None:
         self.status: RunStatus | None = None
@@ -72,7 +75,7 @@ class ProgressState:
         self._totals: deque[tuple[float, int, int]] = deque()
 
     def absorb(self, status: RunStatus, *, now: float) -> list[StoryLine]:
-        """Take in a status at `now` (unix seconds); returns the new lines of the story."""
+        """Add a status at `now` (seconds since 1970). Returns: the new lines."""
         previous, self.status, self.now = self.status, status, now
         lines: list[StoryLine] = []
         for record in status.records:
@@ -89,8 +92,8 @@ class ProgressState:
         if news := _phase_news(previous, status):
             # An ending comes after its last steps, a beginning before its first.
             index = len(lines) if status.phase in _ENDINGS else 0
-            told = [*self._ended_stage(previous, now), news]
-            lines[index:index] = [StoryLine(text=visible_lines(text)) for text in told]
+            texts = [*self._ended_stage(previous, now), news]
+            lines[index:index] = [StoryLine(text=visible_lines(text)) for text in texts]
             self._phase_since = now
         lines[:0] = [StoryLine(text=visible_lines(text)) for text in status.stages]
         self._add_totals(status, now)
@@ -116,14 +119,14 @@ class ProgressState:
 
     @property
     def remaining_s(self) -> float | None:
-        """The steps that are left at the median pace of the last ones; None before the first."""
+        """Seconds of the remaining steps, at the last ones' median pace; None before the first."""
         if self.status is None or not self.recent or self.status.is_done:
             return None
         return self._pace_s * max(0, self.status.steps - self.status.step)
 
     @property
     def rates(self) -> Rates | None:
-        """None until two statuses are apart."""
+        """The current rates; None until there are two statuses."""
         if not self._totals or (span := self._totals[-1][0] - self._totals[0][0]) <= 0:
             return None
         (_, rollouts, tokens), (_, later_rollouts, later_tokens) = self._totals[0], self._totals[-1]
@@ -143,7 +146,7 @@ class ProgressState:
 
     @property
     def tokens(self) -> TokenCounts:
-        """What became of the tokens that were sampled for the last SHOWN_STEPS steps."""
+        """The tokens that were sampled for the last SHOWN_STEPS steps, by their use."""
         shown = [record.tokens for record in list(self.recent)[-SHOWN_STEPS:]]
         return reduce(TokenCounts.plus, shown, TokenCounts())
 
@@ -152,14 +155,14 @@ class ProgressState:
         return statistics.median(record.stages.total for record in self.recent)
 
     def _left_s(self, record: StepRecord) -> float | None:
-        """After a step; None after the last one."""
+        """Return the seconds of the steps after this one; None after the last one."""
         assert self.status is not None
         num_left = self.status.steps - record.step
         return self._pace_s * num_left if num_left > 0 else None
 
     def _add_step(self, record: StepRecord) -> None:
         if self.recent and record.step <= self.recent[-1].step:
-            # The run went back to a checkpoint: what this lineage did not keep is forgotten.
+            # The run returned to a checkpoint: forget the steps that this lineage has undone.
             kept = [known for known in self.recent if known.step < record.step]
             self.recent = deque(kept, maxlen=RECENT_STEPS)
             self._rewards = {

@@ -47,15 +47,15 @@ def run_rescore(
     """
     if not (rewards or group_rewards):
         raise ConfigError(
-            "rescore: got no function, expected one or more that score; name it by --reward or "
+            "rescore: got no function, expected one or more that score; name it with --reward or "
             "--group-reward FILE.py:FUNCTION"
         )
     journal = open_journal(run)
     run_dir = journal.run_dir
     if run_dir is None:
         raise ConfigError(
-            f"rescore: {run} is a journal file, expected the run's directory, whose tasks and "
-            "tokenizer are needed; name that"
+            f"rescore: {run} is a journal file, expected the run's directory, for its tasks and "
+            "tokenizer; name that"
         )
     config = config_beside(run_dir)
     # An import that hangs or ends its process is refused with a sentence.

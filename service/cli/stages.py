@@ -37,7 +37,7 @@ class Stages:
         self._name, self._since = name, self._clock()
 
     def ended(self, name: str, seconds: float) -> None:
-        """Print a stage that ran beside the current one and has ended."""
+        """Print the end of a stage that ran at the same time as the current one."""
         self._tell(f"{name}: {seconds:.1f} s")
 
     def end(self) -> None:

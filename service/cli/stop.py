@@ -21,7 +21,7 @@ from service.launch.run_dir import RunDir, run_id_of, run_name_of
 from service.remote_calls import NAMESPACE
 
 EXIT_OK, EXIT_LATE = 0, 1
-# Beyond the grace: a checkpoint, the report, the end of the actors.
+# After the grace: for a checkpoint, the report, the end of the actors.
 END_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 20.0
 LOOK_EVERY_S = 0.5
@@ -38,11 +38,11 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
     with attached(address):
         running = _supervisors(asked)
         if not running:
-            say("no run is there to stop" + (f" of the name {name}" if name else ""))
+            say("there is no run to stop" + (f" with the name {name}" if name else ""))
         for run_id, supervisor in running.items():
             with suppress(RayError, GetTimeoutError):
                 ray.get(supervisor.stop.remote(grace_s), timeout=ANSWER_LIMIT_S)
-            say(f"{run_id}: told to stop")
+            say(f"{run_id}: stopping")
         started = time.monotonic()
         while running:
             for run_id, supervisor in list(running.items()):
@@ -55,7 +55,7 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
     for run_id in running:
         say(
             f"rayloom: {run_id} has not ended {END_LIMIT_S:g} s after its grace of {grace_s:g} s; "
-            "it goes on from its newest checkpoint if it is killed now",
+            "if it is killed now, it can be resumed from its newest checkpoint",
             err=True,
         )
     return EXIT_LATE if running else EXIT_OK
@@ -73,7 +73,7 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """Return the supervisors of the asked runs, by run id.
+    """Return the supervisors of the requested runs, by run id.
 
     name: the name of runs, or the id of one run; None: all runs.
     """
@@ -88,7 +88,7 @@ def _supervisors(name: str | None) -> dict[str, Any]:
 
 
 def _has_ended(supervisor: Any) -> bool:
-    """Also where it is gone: the command that started it ends with its run."""
+    """Whether a run has ended, also if its supervisor is gone: its command ends with the run."""
     try:
         return bool(ray.get(supervisor.is_over.remote(), timeout=ANSWER_LIMIT_S))
     except GetTimeoutError:

@@ -1,7 +1,7 @@
-"""`rayloom submit`: give a service the tasks of a file, and wait until they are over.
+"""`rayloom submit`: submit the tasks of a file to a service, and wait until they are over.
 
-What is over is written to a file of results as it ends, a line each, so that the same command goes
-on where it was interrupted; what was accepted and is not over is known to the service by its id.
+Each task that ends is written as a line to a file of results, so that the same command continues
+after an interruption; the service knows accepted tasks that are not over by their ids.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from service.config.file import ConfigError
 from service.launch.signals import EXIT_INTERRUPTED
 
 EXIT_OK, EXIT_NO_ANSWER, EXIT_REFUSED = 0, 1, 2
-# Plain lines come so often at most.
+# Smallest time between plain lines.
 LINE_EVERY_S = 10.0
 LOOK_WAIT_S = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """What the command is asked for."""
+    """Arguments of `rayloom submit`."""
 
     file: Path
     url: str
@@ -47,11 +47,11 @@ class SubmitRequest:
     num_samples: int | None
     tasks_per_request: int
     waits: bool
-    """Until all tasks are over; else until they are accepted."""
+    """Wait until all tasks are over; else until they are accepted."""
 
 
 def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
-    """Returns: the exit code. Raises: ConfigError for a file that cannot be used."""
+    """Submit the tasks. Returns: the exit code. Raises: ConfigError if a file cannot be used."""
     try:
         tasks = read_tasks(request.file)
         bodies = {task.task_id: _body(task) for task in tasks}
@@ -81,12 +81,12 @@ def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
             code, why = EXIT_OK, ""
     say(work.summary())
     if why:
-        say(f"rayloom: {why}; the same command goes on from here", err=True)
+        say(f"rayloom: {why}; the same command continues from here", err=True)
     return code
 
 
 def _body(task: Task) -> TaskBody:
-    """Raises: BadTaskFile for an id or a seed that the API does not take."""
+    """Return a task as the API's body. Raises: BadTaskFile if its id or seed is not accepted."""
     try:
         return TaskBody(id=task.task_id, seed=task.seed, data=dict(task.data))
     except ValidationError as error:
@@ -96,7 +96,7 @@ def _body(task: Task) -> TaskBody:
 
 
 class Results:
-    """The file of results: what stands in it is over. Opened in a `with`."""
+    """The file of results: its tasks are over. Opened in a `with`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,13 +106,13 @@ class Results:
         self.rewards: list[float] = []
 
     def __enter__(self) -> Results:
-        """Raises: OSError."""
+        """Read the results, and open the file for more. Raises: OSError."""
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
         for line in lines[:-1]:
             self._note(json.loads(line))
         self._file = self._path.open("a", encoding="utf-8")
         if lines[-1]:
-            # The command was cut off in the middle of a line.
+            # An earlier command was killed in the middle of a line.
             self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))
         return self
 
@@ -121,7 +121,7 @@ class Results:
             self._file.close()
 
     def add(self, name: str, answer: RolloutAnswer | None) -> None:
-        """answer: None of one that the service knows no more."""
+        """Write the result of a task. answer: None: the service no longer has it."""
         line = {"id": name, "status": "unknown"}
         if answer is not None:
             line = answer.model_dump(mode="json", exclude={"ahead"})
@@ -139,7 +139,7 @@ class Results:
 
 @dataclass
 class _Submitting:
-    """The work; `run` ends when there is none left."""
+    """The work of the command; `run` ends when it is done."""
 
     request: SubmitRequest
     client: Client
@@ -148,14 +148,14 @@ class _Submitting:
     results: Results
     progress: Progress
     accepted: deque[str] = field(default_factory=deque)
-    """Those that may not be over, in order."""
+    """Accepted tasks that may not be over, in order."""
     tasks_per_request: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tasks_per_request = self.request.tasks_per_request
 
     def run(self) -> None:
-        """Raises: ApiError, NoAnswer."""
+        """Submit all tasks, and wait for them as requested. Raises: ApiError, NoAnswer."""
         left = deque(task for task in self.tasks if task.task_id not in self.results.over)
         while left or (self.accepted and self.request.waits):
             if left and self._has_room(batch := _batch_of(left, self.tasks_per_request)):
@@ -166,7 +166,7 @@ class _Submitting:
             self.progress.show(self.summary())
 
     def _has_room(self, batch: list[Task]) -> bool:
-        """Submit; False: not so many at once, or later, when there is room."""
+        """Submit a batch. Returns: False: try a smaller batch, or later when there is room."""
         try:
             self.client.submit(
                 batch[0].environment,
@@ -184,7 +184,7 @@ class _Submitting:
         return True
 
     def _look(self) -> None:
-        """Whether the oldest is over; those behind it are asked about when it is."""
+        """Check whether the oldest accepted task is over; later ones are checked after it."""
         name, answer = self.accepted[0], None
         try:
             answer = self.client.rollout(name, wait_s=LOOK_WAIT_S)
@@ -208,13 +208,13 @@ class _Submitting:
 
 
 def _batch_of(tasks: deque[Task], size: int) -> list[Task]:
-    """The first tasks of one environment, `size` at most."""
+    """Return the first tasks of one environment, `size` at most."""
     first = tasks[0].environment
     return list(takewhile(lambda task: task.environment == first, list(tasks)[:size]))
 
 
 class Progress:
-    """How far it is: one line that changes on a terminal, else a line now and then."""
+    """The progress: one line that changes on a terminal, else a line from time to time."""
 
     def __init__(self, live: Live | None) -> None:
         self._live = live
@@ -241,7 +241,7 @@ class Progress:
 
 
 def open_progress(environ: Mapping[str, str], *, total: int) -> Progress:
-    """Plain in a pipe, in CI, or with NO_COLOR set."""
+    """Return the progress of the command, plain in a pipe, in CI, or with NO_COLOR set."""
     console = OutletConsole()
     is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not console.is_terminal
     if is_plain or console.is_dumb_terminal:

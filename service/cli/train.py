@@ -48,22 +48,22 @@ EXIT_OK, EXIT_FAILED = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest:
-    """What the user asked for."""
+    """Arguments of `rayloom train` and `rayloom serve`."""
 
     config: Config
     address: str | None = None
-    """Of the Ray cluster to join; None: start a local one."""
+    """Address of the Ray cluster to join; None: start a local one."""
     run_dir: Path | None = None
     resume: Path | None = None
-    """The directory of the run to go on with; None: start a new one."""
+    """The directory of the run to resume; None: start a new one."""
     checkpoint: str = ""
-    """With resume: directory name of the checkpoint to go back to; empty: the newest."""
+    """With resume: directory name of the checkpoint to return to; empty: the newest."""
     takes_over: bool = False
     """Resume a run although another process has its lease."""
     store: StoreOptions = field(default_factory=StoreOptions)
-    """Where a new run's database is to lie."""
+    """Location of a new run's database."""
     trial: Trial = field(default_factory=Trial)
-    """Which of the user's own functions are called before the start."""
+    """Choice of the user's functions that are called before the start."""
     api: HttpSettings | None = None
     """Accept tasks over HTTP; None: play the configuration's own."""
 
@@ -106,7 +106,7 @@ def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) ->
         tell=warn,
     ) as model:
         stages.next("starting Ray" if is_local else "joining the cluster")
-        # A cluster that is half up is started to the end and then stopped.
+        # A signal during Ray's start takes effect after it.
         signals.hold()
         with joined(config, address=request.address):
             if not is_local:
@@ -125,13 +125,13 @@ def _run(
     """Run and show it within a Ray that has been joined; returns the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
-    # What Serve has to say to its developers goes to its own log files.
+    # Serve's messages for developers are in its own log files.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         signals.check()
         run_id = run_id_of(config, run_dir)
         if api is not None or not is_local:
-            # On a cluster the next run may want an API, and Serve opens its port at its start only.
+            # On a cluster the next run may need an API, and Serve opens its port only at its start.
             start_serve(host=config.service.host, port=config.service.port)
         if api is not None:
             if api.key_digest is None:
@@ -150,7 +150,7 @@ def _run(
             root_process=os.getpid() if is_local else None,
         )
         supervisor = start()
-        # Beside the supervisor's imports. It needs Serve in `run`, which is asked for afterwards.
+        # During the supervisor's imports; it needs Serve in `run`, which is called later.
         start_serve_for_engines()
         if api is not None:
             route = api_route(run_id, is_local=is_local)
@@ -171,19 +171,19 @@ def _run(
         poll(lambda: signals.is_asked or None, limit_s=config.metrics.stays_s)
         return code
     finally:
-        # What is left is to end Ray, which a further signal would only leave half done.
+        # Only Ray's end remains, which another signal would interrupt.
         signals.ignore()
 
 
 def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
-    """Raises: ConfigError, StoreError."""
+    """Report that a run has no steps left. Raises: ConfigError, StoreError."""
     move_finished(run_dir)
     with run_dir.looked_into() as store:
         trackers = trackers_of(config, run_dir, run_id=run_id_of(config, run_dir), store=store)
         if trackers is not None:
             trackers.catch_up(partial(say, err=True))
     say(
-        f"all {step} steps are done already; raise run.steps to go on; "
+        f"all {step} steps are done already; raise run.steps to continue; "
         f"report: {os.path.relpath(run_dir.report_file)}"
     )
     return EXIT_OK
@@ -197,10 +197,10 @@ def _show_until_done(
     *,
     stays: bool,
 ) -> int:
-    """stays: after the last step the API goes on answering, until a signal comes."""
+    """Show the run until its end. stays: the API answers after it, until a signal."""
     worker_logs = session_directory() / "logs"
     try:
-        with stopped_in_order(tell=partial(_tell_stopped, display, run_dir)):
+        with stopped_in_order(tell=partial(_show_stopped, display, run_dir)):
             ending = watcher.run(run_dir)
             if stays:
                 _stay(ending, display, signals)
@@ -208,7 +208,7 @@ def _show_until_done(
         signals.ignore()
     except (LeaseLost, StoreError, RayTaskError) as error:
         display.close()
-        # What Ray raises is of the cause's type as well; its text is a traceback.
+        # Ray's error also has the cause's type, but its text is a traceback.
         cause = error.cause if isinstance(error, RayTaskError) else error
         if isinstance(cause, LeaseLost):
             return _report_loss(cause, run_dir)
@@ -225,10 +225,10 @@ def _show_until_done(
     return _report_ending(ending, run_dir, is_stopped=is_stopped, last=watcher.last)
 
 
-def _tell_stopped(display: Display, run_dir: RunDir) -> None:
+def _show_stopped(display: Display, run_dir: RunDir) -> None:
     display.leave()
     say(
-        "rayloom: the display is stopped, and the run goes on; fg shows it again, `rayloom stop "
+        "rayloom: the display is stopped, and the run continues; fg shows it again, `rayloom stop "
         f"{os.path.relpath(run_dir.path)}` ends it"
     )
 
@@ -237,18 +237,18 @@ def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
     if signals.is_asked or ending.was_stopped:
         return
     display.close()
-    say(f"{ending.reason}; the API goes on answering what it knows, Ctrl-C ends it")
+    say(f"{ending.reason}; the API continues to answer, Ctrl-C ends it")
     while not signals.is_asked:
         time.sleep(POLL_S)
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Say what a second signal cut short, by the last status; returns the exit code."""
+    """Report what a second signal interrupted, by the last status. Returns: the exit code."""
     if last is None or not last.is_done:
-        how = f"; go on with {_resume(run_dir)}" if run_dir.may_have_run() else ""
+        how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)
         return EXIT_INTERRUPTED
-    # The run had ended; only its parts were still being ended.
+    # The run had ended; only its parts were not ended yet.
     reason = last.exit_reason or ""
     if last.phase is Phase.FAILED:
         return _report_failure(reason, run_dir, worker_logs=worker_logs)
@@ -266,7 +266,7 @@ def _report_ending(
     say(f"{ending.reason}; {memory}report: {report}")
     has_all_steps = last is not None and last.step >= last.steps
     if is_stopped and not has_all_steps:
-        say(f"go on with {_resume(run_dir)}")
+        say(f"resume with {_resume(run_dir)}")
         return EXIT_INTERRUPTED
     return EXIT_OK
 
@@ -278,8 +278,7 @@ def _resume(run_dir: RunDir) -> str:
 def _report_loss(loss: LeaseLost, run_dir: RunDir) -> int:
     say(
         f"rayloom: another process holds the run now: {loss}\n"
-        f"  log: {os.path.relpath(run_dir.log_file)}; nothing is to be done here, the run goes on "
-        "there",
+        f"  log: {os.path.relpath(run_dir.log_file)}; the run continues there, nothing to do here",
         err=True,
     )
     return EXIT_FAILED
@@ -289,7 +288,7 @@ def _report_failure(reason: str, run_dir: RunDir, *, worker_logs: Path) -> int:
     say(
         f"rayloom: the run failed: {reason}\n"
         f"  log: {os.path.relpath(run_dir.log_file)}; worker logs: {worker_logs}\n"
-        f"  go on with {_resume(run_dir)}",
+        f"  resume with {_resume(run_dir)}",
         err=True,
     )
     return EXIT_FAILED

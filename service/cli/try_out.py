@@ -67,7 +67,7 @@ class TryRequest:
     config: Config
     num_tasks: int
     num_samples: int | None = None
-    """How often each task is played; None: as `samples_of_task` says."""
+    """How often each task is played; None: see `samples_of_task`."""
     answer: str | None = None
     """Column whose reference answers are the replies; None: the replies come from elsewhere."""
     model: str | None = None
@@ -103,7 +103,7 @@ class TryRequest:
         if self.parameters and self.model is None:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in self.parameters)
             raise ConfigError(
-                f"try: {names}: got no --model, expected the one that samples; name it, or leave "
+                f"try: {names}: got no --model, expected the model that samples; name it, or leave "
                 "them out"
             )
 
@@ -112,7 +112,7 @@ class _Unplayed(Exception):
     """Raised if a task cannot be played to its end; the message is the reason."""
 
 
-# Returns the next reply to a chat, and the name of who gave it.
+# Returns the next reply to a chat, and the name of its source.
 _Replies = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[tuple[Action, str]]]
 
 
@@ -147,7 +147,7 @@ def run_try(request: TryRequest) -> int:
                 is_over = True
                 break
         try:
-            rewards += _together(request, make, task, played)
+            rewards += _with_group_rewards(request, make, task, played)
             num_played += bool(played)
         except _Unplayed as error:
             is_whole = False
@@ -158,7 +158,7 @@ def run_try(request: TryRequest) -> int:
     return EXIT_OK if rewards and is_whole else EXIT_UNSCORED
 
 
-def _together(
+def _with_group_rewards(
     request: TryRequest,
     make: Callable[[], Environment],
     task: Task,
@@ -173,7 +173,7 @@ def _together(
         return own
     environment = make()
     if not hasattr(environment, "score_group"):
-        # Another environment of a mixture.
+        # It is another environment of a mixture.
         return own
 
     async def score() -> Sequence[StepResult]:
@@ -266,7 +266,7 @@ async def _play_turns(
             say("")
             return reward, action.text
         if request.answer is not None:
-            raise _Unplayed("the task goes on after the reference answer, which is one reply")
+            raise _Unplayed("the task continues after the reference answer, which is one reply")
     raise _Unplayed(f"no end after {rollouts.max_turns} turns (rollouts.max_turns)")
 
 
@@ -280,13 +280,13 @@ async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: fl
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
         raise _Unplayed(
-            f"{method} gave {error} (rollouts.turn_deadline_s); look for what hangs"
+            f"{method} gave {error} (rollouts.turn_deadline_s); find out what hangs"
         ) from error
     except CallFailed as error:
         # A RewardError names the function that failed.
         is_named = isinstance(error.error, RewardError)
-        told = str(error.error) if is_named else describe(root_cause(error.error))
-        raise _Unplayed(f"{method}: {told}") from error
+        text = str(error.error) if is_named else describe(root_cause(error.error))
+        raise _Unplayed(f"{method}: {text}") from error
 
 
 def _show_prompt(renderer: ChatRenderer, start: Observation) -> None:
@@ -320,7 +320,7 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
     if answer is None:
         raise ConfigError(
             f"--answer {request.answer}: task {task.task_id} has the columns "
-            f"{', '.join(sorted(task.data)) or 'none'}, expected one of texts or "
+            f"{', '.join(sorted(task.data)) or 'none'}, expected a column of texts or "
             "numbers; correct it"
         )
 
@@ -364,7 +364,7 @@ async def _sampled(
         async with httpx.AsyncClient(timeout=limit_s) as client:
             answer = await client.post(url, json=body, headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _Unplayed(f"{url}: {describe(error)}; look at --base-url") from None
+        raise _Unplayed(f"{url}: {describe(error)}; check --base-url") from None
     if answer.status_code != 200:
         raise _Unplayed(f"{url}: status {answer.status_code}: {answer.text[:300]}")
     try:
@@ -380,7 +380,9 @@ async def _sampled(
         text = message.get("content") or ""
         return Action(text=text, calls=check_calls(calls, tools)), str(request.model)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _Unplayed(f"{url}: the answer is no chat completion ({describe(error)})") from error
+        raise _Unplayed(
+            f"{url}: the answer is not a chat completion ({describe(error)})"
+        ) from error
 
 
 def _for_api(message: Message) -> dict[str, Any]:

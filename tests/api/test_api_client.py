@@ -215,4 +215,4 @@ def test_what_is_refused_ends_with_2_and_silence_with_1(
     assert "unknown-environment" in capsys.readouterr().err
     silent, _ = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
     assert submit_file(request, client=silent) == 1
-    assert "the same command goes on from here" in capsys.readouterr().err
+    assert "the same command continues from here" in capsys.readouterr().err

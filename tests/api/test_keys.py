@@ -681,7 +681,7 @@ def test_the_command_line_creates_lists_and_revokes(tmp_path: Path) -> None:
     assert "name" in say("create", "ci", "--tenant", "team-a")
     assert "needs a tenant" in say("create", "other")
     assert "revoked" in say("revoke", "ci") and "revoked" in say("list")
-    assert "no key of the name" in say("revoke", "nobody")
+    assert "no key with the name" in say("revoke", "nobody")
     assert key not in listed and key.encode() not in (tmp_path / "rayloom.db").read_bytes()
     older = runner.invoke(command_line, ["keys", "create", "cd", "--run", str(tmp_path)])
     assert "needs a tenant" in str(older.exception)

@@ -94,10 +94,10 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
         ("train", config, "--run-dir", "a", "--resume", "b"): "--run-dir a: got --resume b too",
         ("train", config, "--state-dir", "a", "--resume", "b"): "--state-dir: got --resume too",
         ("train", config, "--database-url", "postgresql://u:pw@h/d"): "got a password",
-        ("export", str(tmp_path), str(tmp_path / "out")): "no run or checkpoint lies there",
+        ("export", str(tmp_path), str(tmp_path / "out")): "which is not a run or checkpoint",
         ("evaluate", config, "--model", "a", "--checkpoint", "b"): "--model a: got --checkpoint b",
         ("evaluate", str(tmp_path / "empty")): "got no config.yaml in it",
-        ("evaluate", config, "--on", "hard", "--samples", "4"): "--on hard: got no set of that",
+        ("evaluate", config, "--on", "hard", "--samples", "4"): "--on hard: there is no such set",
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):
         assert refuses(answer, expected[line]), (line, answer.err)
@@ -131,7 +131,7 @@ def test_what_serve_refuses_is_refused_before_the_heavy_imports(tmp_path: Path) 
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = str(small_config(tmp_path))
     expected = {
-        ("--checkpoint", "step-000009-t1"): "no run or checkpoint lies there",
+        ("--checkpoint", "step-000009-t1"): "which is not a run or checkpoint",
         ("--tasks", "9"): "--tasks 9: expected at most 4",
         ("--samples", "2"): "evaluation.samples is 2 with temperature 0",
         ("--out", str(tmp_path / "no" / "file")): "no file can be written in",

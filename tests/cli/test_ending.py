@@ -31,7 +31,7 @@ FAILED = status_of(2, phase=Phase.FAILED, is_done=True, exit_reason="the trainer
 @pytest.mark.parametrize(
     ("last", "code", "words"),
     [
-        (status_of(2), 130, "ended at once; go on with --resume"),
+        (status_of(2), 130, "ended at once; resume with --resume"),
         (STOPPED, 130, "stopped after step 2 of 120; report"),
         (COMPLETE, 0, "all 120 steps are done; report"),
         (FAILED, 1, "the run failed: the trainer died"),
@@ -47,7 +47,7 @@ def test_a_run_that_had_ended_already_says_how_it_ended(
     text = told.out + told.err
     assert found == code and words in text
     assert ("ended at once" in text) == (last.phase is Phase.TRAINING)
-    assert ("go on with --resume" in text) == (last is not COMPLETE)
+    assert ("resume with --resume" in text) == (last is not COMPLETE)
     assert ("worker logs: /tmp/ray/s/logs" in text) == (last is FAILED)
 
 

@@ -33,7 +33,7 @@ def test_options_that_would_change_nothing_are_refused(run_dir: Path) -> None:
     of_an_audit: dict[str, dict[str, object]] = {
         "got --step 99;": {"step": 99},
         "got --step 1 and --outcome won;": {"step": 1, "outcome": "won"},
-        "--run /nonexistent says where an id is looked for": {"run": Path("/nonexistent")},
+        "--run /nonexistent names the run of an id": {"run": Path("/nonexistent")},
     }
     for words, options in of_an_audit.items():
         assert words in refused(run_dir, audit=True, **options)

@@ -183,7 +183,9 @@ def test_a_template_that_cannot_be_used_is_refused_with_a_sentence(tmp_path: Pat
 
 
 def test_check_says_what_a_raw_prompt_is(tmp_path: Path) -> None:
-    assert "as it is, after nothing; system messages" in describe_template(config_with(RAW))
+    assert "text of its messages, after nothing; system messages" in describe_template(
+        config_with(RAW)
+    )
     beginning_tokenizer().save_pretrained(tmp_path)
     assert "after <|begin|>;" in describe_template(config_with(RAW, path=str(tmp_path)))
 

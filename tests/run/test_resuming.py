@@ -384,7 +384,7 @@ def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> N
 
 def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ConfigError, match="no run or checkpoint lies there"):
+        with pytest.raises(ConfigError, match="which is not a run or checkpoint"):
             export_checkpoint(place, tmp_path / "out")
     (tmp_path / "rayloom.db").write_bytes(b"\1" * 5000)
     with pytest.raises(ConfigError, match="cannot be read"):

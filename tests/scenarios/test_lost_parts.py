@@ -138,7 +138,7 @@ def test_a_run_whose_node_is_lost_ends_and_says_how_to_go_on(
         run.kill_part(r"\S+/raylet/raylet ")
         assert run.wait(limit_s=STEP_S) == 1, run.log()
         assert "the supervisor is gone" in run.output.read_text()
-        assert "go on with --resume" in run.output.read_text()
+        assert "resume with --resume" in run.output.read_text()
         assert run.wait_until_gone(limit_s=STEP_S) == []
 
 

@@ -169,7 +169,7 @@ def test_a_service_driven_by_a_client_learns_to_win(tmp_path: Path) -> None:
             capture_output=True, text=True, timeout=RUN_S, check=False,
         )  # fmt: skip
         assert client.returncode == 0, client.stderr
-        run.wait_for_output("the API goes on answering", limit_s=60)
+        run.wait_for_output("the API continues to answer", limit_s=60)
         run.interrupt()
         summary = finished(run)
     found = re.findall(r"policy version (\d+): reward ([\d.]+)", client.stdout)

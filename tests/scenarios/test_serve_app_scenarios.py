@@ -173,7 +173,7 @@ def test_the_charts_serve_configuration_serves_rollouts_and_outlives_its_host(
         with RunDir(path=tmp_path / "run").looked_into() as store:
             assert store.live_owner() is None
         nobody = rayloom(*stop, "--run", "x")
-        assert nobody.returncode == 0 and "no run is there to stop of the name x" in nobody.stdout
+        assert nobody.returncode == 0 and "there is no run to stop with the name x" in nobody.stdout
 
 
 def test_a_host_whose_run_was_taken_over_stays_down_and_waits_for_its_turn(

@@ -85,7 +85,7 @@ def test_a_second_interrupt_leaves_nothing_alive_wherever_it_comes(
         run.interrupt()
         assert run.wait(limit_s=STOP_S) == 130, run.output.read_text()
         assert run.wait_until_gone(limit_s=STOP_S) == []
-        assert "go on with --resume" in run.output.read_text()
+        assert "resume with --resume" in run.output.read_text()
 
 
 def test_ctrl_z_stops_the_display_and_the_run_goes_on(tmp_path: Path, small_model: str) -> None:
@@ -98,7 +98,7 @@ def test_ctrl_z_stops_the_display_and_the_run_goes_on(tmp_path: Path, small_mode
         while process.status() != psutil.STATUS_STOPPED and time.monotonic() < end:
             time.sleep(0.1)
         assert process.status() == psutil.STATUS_STOPPED
-        assert "the display is stopped, and the run goes on" in run.output.read_text()
+        assert "the display is stopped, and the run continues" in run.output.read_text()
         run.wait_for_log("all 12 steps are done", limit_s=12 * STEP_S)
         os.killpg(run.process.pid, signal.SIGCONT)
         assert run.wait(limit_s=STOP_S) == 0, run.output.read_text()

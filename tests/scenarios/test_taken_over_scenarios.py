@@ -39,12 +39,12 @@ def test_who_loses_the_run_says_who_has_it_and_lets_everything_go(
             assert refused.wait(limit_s=STEP_S) == 2
             assert "the run is held by" in refused.output.read_text()
         with running(config, tmp_path / "run", ["--resume", "--take-over"]) as winner:
-            winner.wait_for_log("term 2 goes on", limit_s=START_S)
+            winner.wait_for_log("term 2 continues", limit_s=START_S)
             assert loser.wait(limit_s=LET_GO_S) == 1
             assert loser.wait_until_gone(limit_s=LET_GO_S) == []
             told = loser.output.read_text()
             assert re.search(r"taken over by \S+:\d+ \(term 2, since 20.* UTC\)", told), told
-            assert "failed" not in told and "go on with --resume" not in told
+            assert "failed" not in told and "resume with --resume" not in told
             winner.advance(2, limit_s=START_S)
             assert winner.history().num_terms == 2
             winner.interrupt()

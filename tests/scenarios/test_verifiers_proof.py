@@ -127,7 +127,7 @@ def _played(
             env={**os.environ, "PATH": os.pathsep.join([str(programs), os.environ["PATH"]])},
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        run.wait_for_output("the API goes on answering", limit_s=STEP_S)
+        run.wait_for_output("the API continues to answer", limit_s=STEP_S)
         run.interrupt()
         assert run.wait(limit_s=STEP_S) == 0, run.log()
         check_finished(run, steps=steps)

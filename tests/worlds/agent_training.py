@@ -109,7 +109,7 @@ def train(kind: AgentKind, directory: Path, *, seed: int, learning_rate: float) 
                 for place in [directory / "games" / session["id"]]
             ]
             failures += [line for play in plays if (line := play.result()) is not None]
-        run.wait_for_output("the API goes on answering", limit_s=RUN_S)
+        run.wait_for_output("the API continues to answer", limit_s=RUN_S)
         run.interrupt()
         assert run.wait(limit_s=RUN_S) == 0, run.log()
         summary = run.summary()
