@@ -1,4 +1,4 @@
-"""A client of the API: typed, synchronous, and patient where the service asks for it.
+"""A client of the API: typed, synchronous, with retries.
 
     from service.api.schemas import TaskBody
     from service.client import Client
@@ -7,8 +7,8 @@
         client.submit("guessing", [TaskBody(id="task-1")])
         print(client.wait("task-1").reward)
 
-Every request may be repeated, since ids name what is asked for; so one that was not answered is
-sent again, after a pause that grows and has jitter. Used by `rayloom submit`, and by users.
+Every request may be repeated, since its ids identify it; so a request without an answer is sent
+again, after pauses that grow and have jitter. Used by `rayloom submit`, and by users.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
 ANSWER_LIMIT_S = 60.0
 WAIT_S = 30
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-# The service, or what stands before it, could not answer; the same request may be sent again.
+# The service, or a proxy before it, could not answer; the same request may be sent again.
 _COME_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -61,8 +61,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 class ApiError(Exception):
     """The API refused a request; the text says why, with the remedy.
 
-    status: of HTTP. code: of the problem, for programs; empty where the answer is none.
-    problem: the whole of it. retry_after_s: what the answer asked for.
+    status: of HTTP. code: of the problem, for programs; empty if the answer is not a problem.
+    problem: all of it. retry_after_s: the answer's Retry-After.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ApiError(Exception):
 
 
 class NoAnswer(Exception):
-    """Nothing answered for as long as the client is patient, or it was no answer of this API's."""
+    """The service did not answer within the client's patience, or not as this API does."""
 
 
 class Client:
@@ -92,9 +92,10 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """url: up to the run's own prefix, without /api. key: of the API; None: it asks for none.
+        """Connect to an API.
 
-        patience_s: for how long a request is sent again that is not answered.
+        Args: url: up to the run's own prefix, without /api. key: of the API; None: it requires
+        none. patience_s: how long a request without an answer is sent again.
         """
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(
@@ -130,9 +131,9 @@ class Client:
         idempotency_key: str | None = None,
         waits_for_room: bool = True,
     ) -> SubmitAnswer:
-        """Submit tasks, all or none; those that are known already are not played again.
+        """Submit tasks, all or none; tasks that were submitted before are not played again.
 
-        waits_for_room: until a full backlog has room, however long that takes; else ApiError.
+        waits_for_room: wait without a limit until a full backlog has room; else raise ApiError.
         """
         body = SubmitBody(
             environment=environment, num_samples=num_samples, batch=batch, tasks=list(tasks)
@@ -147,7 +148,7 @@ class Client:
         )
 
     def rollout(self, task_id: str, *, wait_s: int = 0) -> RolloutAnswer:
-        """How a task stands. wait_s: for its end, as long as the API lets a request wait."""
+        """Return the state of a task. wait_s: time to wait for its end; the API limits it."""
         return self._ask(
             "GET", f"{PREFIX}/rollouts/{task_id}", RolloutAnswer, headers=_prefer(wait_s)
         )
@@ -159,13 +160,13 @@ class Client:
         environment: str | None = None,
         batch: str | None = None,
     ) -> Iterator[RolloutLine]:
-        """Tasks in the order of acceptance, page by page."""
+        """Yield tasks in the order of acceptance, page by page."""
         query = {"status": status, "environment": environment, "batch": batch}
         for page in self._pages(f"{PREFIX}/rollouts", RolloutsAnswer, query):
             yield from page.rollouts
 
     def wait(self, task_id: str, *, limit_s: float | None = None) -> RolloutAnswer:
-        """Wait until a task is over. Raises: TimeoutError after limit_s; None: however long."""
+        """Wait until a task is over. Raises: TimeoutError after limit_s; None: no limit."""
         deadline_at = None if limit_s is None else time.monotonic() + limit_s
         while True:
             left_s = WAIT_S if deadline_at is None else deadline_at - time.monotonic()
@@ -176,13 +177,13 @@ class Client:
                 raise TimeoutError(f"task {task_id} is {found.status} after {limit_s:g} s")
 
     def cancel(self, task_id: str) -> RolloutAnswer:
-        """Take back what no training step has taken."""
+        """Cancel a task, if no training step has taken it."""
         return self._ask("POST", f"{PREFIX}/rollouts/{task_id}/cancel", RolloutAnswer)
 
     # -- the run ------------------------------------------------------------------------------
 
     def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
-        """What was told behind a number. wait_s: for something."""
+        """Return the feed's entries after a number. wait_s: time to wait for an entry."""
         return self._ask(
             "GET",
             f"{PREFIX}/feed",
@@ -192,18 +193,18 @@ class Client:
         )
 
     def follow(self, *, after: int = 0) -> Iterator[EntryAnswer]:
-        """What was told behind a number and what is told from now on, without end."""
+        """Yield the feed's entries after a number, and all new ones; never ends."""
         while True:
             page = self.feed(after=after, limit=1000, wait_s=WAIT_S)
             yield from page.entries
             after = page.next
 
     def environments(self) -> list[EnvironmentAnswer]:
-        """What the run plays."""
+        """Return the environments that the run plays."""
         return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
 
     def ready(self) -> ReadyAnswer:
-        """Whether rollouts are played and trained on now; asked once, whatever the answer."""
+        """Return whether rollouts are played and trained on now; without retries."""
         try:
             answer = self._http.get("/readyz")
         except httpx.TransportError as error:
@@ -213,7 +214,7 @@ class Client:
         raise ApiError(answer.status_code, _json_of(answer))
 
     def stop(self, *, grace_s: float | None = None) -> StopAnswer:
-        """Have the run end after the step in hand. grace_s: give that up if it takes longer."""
+        """Have the run end after the current step. grace_s: abandon the step after this time."""
         return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -221,12 +222,12 @@ class Client:
     def create_sessions(
         self, body: SessionsBody, *, idempotency_key: str | None = None
     ) -> SessionsAnswer:
-        """Make a group of sessions; the same body again gives the same ones."""
+        """Create a group of sessions; the same body again returns the same ones."""
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         return self._ask("POST", f"{PREFIX}/sessions", SessionsAnswer, body=body, headers=headers)
 
     def session(self, session_id: str, *, wait_s: int = 0) -> SessionAnswer:
-        """Where a session stands. wait_s: for a queued one to open, or an open one to end."""
+        """Return the state of a session. wait_s: time to wait for its opening, or its end."""
         return self._ask(
             "GET", f"{PREFIX}/sessions/{session_id}", SessionAnswer, headers=_prefer(wait_s)
         )
@@ -234,7 +235,7 @@ class Client:
     def sessions(
         self, *, group: str | None = None, status: SessionStatus | None = None
     ) -> Iterator[SessionLineAnswer]:
-        """Sessions in the order of acceptance, page by page."""
+        """Yield sessions in the order of acceptance, page by page."""
         query = {"group": group, "status": status}
         for page in self._pages(f"{PREFIX}/sessions", SessionListAnswer, query):
             yield from page.sessions
@@ -250,7 +251,7 @@ class Client:
         )
 
     def give_reward(self, session_id: str, body: RewardBody, *, reward_key: str) -> SessionAnswer:
-        """Give the reward that a finished session waits for."""
+        """Give a finished session its pending reward."""
         return self._ask(
             "PUT",
             f"{PREFIX}/sessions/{session_id}/reward",
@@ -260,10 +261,10 @@ class Client:
         )
 
     def discard(self, session_id: str) -> SessionAnswer:
-        """End a session that is not to be trained."""
+        """End a session untrained."""
         return self._ask("DELETE", f"{PREFIX}/sessions/{session_id}", SessionAnswer)
 
-    # -- asking -------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
     def _pages(self, path: str, kind: type[Answer], query: Mapping[str, Any]) -> Iterator[Answer]:
         cursor: Any = None
@@ -307,7 +308,7 @@ class Client:
                 if answer.status_code == 429:
                     if not waits_for_room:
                         raise failure
-                    # The service is well, and says when there may be room.
+                    # The service works, and says when there may be room.
                     pause_s, silent_since = FIRST_PAUSE_S, time.monotonic()
             pause = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)
             if time.monotonic() + pause - silent_since > self._patience_s:
@@ -330,7 +331,7 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Empty for what is no JSON object, such as a proxy's page."""
+    """Return the answer's JSON object; empty if it is not one, such as a proxy's page."""
     try:
         found = answer.json()
     except ValueError:
@@ -339,17 +340,17 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
-    """Fields that a newer service has added are passed over. Raises: NoAnswer."""
+    """Read an answer, without fields that a newer service has added. Raises: NoAnswer."""
     try:
         return kind.model_validate_json(answer.content, extra="ignore")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise NoAnswer(
-            f"{answer.request.url} answered something else than a {kind.__name__} ({where}: "
-            f"{first['msg']}), expected the API of Rayloom; look at the address"
+            f"{answer.request.url} did not answer with a {kind.__name__} ({where}: "
+            f"{first['msg']}), expected the API of Rayloom; check the address"
         ) from error
 
 
 def _silent(error: httpx.TransportError) -> str:
-    return f"nothing answers ({type(error).__name__}: {error}); is the service still there?"
+    return f"nothing answers ({type(error).__name__}: {error}); check that the service is running"

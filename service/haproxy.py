@@ -1,8 +1,8 @@
-"""Whether Ray Serve takes HTTP through HAProxy in place of its own proxy, as its users choose.
+"""Whether Ray Serve receives HTTP through HAProxy instead of its own proxy, as users may choose.
 
-HAProxy sends requests to the replicas of an application's ingress itself, at ports of their own,
-on every interface of their nodes. So whoever reaches the node reaches them, whatever
-`service.host`; and Serve refuses an ingress with a router of its own.
+HAProxy sends requests directly to the replicas of an application's ingress, at their own ports, on
+every interface of their nodes. So anyone who reaches the node reaches them, with any
+`service.host`; and Serve refuses an ingress with its own router.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding and calling an actor of a run: one namespace of names, and each call with a deadline."""
+"""Call the actors of a run: one namespace of names, and each call with a deadline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NAMESPACE = "rayloom"
 
 
 async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
-    """Await a Ray call. An error that the callee raised comes out as itself.
+    """Await a Ray call. An error that the callee raised is raised unchanged.
 
-    Raises: ActorLost when the actor has died or does not answer in time.
+    Raises: ActorLost if the actor has died or does not answer in time.
     """
     try:
         return await within(deadline_s, call)
@@ -34,7 +34,7 @@ async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) 
 
 
 def reason_of(error: RayError) -> str:
-    """The line with the cause: of a traceback the last one, else the first."""
+    """Return the line with the cause: the last of a traceback, else the first."""
     lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     is_traceback = isinstance(error, RayTaskError) or (
         isinstance(error, RayActorError) and error.actor_init_failed

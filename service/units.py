@@ -1,7 +1,7 @@
-"""Numbers as people read them: durations, counts, small values; pure.
+"""Format numbers for people: durations, counts, small values; pure.
 
-The log line, the live display and the report all use these functions, so that they write alike. A
-value that is not known is an en dash, never a zero.
+The log line, the live display and the report all use these functions. A value that is not known is
+an en dash, never a zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ UNKNOWN = "–"  # noqa: RUF001
 
 
 def duration(seconds: float | None) -> str:
-    """Two units at most. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
+    """Format seconds. Example: 252.4 -> '4 min 12 s'; 0.25 -> '0.25 s'; None -> '–'."""  # noqa: RUF002
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 9.95:
@@ -28,7 +28,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Of fixed width, for a display that ticks. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
+    """Format seconds for a display that ticks. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
     whole = max(0, int(seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -36,7 +36,7 @@ def clock(seconds: float) -> str:
 
 
 def short_count(value: float | None) -> str:
-    """Three digits and a magnitude. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
+    """Format a count in three digits. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -46,7 +46,7 @@ def short_count(value: float | None) -> str:
 
 
 def full_count(value: int) -> str:
-    """Thousands apart by a narrow space that does not break. Example: 30720 -> '30 720'."""
+    """Separate thousands by a narrow space that does not break. Example: 30720 -> '30 720'."""
     return f"{value:,}".replace(",", "\u202f")
 
 
@@ -56,7 +56,7 @@ def gibibytes(num_bytes: int | None) -> str:
 
 
 def significant(value: float | None, *, digits: int = 3) -> str:
-    """Plain from 1e-4 to 1e6, else scientific. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
+    """Format plainly within 1e-4 to 1e6. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == 0:
@@ -71,12 +71,12 @@ def significant(value: float | None, *, digits: int = 3) -> str:
 
 
 def reward(value: float | None) -> str:
-    """Two decimals, as rewards are compared. Example: 0.3712 -> '0.37'; 1e300 -> '1e300'."""
+    """Format a reward in two decimals. Example: 0.3712 -> '0.37'; 1e300 -> '1e300'."""
     return fixed(value, decimals=2)
 
 
 def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
-    """Fixed decimals below a million, else scientific. sign: '+' writes it also where positive."""
+    """Format fixed decimals below a million, else scientific. sign: '+' writes a plus sign too."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if abs(value) < 1e6:
@@ -85,7 +85,7 @@ def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
 
 
 def percent(share: float | None) -> str:
-    """Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'; 0 -> '0 %'."""
+    """Format a share. Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'; 0 -> '0 %'."""
     if share is None or not math.isfinite(share):
         return UNKNOWN
     if 0 < share < 0.001:
@@ -94,5 +94,5 @@ def percent(share: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Example: (1, 'step') -> '1 step'; (120, 'step') -> '120 steps'."""
+    """Format a count of a noun. Example: (1, 'step') -> '1 step'; (120, 'step') -> '120 steps'."""
     return f"{full_count(count)} {noun}" if count == 1 else f"{full_count(count)} {noun}s"

@@ -1,6 +1,6 @@
 """The user's cache directory, for results that later runs can use again.
 
-Nothing in it is needed: a run makes again what is not there, also if the directory is read-only.
+It may be empty: a run computes a missing result again, also if the directory is read-only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text of models and environments made safe to show: every unprintable character as an escape.
+"""Make text of models and environments safe to show: every unprintable character as an escape.
 
-Such text may contain control characters that move a terminal's cursor, or be no UTF-8 at all. Used
-by everything that writes to a terminal or a page.
+Such text may contain control characters that move a terminal's cursor, or be invalid UTF-8. Used
+by all code that writes to a terminal or a page.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ NEWLINE = "⏎"
 
 
 def visible(piece: bytes) -> str:
-    r"""Text on one line: newlines as a sign, other controls and what is no UTF-8 as escapes.
+    r"""Return text on one line: newlines as a sign, control and invalid characters as escapes.
 
     Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", the last two as four characters each.
     """
@@ -27,10 +27,10 @@ def _shown(character: str) -> str:
 
 
 def visible_text(text: str) -> str:
-    """The same of a text; lone surrogates, which no terminal or file takes, are escaped too."""
+    """Return a string as `visible` does; lone surrogates, which cannot be written, are escaped."""
     return "".join(_shown(character) for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """The same of a text of several lines, which it stays; a tab is a control character."""
+    """Return a string of several lines, each as `visible_text` does; a tab is escaped too."""
     return "\n".join(map(visible_text, text.split("\n")))

@@ -1,4 +1,4 @@
-"""The HTTP API of one run: FastAPI routes over a `RunPort`. Nothing here knows Ray."""
+"""The HTTP API of one run: FastAPI routes over a `RunPort`. Nothing here depends on Ray."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def create_app(
     app = FastAPI(
         title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
     )
-    # Asked by the routes too whose keys the guards leave to them.
+    # Used by the guards, and by the routes that check keys themselves.
     app.state.callers = Callers(
         run, first_digest=settings.key_digest, defaults=settings.service.key_limits
     )
@@ -78,7 +78,7 @@ def _add_health(app: FastAPI, run: RunPort) -> None:
         responses={503: {"model": ReadyAnswer, "description": "not ready, with the reasons"}},
     )
     async def readyz() -> JSONResponse:
-        """200 when rollouts are played and trained on now; else 503, with the reasons."""
+        """Answer 200 if rollouts are played and trained on now; else 503, with the reasons."""
         found = await run.readiness()
         return JSONResponse(found.model_dump(), status_code=200 if found.ready else 503)
 
@@ -87,7 +87,7 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 
 
 class CountedRequests:
-    """ASGI middleware. A client that goes before its answer has begun counts as status gone."""
+    """ASGI middleware that counts requests, with status `gone` if no answer has begun."""
 
     def __init__(self, app: ASGIApp, *, metrics: ApiMetrics) -> None:
         self._app = app
@@ -109,9 +109,9 @@ class CountedRequests:
         await self._app(scope, receive, noted)
         asked_of = Headers(scope=scope).get(ASKS_HEADER)
         if asked_of is not None and status == 204:
-            # The request itself is to come.
+            # Only `door` asks; the request itself comes later.
             return
-        # The router leaves here what it found.
+        # The router stores the route that it found here.
         route = getattr(scope.get("route"), "path", "")
         method = asked_of or scope["method"]
         method = method if method in METHODS else "other"

@@ -1,4 +1,4 @@
-"""Bounds the memory that requests' bodies take in a process, and returns it to the system.
+"""Bound the memory of requests' bodies in a process, and return it to the system.
 
 Called by `guards`, in the API's replicas, and by `door`, in the servers of Ray Serve before them.
 """
@@ -15,16 +15,16 @@ from starlette.datastructures import Headers
 LARGE_BYTES = 64 << 10
 # Total of the large bodies in one process at once; a body above it is read alone.
 MAX_BODIES_BYTES = 256 << 20
-# Of a body: what it came with goes back to the system when it is done.
+# After a body of this size, free memory is returned to the system.
 _TRIM_BYTES = 1 << 20
 _TRIM_EVERY_S = 1.0
-# Sent by `door` with OPTIONS and the method: would the body of such a request be read? The answer,
-# 204 or a refusal, has it too.
+# `door` sends it with OPTIONS, and the method as value, to ask if such a request's body would be
+# read. The answer, 204 or a refusal, has the header too.
 ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """Room for bodies, given in the order of the requests. For one event loop."""
+    """Memory for bodies, given in the order of the requests. For one event loop."""
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -32,7 +32,7 @@ class BodyRoom:
         self._freed = asyncio.Event()
         self._trimming: asyncio.TimerHandle | None = None
         self.num_bytes = 0
-        """Taken now."""
+        """Number of bytes in use."""
 
     async def take(self, num_bytes: int, *, limit_s: float) -> bool:
         """Wait until there is room; return False at the time limit."""
@@ -47,7 +47,7 @@ class BodyRoom:
             return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Give back room; a moment later its memory goes back to the system too."""
+        """Give back room; a moment later its memory is returned to the system too."""
         self.num_bytes -= num_bytes
         self._freed.set()
         if num_bytes >= _TRIM_BYTES and self._trimming is None:
@@ -56,12 +56,12 @@ class BodyRoom:
 
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
         self._trimming = None
-        # Not in the event loop: it walks through all of the process's free memory.
+        # In a thread: it walks through all of the process's free memory.
         loop.run_in_executor(None, give_back_memory)
 
 
 def give_back_memory() -> None:
-    """Return free pages to the system: glibc keeps those between two blocks that are in use."""
+    """Return free pages to the system: glibc keeps those between two blocks in use."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -1,8 +1,8 @@
-"""Who sends a request: the key that it comes with, looked up among the run's, and how often.
+"""The senders of requests: look up a request's key among the run's, and count its requests.
 
-A replica of the API holds the run's named keys as it last read them of the supervisor: for
-`FRESH_S` at most, and read again for a key that it does not know. So a new key is good at once, and
-a revoked one for `FRESH_S` more. Requests are counted in each replica for itself.
+A replica of the API caches the run's named keys, as the supervisor returned them, for `FRESH_S` at
+most, and reads them again for an unknown key. So a new key is valid at once, and a revoked one for
+up to `FRESH_S` more. Each replica counts its own requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from service.api.problems import Problem, RunUnavailable
 from service.api.settings import bearer_of
 
 FRESH_S = 2.0
-# Between two readings that unknown keys ask for: guesses cost the supervisor no more.
+# Between two readings for unknown keys, so that guesses do not load the supervisor.
 AGAIN_S = 0.25
 # How long a request waits for a run that may not answer, when keys are known.
 PATIENCE_S = 1.0
@@ -45,7 +45,7 @@ class ReadsKeys(Protocol):
 
 
 class Callers:
-    """One for a replica; belongs to one event loop."""
+    """The callers of a replica; belongs to one event loop."""
 
     def __init__(
         self, run: ReadsKeys, *, first_digest: str | None, defaults: KeyLimits = NO_LIMITS
@@ -61,7 +61,7 @@ class Callers:
         self._rates = Rates()
         self._book = KeyBook()
         self._read_at: float | None = None
-        """When the newest reading that has ended was begun."""
+        """When the newest finished reading was begun."""
         self._reading: asyncio.Task[None] | None = None
 
     async def known(self, headers: Mapping[str, str]) -> Caller:
@@ -73,8 +73,8 @@ class Callers:
         return caller
 
     async def find(self, key: str) -> Caller | None:
-        """Return the holder of a key, None if no one holds it. Raises: RunUnavailable if it is not
-        known.
+        """Return the holder of a key; None: the key is unknown. Raises: RunUnavailable if the keys
+        cannot be read.
         """
         key = key if len(key) <= MAX_KEY_CHARACTERS else ""
         digest = digest_of(key)
@@ -107,7 +107,7 @@ class Callers:
             raise Problem(
                 429,
                 "too-many-requests",
-                f"more than {per_s:g} requests a second came with this key (requests_per_s of the "
+                f"got more than {per_s:g} requests per second with this key (requests_per_s of the "
                 f"key); send it again in {wait_s} s",
                 headers={"Retry-After": str(wait_s)},
             )
@@ -165,13 +165,13 @@ def check_scope(caller: Caller, *, path: str) -> None:
         raise Problem(
             403,
             "admin-only",
-            "this is for keys of the scope admin, got one of the scope client; ask who runs the "
-            "service",
+            "this needs a key with scope admin, got one with scope client; ask the service's "
+            "operator",
         )
 
 
-# What a client's key may ask, whole: whatever is added, below these too, is for admins. Each of
-# these routes shows and changes what is the caller's tenant's alone, or the same for all.
+# All paths for clients' keys; any other path, also below these, is only for admins. Each of these
+# routes shows and changes only what belongs to the caller's tenant, or is the same for all.
 _CLIENT_PATHS = re.compile(
     r"/api/v1/rollouts(/[^/]+(/cancel)?)?"
     r"|/api/v1/sessions(/[^/]+(/close)?)?"
@@ -183,7 +183,7 @@ _CLIENT_PATHS = re.compile(
 
 
 def is_for_clients(path: str) -> bool:
-    """Whether a client's key may ask for it, as an admin's may."""
+    """Whether a path is for clients' keys as well as admins'."""
     return _CLIENT_PATHS.fullmatch(path) is not None
 
 
@@ -192,8 +192,8 @@ def _wrong_key(*, has_sent: bool) -> Problem:
     return Problem(
         401,
         "wrong-key",
-        f"a bearer key is asked for, got {given}; send Authorization: Bearer KEY with the key that "
-        "the service was started with (RAYLOOM_API_KEY), or one that `rayloom keys create` has "
-        "made and nobody has revoked",
+        f"expected a valid bearer key, got {given}; send Authorization: Bearer KEY with the key "
+        "that the service was started with (RAYLOOM_API_KEY), or one that `rayloom keys create` "
+        "made and that is not revoked",
         headers={"WWW-Authenticate": "Bearer"},
     )

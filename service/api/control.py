@@ -1,7 +1,7 @@
 """Requests of operators to a run, and the answers.
 
-Made by `service.run.control` in the supervisor; they travel by Ray, and the API sends them as they
-are.
+`service.run.control` in the supervisor makes the answers; Ray transports them, and the API sends
+them unchanged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from service.store.tables import Pausable
 
 
 class RefusalCode(StrEnum):
-    """Why something was refused."""
+    """The reason of a refusal."""
 
     UNKNOWN = "unknown"
     GONE = "gone"
-    """It was there, and is no more."""
+    """It existed, but no longer does."""
     CONFLICT = "conflict"
-    """Not now: the run is in another state."""
+    """Not possible now: the run is in another state."""
     INVALID = "invalid"
 
 
 class ControlRefused(Exception):
-    """Nothing was done; the text says why, and what would be."""
+    """The call did nothing; the text says why, and the remedy."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(code, message)
@@ -49,7 +49,7 @@ class EvaluationRequest:
     num_tasks: int | None
     """Number of tasks, from the first on; None: all tasks, or `task_ids`."""
     task_ids: tuple[str, ...]
-    """These, in place of the first ones."""
+    """Ids of tasks, instead of the first ones."""
 
 
 class OperationStatus(StrEnum):
@@ -65,11 +65,11 @@ class PauseAnswer(StrictBody):
 
 
 class InFlightAnswer(StrictBody):
-    """The work that continues, whatever is paused."""
+    """The work that continues during any pause."""
 
-    admitted: int = Field(description="rollouts that have a place in the window")
-    playing: int = Field(description="rollouts of them that are handed out")
-    waiting: int = Field(description="rollouts of them that have ended and wait for their step")
+    admitted: int = Field(description="rollouts in the window")
+    playing: int = Field(description="admitted rollouts that are being played")
+    waiting: int = Field(description="admitted rollouts that have ended and wait for their step")
     step: int | None = Field(description="the step that is being trained; null: none")
     engines_held: int = Field(description="engines that hold their turns")
     engines: int
@@ -77,7 +77,7 @@ class InFlightAnswer(StrictBody):
 
 class ControlAnswer(StrictBody):
     phase: str
-    paused: list[PauseAnswer] = Field(description="what is paused; empty: nothing")
+    paused: list[PauseAnswer] = Field(description="the paused parts")
     in_flight: InFlightAnswer
 
 
@@ -95,30 +95,32 @@ class CheckpointAnswer(StrictBody):
 class EvaluationAnswer(StrictBody):
     """The result of an evaluation."""
 
-    step: int = Field(description="the last one done when it began")
+    step: int = Field(description="the last finished step when it began")
     policy_version: int
     last_policy_version: int | None = Field(
-        description="the newest that sampled a token: training went on meanwhile"
+        description="the newest version that sampled a token, since training continued meanwhile"
     )
     temperature: float
     num_tasks: int
     num_samples: int
     reward_mean: float | None = Field(description="over all samples: avg@n")
-    scaled_reward_mean: float | None = Field(description="in parts of the best possible one")
-    standard_error: float | None = Field(description="of that mean, over tasks; null: of one task")
+    scaled_reward_mean: float | None = Field(description="as a share of the best possible reward")
+    standard_error: float | None = Field(description="of that mean, over tasks; null: one task")
     pass_reward: float
     pass_at: dict[int, float] = Field(description="by k, the unbiased estimate over all tasks")
     majority_mean: float | None = Field(
-        description="of each task's most frequent answer: majority@n; null: nothing gave an answer"
+        description="of each task's most frequent answer: majority@n; null: there are no answers"
     )
     outcomes: dict[str, int]
-    num_failed: int = Field(description="rollouts that an error ended: in no mean, and in no n")
+    num_failed: int = Field(
+        description="rollouts that an error ended, which are not counted in any mean or n"
+    )
 
 
 class OperationAnswer(StrictBody):
-    """Something that takes longer than its answer."""
+    """An operation that continues after the answer."""
 
-    # Only this supervisor knows it, and it keeps only the newest ones.
+    # Only the supervisor that began it has it, and it keeps only the newest ones.
 
     id: str
     kind: str = Field(description="checkpoint, return or evaluation")
@@ -126,7 +128,7 @@ class OperationAnswer(StrictBody):
     created_at: float = Field(description="seconds since 1970")
     ended_at: float | None
     detail: str
-    checkpoint: str | None = Field(description="the id of the checkpoint that it is about")
+    checkpoint: str | None = Field(description="the id of its checkpoint")
     evaluation: EvaluationAnswer | None
 
 
@@ -139,21 +141,21 @@ class ReplicaAnswer(StrictBody):
 
 class PolicyAnswer(StrictBody):
     version: int
-    is_trained: bool = Field(description="the trainer's newest")
-    is_published: bool = Field(description="what engines load, or have")
+    is_trained: bool = Field(description="it is the trainer's newest")
+    is_published: bool = Field(description="engines load it, or have it")
     is_republished: bool = Field(description="the weights of the version before, published again")
     checkpoints: list[str]
     replicas: list[ReplicaAnswer]
 
 
 class PoliciesAnswer(StrictBody):
-    """The location of each version. Versions count within the lineage of the newest term."""
+    """The holders of each version. Versions count within the lineage of the newest term."""
 
     term: int
     trained_version: int | None
     published_version: int | None
     policies: list[PolicyAnswer] = Field(description="newest first")
-    starting: list[ReplicaAnswer] = Field(description="engines that hold none of this term's yet")
+    starting: list[ReplicaAnswer] = Field(description="engines without a version of this term yet")
 
 
 class ControlPort(Protocol):

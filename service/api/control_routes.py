@@ -1,7 +1,7 @@
 """The routes of operators: pauses, checkpoints, evaluations, policies, and the run's stop.
 
-Each call that changes something is written down with its answer (`AdminCall`), refusals of the run
-included; what no route took in, such as a body of another shape, is not.
+Each call that changes something is recorded with its answer (`AdminCall`), also if the run refuses
+it; a request that no route accepted, such as one with an invalid body, is not.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ STATUSES = {
 _NOT_NOW: dict[int | str, dict[str, Any]] = {
     409: {"description": "not now: the run is in another state"}
 }
-_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not know it"}}
+_UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does not have it"}}
 _GONE: dict[int | str, dict[str, Any]] = {410: {"description": "its files are gone"}}
 MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
 MAX_TOP_K = 1_000_000
-# Of a body, and of an answer, so much is written down.
+# Recorded of a body, and of an answer.
 MAX_NOTED_CHARACTERS = 1000
 Answer = TypeVar("Answer", bound=StrictBody)
 Found = TypeVar("Found")
@@ -63,7 +63,7 @@ class PauseBody(StrictBody):
         "",
         max_length=500,
         pattern=r"^[^\x00-\x1f\x7f]*$",
-        description="for whoever finds it paused",
+        description="shown to others who find it paused",
     )
 
 
@@ -72,7 +72,7 @@ class CheckpointsAnswer(StrictBody):
 
 
 class EvaluationBody(StrictBody):
-    """Held-out tasks to be played now, beside training."""
+    """Held-out tasks to be played now, during training."""
 
     temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
     top_p: float = Field(
@@ -110,8 +110,8 @@ class EvaluationBody(StrictBody):
         1.0,
         strict=True,
         allow_inf_nan=False,
-        description="a sample passes with a return of so much or more, in parts of the best "
-        "possible one where the environment knows that",
+        description="least return of a sample that passes, as a share of the best possible return "
+        "if the environment knows it",
     )
     ks: list[Annotated[int, Field(ge=1, strict=True), WHOLE]] | None = Field(
         None, max_length=32, description="of pass@k; null: 1 and num_samples"
@@ -122,11 +122,11 @@ class EvaluationBody(StrictBody):
         if self.tasks and self.num_tasks is not None:
             raise ValueError("got tasks and num_tasks, expected one of them")
         if len(set(self.tasks)) < len(self.tasks):
-            raise ValueError("tasks: an id comes more than once; raise num_samples instead")
+            raise ValueError("tasks: an id occurs more than once; raise num_samples instead")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"num_samples is {self.num_samples} at temperature 0, where all samples of a task "
-                "are the same; expected a temperature above 0, or one sample"
+                f"num_samples is {self.num_samples} at temperature 0, at which all samples of a "
+                "task are equal; expected a temperature above 0, or one sample"
             )
         for problem in kept_tokens_problems("", self._kept, temperature=self.temperature):
             raise ValueError(problem)
@@ -162,7 +162,7 @@ class EvaluationBody(StrictBody):
 
 class CallAnswer(StrictBody):
     at: float = Field(description="seconds since 1970")
-    caller: str = Field(description="the name of its key; empty: it has none")
+    caller: str = Field(description="the name of its key; empty: without a name")
     call: str
     body: str
     status: int
@@ -188,7 +188,7 @@ def add_control(app: FastAPI, run: RunPort) -> None:
 def _add_pauses(app: FastAPI, run: RunPort) -> None:
     @app.get(f"{PREFIX}/control")
     async def control() -> ControlAnswer:
-        """Return what is paused, and what continues."""
+        """Return the paused parts, and the work in flight."""
         return await _asked(run.control.view())
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
@@ -207,7 +207,7 @@ def _add_pauses(app: FastAPI, run: RunPort) -> None:
 def _add_checkpoints(app: FastAPI, run: RunPort) -> None:
     @app.get(f"{PREFIX}/checkpoints")
     async def checkpoints() -> CheckpointsAnswer:
-        """List the checkpoints that are kept, and whether the run can go back to each."""
+        """List the checkpoints that are kept, and whether the run can return to each."""
         found = await _asked(run.control.checkpoints())
         return CheckpointsAnswer(checkpoints=list(found))
 
@@ -235,7 +235,7 @@ def _add_evaluations(app: FastAPI, run: RunPort) -> None:
     async def evaluate(
         body: EvaluationBody, request: Request, response: Response
     ) -> OperationAnswer:
-        """Play held-out tasks now, beside training."""
+        """Play held-out tasks now, during training."""
         return await _begun(run, request, response, run.control.evaluate(body.request()))
 
     @app.get(f"{PREFIX}/operations/{{operation}}", responses=_UNKNOWN)
@@ -261,7 +261,7 @@ def _add_stop(app: FastAPI, run: RunPort) -> None:
     @app.post(f"{PREFIX}/stop", status_code=202)
     async def stop(body: StopBody, request: Request) -> StopAnswer:
         """End the run after the current step, with a checkpoint; may be repeated. Tasks that wait
-        or are played stay accepted, for when the run continues.
+        or are played stay accepted until the run is resumed.
         """
 
         async def work() -> StopAnswer:
@@ -295,7 +295,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Do what an operator asks, and write it down. Raises: what the work raises."""
+    """Await an operator's call and record it. Raises: the errors of the work."""
     try:
         answer = await work
     except Problem as problem:
@@ -317,10 +317,10 @@ async def _note(run: RunPort, request: Request, status: int, answer: str) -> Non
     try:
         await run.control.note_call(call)
     except RunUnavailable as error:
-        # The request was carried out; an answer of 503 would deny that.
+        # The call was carried out: an answer of 503 would be wrong.
         log.warning("an admin call could not be stored (%s): %s", error, call)
 
 
 def caller_of(request: Request) -> str:
-    """Return the name of the key that was shown; the guards leave it in the request's state."""
+    """Return the name of the request's key, which the guards store in the request's state."""
     return str(getattr(request.state, "key_name", ""))

@@ -3,8 +3,8 @@ reaches directly.
 
 Serve calls `middlewares` in each process that opens such a server, because
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (`service.launch.cluster`). Without it Serve's
-proxy reads any sender's body as fast as it comes, shows the names of all applications to
-everybody, and never closes a connection that sends half a head.
+proxy reads any sender's body without a limit, shows the names of all applications to everybody, and
+never closes a connection that sends half a head.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROOM_LIMIT_S = 30.0
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Ray Serve before it opens a server in this process."""
+    """Return the middlewares for Ray Serve, which calls this before it opens a server."""
     limit_heads()
     return [Middleware(Door)]
 
 
 class Door:
-    """ASGI middleware. Nothing of a large body is read before the application has accepted its
-    head; the bytes that are being read at once are bounded."""
+    """ASGI middleware that reads a large body only after the application has accepted its head, and
+    bounds the bytes that are being read at once."""
 
     def __init__(self, app: ASGIApp, *, room: BodyRoom | None = None) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class Door:
             return
         if scope["path"].rstrip("/").lower() == ROUTES_PATH:
             # It lists every run and its address to anybody.
-            await PlainTextResponse("nothing is here\n", status_code=404)(scope, receive, send)
+            await PlainTextResponse("not found\n", status_code=404)(scope, receive, send)
             return
         num_bytes = announced_bytes(Headers(scope=scope))
         if not is_large(num_bytes):
@@ -141,8 +141,8 @@ class _Counted:
 def limit_heads(limit_s: float = HEAD_LIMIT_S) -> None:
     """Make uvicorn close connections on which a request's head is not complete in time.
 
-    uvicorn has no such limit and Serve has no option for it, so its protocol is replaced in this
-    process, in the place where uvicorn looks for it.
+    uvicorn has no such limit and Serve has no option for it, so this replaces the protocol class in
+    uvicorn's module, in this process.
     """
     from uvicorn.protocols.http import auto
 
@@ -168,7 +168,7 @@ class _HeadLimit:
         super().data_received(data)  # type: ignore[misc]
         is_upgraded = self.transport.get_protocol() is not self
         if not is_upgraded and (self.cycle is None or self.cycle.response_complete):
-            # The rest of a body that nobody reads counts as a head: the connection ends with it.
+            # The rest of an unread body counts as a head: the connection is closed after it.
             self._wait()
         else:
             self._stop()

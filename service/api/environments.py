@@ -18,7 +18,7 @@ from service.api.schemas import StrictBody
 from service.api.settings import HttpSettings
 from service.intake.submission import RolloutRequest
 
-# Checking more would hold up every other request.
+# Check more in a thread: it would delay every other request.
 THREAD_BYTES = 1 << 16
 
 
@@ -26,9 +26,9 @@ class EnvironmentAnswer(StrictBody):
     """An environment that tasks are played in."""
 
     id: str
-    submit_to: str = Field(description="the route that takes its tasks")
+    submit_to: str = Field(description="the route that accepts its tasks")
     data_schema: dict[str, Any] = Field(
-        description="JSON schema (draft 2020-12) that a task's `data` has to satisfy"
+        description="JSON schema (draft 2020-12) for a task's `data`"
     )
 
 
@@ -61,8 +61,8 @@ def add_environments(app: FastAPI, settings: HttpSettings) -> None:
             raise Problem(
                 404,
                 "unknown-environment",
-                f"this run plays no {shown(environment_id)!r}, expected one of {', '.join(known)}; "
-                "the run's configuration names it (tasks.environment)",
+                f"this run does not play {shown(environment_id)!r}, expected one of "
+                f"{', '.join(known)}; the run's configuration names them (tasks.environment)",
             )
         return known[environment_id]
 
@@ -92,9 +92,8 @@ class TaskChecks:
             raise Problem(
                 422,
                 "task-data",
-                f"task {own_id(requests[index].id)!r}: {shown(first)}; GET "
-                f"{PREFIX}/environments/{environment} has the schema; nothing of this request was "
-                "accepted",
+                f"task {own_id(requests[index].id)!r}: {shown(first)}; see the schema at GET "
+                f"{PREFIX}/environments/{environment}; no task of this request was accepted",
                 errors=[
                     {"loc": ["body", "tasks", index, "data"], "message": shown(text)}
                     for index, text in problems.items()
@@ -103,7 +102,7 @@ class TaskChecks:
 
 
 def _problems(check: DataCheck, requests: Sequence[RolloutRequest]) -> dict[int, str]:
-    """Return by the task's index what is wrong with the first wrong tasks."""
+    """Return the problems of the first wrong tasks, by the task's index."""
     found: dict[int, str] = {}
     for index, item in enumerate(requests):
         if problem := check.problem(item.task.data):

@@ -1,4 +1,4 @@
-"""The routes of the feed: a page of it, and the same as server-sent events."""
+"""The routes of the feed: pages, and a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EVENT_SCHEMA = {
     "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
 }
 GONE: dict[int | str, dict[str, Any]] = {
-    410: {"description": "entries behind the cursor are no longer kept"}
+    410: {"description": "entries after the cursor are no longer kept"}
 }
 
 After = Annotated[Natural | None, Query(description="`next` of the page before")]
 
 
 def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
-    """Add the routes of the feed. stream_s: after which a stream ends, and its client returns."""
+    """Add the routes of the feed. stream_s: time after which a stream ends."""
 
     @app.get(f"{PREFIX}/feed", tags=["feed"], responses=GONE)
     async def feed(
@@ -46,8 +46,8 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         prefer: Prefer = None,
     ) -> FeedAnswer:
         """Return the events of tasks, rollouts and sessions, in the order in which they were
-        stored; with `Prefer: wait=N` once there is one. A client's key receives only its tenant's
-        events, with the tenant's own numbers.
+        stored. With `Prefer: wait=N`, wait until there is one. A client's key receives only its
+        tenant's events, with the tenant's own numbers.
         """
         start, caller = after or 0, caller_of(request)
         page = await patiently(
@@ -65,7 +65,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
         responses={
             200: {
                 "description": "events: `id` is an entry's number, `event` its kind, `data` the "
-                "entry as the feed has it; comments in between keep the connection",
+                "entry as in the feed; comments in between keep the connection open",
                 "content": {"text/event-stream": {"schema": EVENT_SCHEMA}},
             },
             **GONE,
@@ -95,13 +95,13 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
 async def _page(run: RunPort, after: int, limit: int, sees: str | None) -> FeedPage:
     """Read a page. Raises: Problem if entries that the client has not seen are gone."""
     page = await run.feed(after=after, limit=limit, sees=sees)
-    # From the start is from what there is.
+    # 0 means from the oldest entry that is kept.
     if 0 < after < page.oldest - 1:
         raise Problem(
             410,
             "feed-cut",
-            f"the feed goes back to entry {page.oldest}, got after={after}: what was told between "
-            "is no longer kept; ask how your tasks stand, and go on with "
+            f"the feed begins at entry {page.oldest}, got after={after}: the entries between are "
+            "no longer kept; get the state of your tasks, and continue with "
             f"after={page.oldest - 1}, or raise service.keep_feed_entries",
         )
     return page
@@ -132,5 +132,5 @@ async def _events(
                 wait_s=min(left_s, HEARTBEAT_EVERY_S),
             )
         except (RunUnavailable, Problem):
-            # The client comes again, and is answered with the status.
+            # The client reconnects, and gets the error's status.
             return

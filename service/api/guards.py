@@ -1,12 +1,12 @@
 """Checks before a route runs: the requested host, the headers' size, the key with its scope and
 rate, and then the body.
 
-Invariants: nothing of a body is read before its key was looked up; at most `MAX_BODIES_BYTES` of
-large bodies are in memory at once, from their first byte until the route has read them. A
-request that is refused before its body was read is answered at once, and its connection closed.
+Invariants: no byte of a body is read before its key was looked up; at most `MAX_BODIES_BYTES` of
+large bodies are in memory at once, from their first byte until the route has read them. A request
+that is refused before its body was read is answered at once, and its connection closed.
 
-An error that no route expects is answered as a problem here: Starlette's own handler raises it
-again, to a server that may then spoil the answer.
+An unexpected error of a route is answered as a problem here: Starlette's own handler raises it
+again, to a server that may then damage the answer.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from service.api.problems import (
 
 log = logging.getLogger("rayloom.api")
 
-# What probes and people may read without a key.
+# Paths that probes and people may read without a key.
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
 # The paths whose routes require a session's own keys.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
-# Where agents send their conversations.
+# Paths to which agents send their conversations.
 _TURN_PATH = re.compile(r"/sessions/|/v1/")
-# Far beyond what any client sends; names and values together.
+# Far more than any client sends; names and values together.
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
-# Token columns: large bodies of the client's, JSON or MessagePack.
+# Paths of token columns: large bodies of clients, JSON or MessagePack.
 _COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
 _TYPES = ("application/json",)
 _COLUMN_TYPES = (*_TYPES, "application/msgpack")
-# From the first look at a body to its end.
+# From the first byte of a body to its end.
 BODY_LIMIT_S = 30.0
-# Of requests that need no key, which have no body to send.
+# For requests that need no key, which should have no body.
 OPEN_BODY_BYTES = 4 << 10
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -57,7 +57,7 @@ CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
 
 
 class Guards:
-    """ASGI middleware. A body is counted as it comes: its header may be missing, or lie."""
+    """ASGI middleware. It counts a body's bytes: its Content-Length may be missing or wrong."""
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class Guards:
         if path in OPEN_PATHS:
             return None
         if has_own_keys(path):
-            # A model's name is answered without a key.
+            # Models are listed without a key.
             check = None if method in _BODILESS else _session_check(scope)
             return None if check is None else await check(path, headers)
         caller = await self._callers.known(headers)
         if ASKS_HEADER not in headers:
-            # The request itself is to come.
+            # Not if only `door` asks: the request itself comes later.
             self._callers.count(caller)
         check_scope(caller, path=path)
         note_caller(scope, caller)
@@ -178,14 +178,14 @@ class Guards:
         return Problem(
             408,
             "body-too-slow",
-            f"the body had not come whole after {self._body_limit_s:g} s; send it again, in one "
+            f"the body was not complete after {self._body_limit_s:g} s; send it again, in one "
             "piece or with fewer tasks",
             headers={"Connection": "close"},
         )
 
 
 def has_own_keys(path: str) -> bool:
-    """Whether the route asks for a session's own key by itself."""
+    """Whether a path's route itself requires a session's own key."""
     return _SESSION_PATH.match(path) is not None
 
 
@@ -219,9 +219,9 @@ class _Body:
                 return
 
     async def replay(self) -> Message:
-        """Give the route the body, then what comes after it.
+        """Give the route the body, then the messages after it.
 
-        A route that asks for what follows has read the body, so it is no longer held here.
+        A route that reads the next message has the body, so it is released here.
         """
         if self._whole is None:
             self.drop()
@@ -259,7 +259,7 @@ def _too_large(most: int) -> Problem:
     return Problem(
         413,
         "body-too-large",
-        f"the body is larger than {most} bytes; send fewer tasks a request, or raise "
+        f"the body is larger than {most} bytes; send fewer tasks in a request, or raise "
         "service.max_body_kib, for sessions sessions.max_body_mib",
     )
 
@@ -286,13 +286,13 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Raise Problem for a body that is not announced as one of these, and plain."""
+    """Raise Problem for a body with another media type than these, or an encoding."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(
             415,
             "unsupported-media-type",
-            f"Content-Encoding is {shown(encoding)!r}; expected none; send the body as it is",
+            f"Content-Encoding is {shown(encoding)!r}, expected none; send the body without it",
             headers={"Accept-Encoding": "identity"},
         )
     media_type = headers.get("content-type", "")
@@ -317,7 +317,7 @@ def _wrong_host(headers: Headers) -> Problem:
     return Problem(
         421,
         "unknown-host",
-        f"the request is for the host {shown(headers.get('host', ''))!r}; the API listens on this "
-        "machine alone and answers to localhost, so that no web page reaches it under a name of "
-        "its own; ask localhost, or add the name to service.allowed_hosts",
+        f"the request is for the host {shown(headers.get('host', ''))!r}, expected localhost: the "
+        "API listens only on this machine, and no web page may reach it under another name; use "
+        "localhost, or add the name to service.allowed_hosts",
     )

@@ -28,7 +28,7 @@ class KeyBody(StrictBody):
     scope: Scope = Scope.CLIENT
     tenant: str = Field(
         "",
-        description="whose its tasks and sessions are, and all that a client's key sees; an "
+        description="owner of its tasks and sessions; a client's key sees only its tenant's; an "
         "admin's key sees every tenant's, and needs none",
     )
     limits: KeyLimits = Field(
@@ -42,31 +42,31 @@ class KeyBody(StrictBody):
 
 
 class KeyAnswer(StrictBody):
-    """A key, without itself."""
+    """A key's description, without the key itself."""
 
     name: str
     scope: Scope
     tenant: str
     limits: KeyLimits
     created_at: float = Field(description="seconds since 1970")
-    revoked_at: float | None = Field(description="null: it is in force")
+    revoked_at: float | None = Field(description="null: it is valid")
 
 
 class NewKeyAnswer(StrictBody):
-    """A key, shown this once: the run keeps its SHA-256 alone."""
+    """A new key, shown only now: the run stores only its SHA-256."""
 
     key: str
     about: KeyAnswer
 
 
 class KeysAnswer(StrictBody):
-    """The keys, revoked ones too, in the order of their creation."""
+    """The keys, also revoked ones, in the order of their creation."""
 
     keys: list[KeyAnswer]
 
 
 def add_keys(app: FastAPI, run: RunPort) -> None:
-    """Add the routes of keys; the guards let admins alone in."""
+    """Add the routes of keys; the guards allow only admins."""
 
     @app.post(
         f"{PREFIX}/keys",
@@ -75,7 +75,7 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         responses={409: {"description": "the name is, or was, taken; or there are too many keys"}},
     )
     async def create(body: KeyBody, response: Response) -> NewKeyAnswer:
-        """Create a key. It is good at once."""
+        """Create a key. It is valid at once."""
         raw = new_key()
         key = NamedKey(
             name=body.name,
@@ -89,8 +89,8 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
             raise Problem(
                 409,
                 "key-exists",
-                f"the run has, or had, a key of the name {body.name!r}, or as many keys as it may "
-                "have; take another name",
+                f"the run has, or had, a key with the name {body.name!r}, or its maximum of keys; "
+                "choose another name",
                 headers={"x-should-retry": "false"},
             )
         response.headers["Cache-Control"] = "no-store"
@@ -108,8 +108,8 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
     )
     async def revoke(name: str = Path(pattern=NAME_PATTERN)) -> KeyAnswer:
         """Revoke a key for good, and with it the keys of the sessions that it created; may be
-        repeated. Every replica has noticed within three seconds."""
+        repeated. Every replica notices within three seconds."""
         key = await run.revoke_key(name)
         if key is None:
-            raise Problem(404, "unknown-key", f"the run has no key of the name {name!r}")
+            raise Problem(404, "unknown-key", f"the run has no key with the name {name!r}")
         return KeyAnswer.model_validate(key)

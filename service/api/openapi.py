@@ -1,7 +1,7 @@
-"""The OpenAPI document of the API: what FastAPI finds, with every status that can be answered.
+"""The OpenAPI document of the API: FastAPI's document, with every possible status.
 
 `docs/openapi.json` is this document (`python -m deploy.openapi_document`). This module adds what
-all routes have in common: the guards' refusals, errors of our own, keys. A route's own statuses are
+all routes have in common: the guards' refusals, internal errors, keys. A route's own statuses are
 declared at the route; those of the dialects in `service.gateway.description`.
 """
 
@@ -24,36 +24,36 @@ from service.api.schemas import StrictBody
 VERSION = "1"
 _PROBLEM = {"$ref": "#/components/schemas/ProblemBody"}
 _OF_EVERY = {
-    408: "the body did not come whole in time",
+    408: "the body was not complete in time",
     413: "the body is too large",
-    415: "the body is not announced as plain JSON",
+    415: "the body's Content-Type or Content-Encoding is not accepted",
     431: "the headers are too many, or too large",
-    421: "the request is for a host that the API does not answer to",
-    500: "an error of the service's own; its log says what happened",
-    503: "the run does not answer, or takes nothing in now; Retry-After says when to come again",
+    421: "the request is for a host name that the API does not accept",
+    500: "an internal error; see the service's log",
+    503: "the run does not answer, or accepts nothing now; Retry-After says when to try again",
 }
 _KEYED = {
-    401: "no key that opens this",
-    429: "this key asks too often; Retry-After says when to come again",
+    401: "no valid key",
+    429: "too many requests with this key; Retry-After says when to try again",
 }
-_OF_ADMINS = {403: "this is for keys of the scope admin"}
-_READ = {422: "a value does not fit; `errors` says where"}
+_OF_ADMINS = {403: "this needs a key with scope admin"}
+_READ = {422: "a value is invalid; `errors` says where"}
 _WITH_BODY = {400: "the body is not JSON, or is refused"}
-# Of FastAPI's own document.
+# Schemas of FastAPI's own document.
 _REPLACED = ("HTTPValidationError", "ValidationError")
 
 
 class ProblemBody(StrictBody):
-    """An error, as RFC 9457 has it."""
+    """An error, as RFC 9457 defines it."""
 
     type: str
     title: str
     status: int
     detail: str = Field(description="what was got, what was expected, and what to do")
     instance: str
-    code: str = Field(description="for programs; stays as it is")
+    code: str = Field(description="for programs; stable")
     errors: list[dict[str, Any]] | None = Field(
-        None, description="where, each with its `loc` and mostly a `message`"
+        None, description="positions, each with its `loc` and mostly a `message`"
     )
 
 
@@ -80,13 +80,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
         "key": {
             "type": "http",
             "scheme": "bearer",
-            "description": "the API's key (RAYLOOM_API_KEY), or a named one; of a session's own "
-            "routes, the session's. On loopback the API may ask for none",
+            "description": "the API's key (RAYLOOM_API_KEY), or a named one; for a session's own "
+            "routes, the session's. On loopback the API may require none",
         }
     }
     for path, operation in _operations(found):
         _complete(path, operation)
-    # As it is written: what is equal is not to differ by the order in which it was made.
+    # Sorted, so that equal documents are equal texts.
     whole: dict[str, Any] = json.loads(json.dumps(found, sort_keys=True))
     return whole
 
@@ -98,7 +98,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 
 
 def _complete(path: str, operation: dict[str, Any]) -> None:
-    """Add what it has in common with others; what the route says itself stays."""
+    """Add what all operations have in common; the route's own declarations stay."""
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])
     for parameter in operation.get("parameters", ()):
@@ -124,7 +124,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from a parameter that may be left out: if it is given, it is not null."""
+    """Remove null from an optional parameter's schema: a given parameter is never null."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

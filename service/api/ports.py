@@ -1,4 +1,4 @@
-"""What the routes need of a run. They know neither Ray nor where the run lies."""
+"""The calls of a run that the routes use. The routes depend neither on Ray nor on its location."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RunPort(Protocol):
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all or none; durable when this returns. key: as `SubmissionQueue.submit`. limits:
-        of the caller's key."""
+        """Accept all or none; durable when this returns. key: as in `SubmissionQueue.submit`.
+        limits: of the caller's key."""
         ...
 
     async def submission(
@@ -54,11 +54,11 @@ class RunPort(Protocol):
         ...
 
     async def keys(self) -> Sequence[NamedKey]:
-        """Return the run's named keys, revoked ones too."""
+        """Return the run's named keys, also revoked ones."""
         ...
 
     async def add_key(self, key: NamedKey) -> bool:
-        """False where its name is taken."""
+        """Add a key. Returns: False if its name is taken."""
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:
@@ -66,7 +66,7 @@ class RunPort(Protocol):
         ...
 
     async def stop(self, grace_s: float | None) -> None:
-        """End the run after the current step; None: however long that takes."""
+        """End the run after the current step; grace_s: limit for it; None: no limit."""
         ...
 
     async def readiness(self) -> ReadyAnswer: ...
@@ -87,7 +87,7 @@ class RunPort(Protocol):
     async def journal(self, wanted: Filters, *, after: Place | None) -> JournalAnswer: ...
 
     async def trajectory(self, name: str) -> bytes | None:
-        """Return a document as JSON; None for one that the journal does not hold.
+        """Return a trajectory as JSON; None: the journal does not have it.
 
         name: a trajectory's id, a rollout's, or TASK-MEMBER.
         """

@@ -1,4 +1,4 @@
-"""Errors as RFC 9457 problem details: what is wrong, and what to do about it."""
+"""Errors as RFC 9457 problem details: what is wrong, and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 MEDIA_TYPE = "application/problem+json"
 # How long a client should wait for a run that is starting or going back to a checkpoint.
 UNAVAILABLE_RETRY_S = 5
-# Of each text that a client sent, so much is sent back.
+# Sent back of each text that a client sent.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
 
@@ -27,11 +27,11 @@ def shown(text: str) -> str:
 
 
 class RunUnavailable(Exception):
-    """The run does not answer, or can write nothing now; the text says why."""
+    """The run does not answer, or cannot write now; the text says why."""
 
 
 class Problem(Exception):
-    """Raised by a route. code: stable, for programs; detail: for people, with the remedy."""
+    """An error of a route. code: stable, for programs; detail: for people, with the remedy."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ def internal_error() -> Problem:
     return Problem(
         500,
         "internal-error",
-        "the service met an error of its own, and may have done what was asked or not; look how it "
-        "stands, or send it again, since the same content is accepted once; the log of the API's "
-        "replica says what happened",
+        "the service had an internal error, and may or may not have carried out the request; check "
+        "the state, or send it again, since the same content is accepted once; see the log of the "
+        "API's replica",
     )
 
 
@@ -106,7 +106,9 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
     if status == HTTPStatus.NOT_FOUND:
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
         there = ", ".join(f"{'/'.join(sorted(each.methods))} {each.path}" for each in routes)
-        return Problem(404, "not-found", f"nothing is at {path}; there are {there}; see /docs")
+        return Problem(
+            404, "not-found", f"there is no route {path}; expected one of {there}; see /docs"
+        )
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_methods_at(request))
         detail = f"got {shown(request.method)} for {path}, expected {allowed}; see /docs"
@@ -130,7 +132,7 @@ def _malformed(what: str) -> Problem:
     return Problem(
         400,
         "malformed-body",
-        f"the body is not JSON that can be read: {what}; send one JSON object in UTF-8 with "
+        f"the body is not valid JSON: {what}; send one JSON object in UTF-8 with "
         "Content-Type: application/json",
     )
 

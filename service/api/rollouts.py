@@ -46,8 +46,8 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         pattern=_KEY_PATTERN,
-        description="names the request: while a task is known that was accepted with it, another "
-        "request under it is refused. The tasks' ids already make a repeated request harmless",
+        description="names the request: while a task that was accepted with it is kept, another "
+        "request with it is refused. The tasks' ids already make a repeated request harmless",
         examples=["8e03978e-40d5-43dd-bc93-6894a57f9324"],
     ),
 ]
@@ -55,21 +55,21 @@ Limit = Annotated[
     int,
     Field(ge=1, le=MAX_PAGE),
     Digits,
-    Query(description="entries of the answer at most"),
+    Query(description="maximum of entries in the answer"),
 ]
 RolloutPath = Annotated[
     str,
     Path(pattern=WHOLE_PATTERN, description="the task's id; an admin may name any TENANT~ID"),
 ]
 NumberCursor = Annotated[Natural | None, Query(description="`next` of the page before")]
-FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to come again"
-KEY_TAKEN = "Idempotency-Key: another request was accepted under this key"
+FULL = "the backlog is full, or a limit of the key is reached; Retry-After says when to try again"
+KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 
 
 class _SubmitRoute(APIRoute):
-    """Calls the route `submit` with what pydantic reads by itself, in a fraction of the time.
+    """The route of `submit`, whose body pydantic reads directly, in a fraction of the time.
 
-    What it does not take FastAPI reads once more, and says what is wrong.
+    If the body is invalid, FastAPI reads it again and makes the error.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -138,7 +138,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         cursor: NumberCursor = None,
         limit: Limit = 100,
     ) -> RolloutsAnswer:
-        """Tasks in the order of acceptance. A page may be short, or empty, and have a `next`."""
+        """List tasks in the order of acceptance; a page may be short, or empty, with a `next`."""
         caller = caller_of(request)
         wanted = TaskFilter(status=status, environment=environment, batch=batch, tenant=caller.sees)
         page = await run.tasks(wanted, after=cursor or 0, limit=limit)
@@ -147,13 +147,13 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     @app.get(
         f"{PREFIX}/rollouts/{{rollout_id}}",
         tags=["rollouts"],
-        responses={404: {"description": "the run knows no such task, or knows it no more"}},
+        responses={404: {"description": "the run has no such task, or no longer keeps it"}},
     )
     async def rollout(
         request: Request, response: Response, rollout_id: RolloutPath, prefer: Prefer = None
     ) -> RolloutAnswer:
-        """Return the state of a task and of each of its rollouts; with `Prefer: wait=N` once it is
-        over.
+        """Return the state of a task and of each of its rollouts. With `Prefer: wait=N`, wait until
+        the task is over.
         """
         caller = caller_of(request)
         name = caller.whole(rollout_id)
@@ -169,12 +169,12 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
         f"{PREFIX}/rollouts/{{rollout_id}}/cancel",
         tags=["rollouts"],
         responses={
-            404: {"description": "the run knows no such task, or knows it no more"},
+            404: {"description": "the run has no such task, or no longer keeps it"},
             409: {"description": "a training step has it, or it has ended"},
         },
     )
     async def cancel(request: Request, rollout_id: RolloutPath) -> RolloutAnswer:
-        """Take a task back, as long as no training step has taken it; may be repeated."""
+        """Cancel a task, if no training step has taken it; may be repeated."""
         caller = caller_of(request)
         found = await run.cancel(caller.whole(rollout_id), sees=caller.sees)
         view = _found(rollout_id, found)
@@ -187,7 +187,7 @@ def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
     """Digest a key for `RunPort.submit`; equal keys of two tenants do not collide."""
     if not idempotency_key:
         return ""
-    # Neither has a line's end in it.
+    # Neither contains a newline.
     return digest_of(f"{tenant}\n{idempotency_key}" if tenant else idempotency_key)
 
 
@@ -196,7 +196,7 @@ def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
         raise Problem(
             404,
             "unknown-rollout",
-            f"this run knows no task {rollout_id!r}: it was never accepted, or it is over and no "
+            f"this run has no task {rollout_id!r}: it was never accepted, or it is over and no "
             "longer among the newest service.keep_ended_tasks",
         )
     return view
@@ -204,10 +204,10 @@ def _found(rollout_id: str, view: SubmissionView | None) -> SubmissionView:
 
 def _why_not_cancelled(rollout_id: str, view: SubmissionView) -> str:
     if view.status in (Status.TRAINED, Status.EVICTED):
-        return f"{rollout_id} is {view.status.value} already and cannot be taken back"
+        return f"{rollout_id} is {view.status.value} already and cannot be cancelled"
     return (
         f"{rollout_id} has left the queue: a training step has it, or it was evicted just now; it "
-        "cannot be taken back; GET it later to see what became of it"
+        "cannot be cancelled; GET it later to see its result"
     )
 
 
@@ -217,7 +217,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
         raise Problem(
             422,
             "unknown-environment",
-            f"environment {SESSION!r} is played by agents outside, which need keys and addresses; "
+            f"environment {SESSION!r} is played by external agents, which need keys and addresses; "
             f"submit its tasks to {PREFIX}/sessions",
         )
     if environment not in settings.environments:
@@ -233,7 +233,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
         raise Problem(
             413,
             "too-many-tasks",
-            f"got {len(requests)} tasks, expected at most {most} a request; split the "
+            f"got {len(requests)} tasks, expected at most {most} in a request; split the "
             "batch, or raise service.max_tasks_per_request",
         )
     for item in requests:
@@ -263,7 +263,7 @@ def refuse_if_needed(reply: SubmitReply) -> None:
         raise Problem(
             422,
             "idempotency-key-reused",
-            f"{KEY_TAKEN}; nothing of this one was accepted; send it under a key of its own",
+            f"{KEY_TAKEN}; no task of this one was accepted; send it with another key",
             errors=[{"loc": ["header", "Idempotency-Key"]}],
         )
     if reply.conflicts:
@@ -272,8 +272,8 @@ def refuse_if_needed(reply: SubmitReply) -> None:
             409,
             "id-conflict",
             f"{len(taken)} ids are taken, with another content or by another key: "
-            f"{', '.join(taken[:8])}; nothing of this request was accepted; give changed tasks ids "
-            "of their own",
+            f"{', '.join(taken[:8])}; no task of this request was accepted; give changed tasks new "
+            "ids",
             errors=[{"loc": ["body", "tasks", each]} for each in taken],
             headers={"x-should-retry": "false"},
         )

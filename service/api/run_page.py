@@ -1,6 +1,6 @@
 """The page at `/`, and its data: the state of the run, its journal, a trajectory's tokens.
 
-The page itself holds no data and asks for the key, so that it is open to all who reach the API.
+The page itself has no data and asks for the key, so that anyone who reaches the API may load it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADERS = {
 }
 _JSON_OBJECT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}}},
-    404: {"description": "the journal holds no such trajectory, or holds it no more"},
+    404: {"description": "the journal does not have this trajectory, or no longer has it"},
 }
 
 
@@ -45,13 +45,13 @@ def add_page(app: FastAPI, run: RunPort) -> None:
     async def picture(
         after: Annotated[
             Natural,
-            Query(description="the asker has the steps up to this one"),
+            Query(description="the caller has the steps up to this one"),
         ] = 0,
         term: Annotated[
             Natural,
             Query(
-                description="of the answer that `after` is from; with another "
-                "term all steps come again",
+                description="term of the answer that `after` is from; with another term all "
+                "steps are returned",
             ),
         ] = 0,
     ) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def add_page(app: FastAPI, run: RunPort) -> None:
         ledger, engines, notices, configuration. For people; its names may change.
         """
         found = await run.picture(term=term, after=after)
-        # Hundreds of steps at the first time: tens of milliseconds.
+        # In a thread: the first call has hundreds of steps and takes tens of milliseconds.
         return await asyncio.to_thread(run_document, found)
 
     @app.get(f"{PREFIX}/journal", tags=["run"])
@@ -102,7 +102,7 @@ def add_page(app: FastAPI, run: RunPort) -> None:
             raise Problem(
                 404,
                 "not-in-journal",
-                f"the journal holds no trajectory {name!r}: no step has taken it, or it was one "
-                "before the newest run.journal_steps; GET /api/v1/journal lists them",
+                f"the journal has no trajectory {name!r}: no step has taken it, or the step is "
+                "older than the newest run.journal_steps; see GET /api/v1/journal",
             )
         return Response(found, media_type="application/json")

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers. Unknown fields are refused: nothing is silently ignored."""
+"""The bodies of requests and answers. Unknown fields are refused, never silently ignored."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """pydantic would take +1, 1.0 and " 1 " out of an address or a header."""
+    """Accept only digits: pydantic would accept +1, 1.0 and " 1 " in an address or a header."""
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
-        raise ValueError("expected a whole number in digits alone")
+        raise ValueError("expected a whole number in digits only")
     return text
 
 
 Digits = BeforeValidator(_digits)
-"""Of a number in an address or a header, behind its bounds."""
-# Far beyond any position, and within what every database counts to.
+"""For a number in an address or a header; written after its bounds."""
+# Far beyond any position, and within the integers of every database.
 MAX_NUMBER = 2**31 - 1
 Natural = Annotated[int, Field(ge=0, le=MAX_NUMBER), Digits]
 
 KnownId = Annotated[
     str,
-    Field(pattern=WHOLE_PATTERN, description="yours; for an admin's key also TENANT~ID"),
+    Field(pattern=WHOLE_PATTERN, description="your own; with an admin's key also TENANT~ID"),
 ]
 
 
@@ -70,13 +70,13 @@ NumSamples = Annotated[int, Field(ge=1, strict=True), WHOLE]
 def _storable(data: dict[str, Any]) -> dict[str, Any]:
     if is_deeper(data, MAX_DEPTH):
         raise ValueError(
-            f"expected at most {MAX_DEPTH} objects and lists inside each other; flatten it, "
-            "or give it as one text"
+            f"expected objects and lists nested at most {MAX_DEPTH} deep; flatten it, or give it "
+            "as one text"
         )
     try:
         json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:
-        raise ValueError(f"expected plain JSON, finite and in UTF-8 ({error})") from error
+        raise ValueError(f"expected plain JSON with finite numbers, in UTF-8 ({error})") from error
     return data
 
 
@@ -84,22 +84,22 @@ TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class StrictBody(BaseModel):
-    """Frozen; an answer is also read from a record that has its fields (`model_validate`)."""
+    """A frozen body; an answer is also read from a record with its fields (`model_validate`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
 
 
 class TaskBody(StrictBody):
-    """One task. The same id with the same content is the same task, however often it is sent."""
+    """One task. The same id with the same content is the same task, if it is sent again."""
 
-    id: RolloutId = Field(description="yours; unique among your tenant's")
+    id: RolloutId = Field(description="chosen by you; unique in your tenant")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True), WHOLE] | None = Field(
         None, description="of every random choice of the environment; null: derived from the id"
     )
     data: TaskData = Field(default_factory=dict, description="for the environment")
     num_samples: NumSamples | None = Field(None, description="rollouts of it; null: the batch's")
     min_usable_samples: NumSamples | None = Field(
-        None, description="train as soon as so many can be used; null: wait for all"
+        None, description="train as soon as this number can be used; null: wait for all"
     )
 
 
@@ -111,7 +111,7 @@ class SubmitBody(StrictBody):
         None, description="rollouts of each task; null: algorithm.group_size"
     )
     batch: RolloutId | None = Field(
-        None, description="a name of yours for these tasks, by which they can be listed"
+        None, description="a name that you choose, by which these tasks can be listed"
     )
     tasks: list[TaskBody] = Field(min_length=1)
 
@@ -120,7 +120,7 @@ class SubmitBody(StrictBody):
         counts = Counter(task.id for task in self.tasks)
         twice = sorted(each for each, count in counts.items() if count > 1)
         if twice:
-            raise ValueError(f"tasks: the ids {twice[:8]} come more than once; expected each once")
+            raise ValueError(f"tasks: the ids {twice[:8]} occur more than once, expected each once")
         return self
 
     def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
@@ -150,8 +150,8 @@ class SubmitBody(StrictBody):
 class StopBody(StrictBody):
     grace_seconds: Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)] | None = Field(
         None,
-        description="a step that is not trained by then is given up, and its rollouts are played "
-        "again when the run goes on; null: wait for it",
+        description="a step that is not trained by then is abandoned, and its rollouts are played "
+        "again when the run is resumed; null: wait for it",
     )
 
 
@@ -160,7 +160,7 @@ class StopAnswer(StrictBody):
 
 
 def is_deeper(tree: Any, limit: int) -> bool:
-    """Whether more than `limit` containers lie inside each other. Example: {"a": [1]} has 2."""
+    """Whether containers are nested more than `limit` deep. Example: {"a": [1]} has depth 2."""
     level = [tree]
     for _ in range(limit):
         if not level:
@@ -208,7 +208,7 @@ class RolloutLine(StrictBody):
 
     id: str
     place: int = Field(description="1, 2, 3, … in the order of acceptance")
-    ahead: int = Field(description="tasks that will be played before it; 0 once it is admitted")
+    ahead: int = Field(description="tasks that will be played before it; 0 when it is admitted")
     status: Status
     environment: str
     batch: str | None
@@ -264,24 +264,24 @@ class RolloutsAnswer(StrictBody):
 
 
 class EntryAnswer(StrictBody):
-    """An entry of the feed; what its kind does not have is null."""
+    """An entry of the feed; fields that its kind does not have are null."""
 
-    number: int = Field(description="grows, with gaps")
+    number: int = Field(description="increases, with gaps")
     at: float = Field(description="when it was stored, in seconds since 1970")
     kind: FeedKind
-    task: str | None = Field(description="the task's id, or the group's of a session")
-    member: int | None = Field(description="of the rollout or session among the task's")
+    task: str | None = Field(description="the id of the task, or of a session's group")
+    member: int | None = Field(description="number of the rollout or session in the task")
     outcome: Outcome | None
     reward: float | None
     step: int | None = Field(
-        description="the training step that a rollout left with; of `went_back`, that the run goes "
-        "on from"
+        description="the training step that a rollout left with; in `went_back`, the step that the "
+        "run continues from"
     )
-    reason: EvictionReason | None = Field(description="of `evicted`")
+    reason: EvictionReason | None = Field(description="in `evicted`")
     session_status: SessionStatus | None
     void_after: int | None = Field(
-        description="of `went_back`: `admitted`, `trained` and `evicted` beyond this number hold "
-        "no more, and come again"
+        description="in `went_back`: `admitted`, `trained` and `evicted` entries after this number "
+        "are void, and are sent again"
     )
 
     @classmethod
@@ -324,7 +324,7 @@ class ReadyAnswer(StrictBody):
     """Whether rollouts are played and trained on now."""
 
     ready: bool
-    reasons: list[str] = Field(description="what is missing; empty when ready")
+    reasons: list[str] = Field(description="why not; empty if ready")
     phase: str
     policy_version: int = Field(description="of the weights after the last finished step")
     engines: dict[str, int]

@@ -1,6 +1,6 @@
-"""Where the API listens, what it checks by itself, and the bearer key that it asks for.
+"""The API's address, its settings, and its bearer key.
 
-All that can be refused before anything is started; nothing here imports a web framework or Ray.
+All is checked before anything is started; nothing here imports a web framework or Ray.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class HttpSettings:
     rollouts: RolloutSettings
     sessions: SessionSettings = field(default_factory=SessionSettings)
     environments: tuple[str, ...]
-    """Whose tasks are accepted."""
+    """Environments whose tasks are accepted."""
     data_schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By environment, the JSON schema of its tasks' data; one without takes any object."""
+    """JSON schemas of tasks' data, by environment; without one, any object is accepted."""
     key_digest: str | None = None
-    """SHA-256 of the first admin key, hexadecimal; None: no key is needed, as long as the run has
-    no named ones (`service.access.keys`)."""
+    """SHA-256 of the first admin key, hexadecimal; None: no key is needed unless the run has named
+    ones (`service.access.keys`)."""
     session_secret: str = field(default="", repr=False)
-    """The secret from which the keys are derived of sessions that clients without a key create."""
+    """Secret from which the keys of sessions are derived that clients without a key create."""
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """Names that a request may be for; None: any, where more than this machine may ask.
+        """Host names that a request may have; None: any, if other machines have access.
 
-        A web page of any site can send requests to loopback. Under a name that it has pointed there
-        (DNS rebinding) it could read the answers too.
+        A web page of any site can send requests to loopback. If its own name resolves to loopback
+        (DNS rebinding), it could read the answers too.
         """
         if not is_loopback(self.service.host):
             return None
@@ -69,8 +69,8 @@ def checked_service(config: Config, *, is_local: bool) -> tuple[Config, HttpSett
 def with_free_port(config: Config, *, is_local: bool) -> Config:
     """Replace port 0 by a port that is free now. is_local: the API will listen on this machine.
 
-    Raises: ConfigError for one that is taken; elsewhere nothing can be tried, so that it has to be
-        named.
+    Raises: ConfigError if the port is taken; if it is 0 and the API listens on another machine,
+        whose ports cannot be tried here.
     """
     service = config.service
     if not is_local:
@@ -89,15 +89,14 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
     except OSError as error:
         raise ConfigError(
             f"service.host {service.host}, service.port {service.port}: cannot listen there "
-            f"({error.strerror or error}); end what does, or choose another with --set "
-            "service.port=PORT (0: any free one)"
+            f"({error.strerror or error}); end the process that listens there, or choose another "
+            "port with --set service.port=PORT (0: any free one)"
         ) from error
     return replace(config, service=replace(service, port=port))
 
 
 def http_settings(config: Config) -> HttpSettings:
-    """Return the API's settings. The key is removed from the environment: call this once, and
-    first.
+    """Return the API's settings. It removes the key from the environment: call it once, and first.
 
     Raises: ConfigError for an API that anyone in the network could use, or without its own port;
     for an environment that cannot be made.
@@ -112,21 +111,21 @@ def http_settings(config: Config) -> HttpSettings:
     if key is not None and len(key) < MIN_KEY_CHARACTERS:
         raise ConfigError(
             f"{KEY_VARIABLE}: got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}; "
-            "take a long random key, such as of `openssl rand -hex 32`"
+            "choose a long random key, such as by `openssl rand -hex 32`"
         )
     if key is None and not is_loopback(service.host):
         raise ConfigError(
-            f"service.host is {service.host} and no key is set: whoever reaches this address could "
-            f"use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
+            f"service.host is {service.host} and no key is set: anyone who reaches this address "
+            f"could use the API; set {KEY_VARIABLE} to a long random key, or listen on 127.0.0.1"
         )
     if key is None and uses_haproxy():
         raise ConfigError(
-            f"{HAPROXY_VARIABLE} is 1 and no key is set: behind HAProxy the API's replicas listen "
-            f"on every interface, also where service.host is {service.host}; set {KEY_VARIABLE} to "
-            f"a long random key, or leave {HAPROXY_VARIABLE} out"
+            f"{HAPROXY_VARIABLE} is 1 and no key is set: with HAProxy the API's replicas listen on "
+            f"every interface, even if service.host is {service.host}; set {KEY_VARIABLE} to a "
+            f"long random key, or leave {HAPROXY_VARIABLE} out"
         )
-    # An environment is the user's own code: imported once nothing else can be refused, and once the
-    # key is out of its reach.
+    # An environment is the user's own code: import it after all other checks, and after the key
+    # has been removed.
     from service.config.tasks import data_schemas
 
     return HttpSettings(
@@ -143,9 +142,8 @@ def http_settings(config: Config) -> HttpSettings:
 def take_key() -> str | None:
     """Remove the key from this process's environment and return it; None if there is none.
 
-    Processes that are started later inherit the environment, and those of a user's environment run
-    code of its own. The bytes are overwritten in place, because Linux shows them in
-    /proc/PID/environ.
+    Later processes inherit the environment, and some run the user's code. The bytes are overwritten
+    in place, because Linux shows them in /proc/PID/environ.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is None:
@@ -159,7 +157,7 @@ def take_key() -> str | None:
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:
-    """Return the bearer key of a request; empty: there is none."""
+    """Return the bearer key of a request; empty: it has none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

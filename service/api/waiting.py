@@ -1,6 +1,6 @@
-"""Long polls: `Prefer: wait=N` (RFC 7240) on what may take a while.
+"""Long polls: `Prefer: wait=N` (RFC 7240) for answers that may take a while.
 
-The run is asked again and again, from short pauses to a second, so that no call is held there.
+The run is polled, with pauses that grow to a second, so that no call is held there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Answer = TypeVar("Answer")
 Prefer = Annotated[
     str | None,
     Header(
-        description=f"`wait=N`: answer once there is news, or after N seconds, {MAX_WAIT_S} at "
-        "most; the answer's `Preference-Applied` says how many were taken",
+        description=f"`wait=N`: answer when there is news, or after N seconds, {MAX_WAIT_S} at "
+        "most; the answer's `Preference-Applied` has the number that was used",
         examples=["wait=1"],
     ),
 ]
 
 
 def wait_of(prefer: str | None) -> int:
-    """Seconds that a client is willing to wait. Example: 'respond-async, wait=100' -> 60."""
+    """Return the seconds that a client will wait. Example: 'respond-async, wait=100' -> 60."""
     found = _WAIT.search(prefer or "")
     return min(int(found[1]), MAX_WAIT_S) if found else 0
 
@@ -40,7 +40,7 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """Repeat a look until its answer is enough or the time is up; note the wait in a header."""
+    """Poll until an answer is enough or the time is up; report the wait in a header."""
     wait_s = wait_of(prefer)
     if wait_s:
         response.headers["Preference-Applied"] = f"wait={wait_s}"
@@ -53,7 +53,7 @@ async def look_until(
     *,
     wait_s: float,
 ) -> Answer:
-    """Repeat a look until its answer is enough, as `patiently`."""
+    """Poll until an answer is enough or the time is up."""
     loop = asyncio.get_running_loop()
     deadline_at, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
     while True:

@@ -152,9 +152,9 @@ def _legend(found: Explanation, by: Order) -> list[str]:
         f"by {by}; norm |g|, share g·G/|G|² (all add up to 1), cosine of g and the whole gradient G"
     ]
     if found.source.step.group_rule is None:
-        lines.append("own is the norm: here advantages are no function of the group's returns")
+        lines.append("own is the norm: advantages do not depend on the group's returns here")
     else:
-        lines.append("own: of |g|, what stays whichever other member of the group is left out")
+        lines.append("own: the part of |g| that stays if any other member of the group is left out")
     return lines
 
 

@@ -66,7 +66,7 @@ def find_source(run: Path, number: int) -> StepSource:
     run_dir = journal.run_dir
     if run_dir is None or not journal.has_database:
         raise ConfigError(
-            f"explain: {run} is a journal alone, without the run's checkpoints and database; "
+            f"explain: {run} is only a journal, without the run's checkpoints and database; "
             "expected a run directory; name it"
         )
     step = _journal_step(journal, number)

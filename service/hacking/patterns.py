@@ -25,15 +25,15 @@ from service.hacking.window import (
 )
 from service.telemetry.findings import Finding, Kind
 
-# A pattern counts from these shares of the newest trajectories on, …
+# Smallest share of the newest trajectories for a pattern to count.
 MIN_SHARE = 0.3
-# … and where it has grown by as much.
+# Smallest rise of this share.
 MIN_RISE = 0.25
-# What is never right: an answer that is no answer, with a reward. A few in a hundred suffice.
+# For patterns that are always wrong (a reward without an answer): a few in a hundred suffice.
 MIN_SHARE_OF_WRONG, MIN_WRONG = 0.05, 8
-# Marked trajectories have to earn so much more, in parts of how far returns lie apart, …
+# Smallest gain in return of marked trajectories, as a share of the spread of returns.
 MIN_GAIN = 0.15
-# … and by so many standard errors.
+# Smallest gain in standard errors.
 GAIN_ERRORS = 3.0
 # Honest answers grow too, by half or so.
 LONG = 1.8

@@ -544,7 +544,7 @@ def describe(result: Audit, *, limit: int) -> list[str]:
         found = [offence for offence in result.offences if offence.check is check]
         lines += _of_check(check, found, result.unchecked.get(check), limit=limit)
     lines += _note(result.missing_steps, "recorded by the run and without a journal file")
-    lines += _note(result.unrecorded_steps, "not recorded by the run, so not held against it")
+    lines += _note(result.unrecorded_steps, "not recorded by the run, so not counted")
     lines += _note(result.refused_steps, "handed out, whose update was not finite and was refused")
     num_offenders = sum(not offence.is_explained for offence in result.offences)
     lines.append("clean" if result.is_clean else f"{num_offenders} offenders")

@@ -63,7 +63,7 @@ def newest_run(runs: Path = RUNS) -> Path:
     journals = [path for path in runs.glob("*/journal") if path.is_dir()]
     if not journals:
         raise ConfigError(
-            f"inspect: no run with a journal lies under {runs}/; expected one; name its "
+            f"inspect: there is no run with a journal in {runs}/, expected one; name its "
             "directory, as in `rayloom inspect RUN_DIR ID`"
         )
     return max(journals, key=lambda path: path.stat().st_mtime).parent

@@ -1,8 +1,8 @@
-"""The feed: what became of tasks and of sessions, in the order in which it was stored.
+"""The feed: events of tasks, rollouts and sessions, in the order in which they were stored.
 
-Entries are appended, each in the transaction that makes it durable, and never changed: what was
-accepted, cancelled or done to a session at once; how rollouts left with the checkpoint that makes
-it final. So a crash takes nothing back of it, unless the newest checkpoint cannot be read.
+Entries are appended, each in the transaction that makes its event durable, and never changed:
+acceptance, cancellation and changes of sessions at once; the end of a rollout with the checkpoint
+that makes it final. So a crash undoes no entry, unless the newest checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class FeedKind(StrEnum):
     """The kind of an entry."""
 
     ACCEPTED = "accepted"
-    """Of a task."""
+    """A task."""
     CANCELLED = "cancelled"
-    """Of a task, at the client's request."""
+    """A task, at the client's request."""
     ADMITTED = "admitted"
-    """Of a task: its group has a place in the window."""
+    """A task: its group is in the window."""
     TRAINED = "trained"
-    """Of a rollout, with its step."""
+    """A rollout, with its step."""
     EVICTED = "evicted"
-    """Of a rollout, with its reason."""
+    """A rollout, with its reason."""
     SESSION_OPENED = "session_opened"
     SESSION_ENDED = "session_ended"
     SESSION_REWARDED = "session_rewarded"
-    """With the reward that an ended session waited for, or without one that never came."""
+    """With the pending reward of an ended session, or without one if it never came."""
     WENT_BACK = "went_back"
-    """Of the run: to an older checkpoint than its newest, which could not be read."""
+    """The run continues from an older checkpoint, since the newest could not be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedEntry:
-    """One entry. What a kind does not have is None."""
+    """One entry. Fields that its kind does not have are None."""
 
     number: int = 0
     """1, 2, 3, … in the order of the feed; some may be left out. 0: not stored yet."""
@@ -49,7 +49,7 @@ class FeedEntry:
     task: str | None = None
     """The submission's id."""
     member: int | None = None
-    """Of the rollout or session among the task's."""
+    """Number of the rollout or session in the task."""
     outcome: Outcome | None = None
     reward: float | None = None
     step: int | None = None
@@ -67,9 +67,7 @@ class FeedEntry:
     def of_event(
         cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
     ) -> FeedEntry:
-        """Make the entry of an event. result: of the rollout's newest attempt; None: none has
-        ended.
-        """
+        """Make the entry of an event. result: of the rollout's newest ended attempt, if any."""
         if event.kind is LedgerEventKind.ADMITTED:
             return cls(at=at, kind=FeedKind.ADMITTED, task=task)
         is_trained = event.kind is LedgerEventKind.TRAINED
@@ -87,7 +85,7 @@ class FeedEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedPage:
-    """Entries behind a cursor."""
+    """Entries after a cursor."""
 
     entries: tuple[FeedEntry, ...]
     oldest: int

@@ -17,7 +17,7 @@ class TaskFilter:
     environment: str | None = None
     batch: str | None = None
     tenant: str | None = None
-    """Whose; as `Caller.sees`."""
+    """Owner; as `Caller.sees`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TaskPage:
     """Tasks in the order of acceptance."""
 
     tasks: tuple[SubmissionView, ...]
-    """May be fewer than asked for, or none, although there are more."""
+    """May be fewer than the limit, or none, although there are more."""
     next: int | None
     """The position after which the next page begins; None: there are no more."""
 
@@ -38,7 +38,7 @@ class SessionFilter:
     """The submission's id."""
     status: SessionStatus | None = None
     tenant: str | None = None
-    """Whose; as `Caller.sees`."""
+    """Owner; as `Caller.sees`."""
 
 
 SessionPlace = tuple[int, int]
@@ -47,14 +47,14 @@ SessionPlace = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLine:
-    """A session in a list, as the store has it: without what its turns tell."""
+    """A session in a list, as the store has it: without the totals of its turns."""
 
     id: str
     submission_id: str
     member: int
     status: SessionStatus
     created_at: float
-    """Seconds since 1970, like the other two."""
+    """Seconds since 1970, like the next two."""
     opened_at: float | None
     ended_at: float | None
     reward: float | None
@@ -67,6 +67,6 @@ class SessionPage:
     """Sessions in the order of acceptance, then by member."""
 
     sessions: tuple[SessionLine, ...]
-    """May be fewer than asked for, or none, although there are more."""
+    """May be fewer than the limit, or none, although there are more."""
     next: SessionPlace | None
     """The position after which the next page begins; None: there are no more."""

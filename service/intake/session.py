@@ -1,4 +1,4 @@
-"""Sessions: rollouts that an agent outside plays over HTTP; what a client asks for, and their end.
+"""Sessions: rollouts that external agents play over HTTP; a client's request for them, their end.
 
 A session is member `member` of a submission (`service.intake.submission`), whose task has the
 environment `SESSION`. Its turns are `service.intake.turns`.
@@ -21,21 +21,21 @@ class SessionSpec:
     max_turns: int
     max_tokens_per_turn: int
     ttl_s: float
-    """Seconds from the admission of its group to the end of a session that nobody finishes."""
+    """Seconds from its group's admission to its end, if it is not finished."""
     idle_s: float
-    """Seconds without a request that end it."""
+    """Seconds without a request after which it ends."""
     reward_deadline_s: float
-    """Seconds from its finish, within which a reward that is to come has to be given."""
+    """Seconds from its finish, within which a pending reward must be given."""
     shows_tokens: bool = False
     """Answers carry the sampled ids and their log-probabilities."""
     join_s: float | None = None
-    """Sessions are claimed one by one as agents come, within so many seconds from the admission;
-    those that nobody claims are given up. None: all of them are the client's from the start."""
+    """Seconds from the admission within which agents claim sessions one by one; unclaimed ones end
+    untrained. None: the client has all sessions from the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKeys:
-    """SHA-256 of a session's keys, hexadecimal: the keys themselves are kept nowhere."""
+    """SHA-256 of a session's keys, hexadecimal: the keys themselves are not stored."""
 
     agent: str
     reward: str
@@ -47,17 +47,17 @@ class SessionRequest:
 
     spec: SessionSpec
     keys: tuple[SessionKeys, ...]
-    """Of each member, in order; derived from the client's key."""
+    """Keys of each member, in order; derived from the client's key."""
     asked: Mapping[str, int | float | bool] = field(default_factory=dict)
-    """What of `spec` the client named; the rest are the run's defaults, which may be others when
-    the run is resumed."""
+    """The values of `spec` that the client named; the others are the run's defaults, which may
+    change when the run is resumed."""
 
 
 class SessionStatus(StrEnum):
     """The state of a session."""
 
     QUEUED = "queued"
-    """Its group waits for a place in the window; requests are held."""
+    """Its group waits for admission to the window; requests are held."""
     OPEN = "open"
     FINISHED = "finished"
     DISCARDED = "discarded"
@@ -78,9 +78,9 @@ class SessionTotals:
     """Turns that are not trained."""
     num_malformed: int
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
-    """Those turns, by number; empty in what older versions stored."""
+    """The untrained turns, by number; empty if an older version stored it."""
     ignored: Mapping[str, int] = field(default_factory=dict)
-    """Parameters that agents sent and that were ignored: in how many turns."""
+    """Ignored parameters that agents sent, each with its number of turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SessionEnd:
     """finished, discarded or expired."""
     outcome: Outcome
     reward: float | None
-    """Of the whole session, beside those by turn; None: it is to come, or there is none."""
+    """Of the whole session, in addition to those by turn; None: it is pending, or none."""
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """By the number of the turn."""
@@ -101,30 +101,31 @@ class SessionEnd:
     ended_at: float
     """Seconds since 1970."""
     reward_until: float | None = None
-    """Until when a reward that is to come is waited for; None: it has come, or none will."""
+    """Deadline of a pending reward; None: it was given, or will not be."""
     digest: str = ""
-    """Of the request that ended it: the same one again changes nothing."""
+    """Digest of the request that ended it: the same request again changes nothing."""
     totals: SessionTotals | None = None
-    """Kept longer than the turns; None: it was ended without a look at them."""
+    """Kept longer than the turns; None: it was ended without reading them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A request that was refused for a limit, or for a context that is full.
+    """A request that was refused for a limit, or for a full context.
 
-    It decides how the session ended if nothing of the conversation came after it.
+    It decides the session's outcome if no turn of the conversation came after it.
     """
 
     outcome: Outcome
     num_turns: int | None = None
-    """Turns that were stored or under way then: later ones came after it. None: not known."""
+    """Number of turns that were stored or in progress then: later ones came after it. None: not
+    known."""
     follows: int | None = None
-    """The newest turn that it continued, or whose reply was in it; None: none."""
+    """The newest turn that it continued, or whose reply it contained; None: no turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSession:
-    """A session as the store knows it, without its turns."""
+    """A session as the store has it, without its turns."""
 
     id: str
     submission_id: str
@@ -132,18 +133,19 @@ class StoredSession:
     spec: SessionSpec
     keys: SessionKeys
     key_name: str = ""
-    """Of the client's key that its own are derived from; empty: the first admin key, or none."""
+    """Name of the client's key from which its keys are derived; empty: the first admin key, or
+    none."""
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
     """When its group was first admitted; None: it waits."""
     claimed_by: str = ""
-    """What the client that has claimed it calls it; empty: nobody has, or need not."""
+    """Name given by the client that claimed it; empty: it is not claimed, or need not be."""
     claimed_at: float | None = None
     cut: Cut | None = None
-    """The newest request that was refused for a limit, or for a context that is full."""
+    """The newest request that was refused for a limit, or for a full context."""
     end: SessionEnd | None = None
-    """None: it is not over."""
+    """None: it has not ended."""
 
     @property
     def tenant(self) -> str:
@@ -152,12 +154,12 @@ class StoredSession:
 
     @property
     def is_taken(self) -> bool:
-        """Whether an agent may come."""
+        """Whether an agent may use it."""
         return self.spec.join_s is None or bool(self.claimed_by)
 
     @property
     def begun_at(self) -> float | None:
-        """Since when its time runs: it is admitted, and an agent may come."""
+        """The time from which it was admitted and usable by an agent; None: not yet."""
         if self.opened_at is None or not self.is_taken:
             return None
         return max(self.opened_at, self.claimed_at or self.opened_at)
@@ -169,7 +171,7 @@ def session_id(submission_id: str, member: int) -> str:
 
 
 def status_of(opened_at: float | None, end: SessionEnd | None) -> SessionStatus:
-    """Return the state of a session; the arguments are as those of `StoredSession`."""
+    """Return the state of a session; the arguments are fields of `StoredSession`."""
     if end is not None:
         return end.status
     return SessionStatus.QUEUED if opened_at is None else SessionStatus.OPEN

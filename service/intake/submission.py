@@ -36,7 +36,7 @@ class Status(StrEnum):
     FINISHED = "finished"
     """Played; waits for its training step."""
     TRAINED = "trained"
-    """Has left; the checkpoint that contains it may still be to come. So of `evicted`."""
+    """Has left; its checkpoint may not be committed yet. The same holds for `evicted`."""
     EVICTED = "evicted"
     CANCELLED = "cancelled"
     """At the client's request."""
@@ -50,17 +50,17 @@ class RolloutRequest:
     num_samples: int
     """Rollouts of the task."""
     min_usable_samples: int | None = None
-    """Train as soon as so many can be used; None: wait for all."""
+    """Train as soon as this number can be used; None: wait for all."""
     digest: str
     """Equal for a repeated request, different for a changed one."""
     num_bytes: int
-    """About as many are stored of it."""
+    """Approximate number of stored bytes."""
     key_name: str = ""
-    """Of the key that it came with; empty: of the first admin key, or of none."""
+    """Name of the request's key; empty: the first admin key, or none."""
     batch: str = ""
     """The client's own name for some tasks; empty: none."""
     sessions: SessionRequest | None = None
-    """For a task that agents outside play, of as many members as there are samples."""
+    """For a task of external agents; it has one member for each sample."""
 
     @classmethod
     def of(
@@ -78,7 +78,7 @@ class RolloutRequest:
 
         The digest covers what the client sent: a resumed run may have other defaults. It includes
         only the first of the keys, because all are derived from one key of the client. Raises:
-        ValueError for sessions of more or fewer members than samples.
+        ValueError if the sessions have more or fewer members than there are samples.
         """
         num_samples = asked_samples or default_samples
         sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
@@ -110,9 +110,9 @@ class RolloutRequest:
 
 
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A `RolloutRequest` on its way to the store, which alone looks at the task in it.
+    """A `RolloutRequest` on its way to the store; only the store reads its task.
 
-    Structs here, of which there are many, are made and sent several times faster than dataclasses.
+    It is a Struct, which is made and sent several times faster than a dataclass: there are many.
     """
 
     id: str
@@ -139,7 +139,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     key: str = ""
     """The digest of its Idempotency-Key and its tenant; empty: it has none."""
     limits: KeyLimits = NO_LIMITS
-    """Of the key of the API that it comes with."""
+    """Limits of the request's API key."""
 
     @property
     def digest(self) -> str:
@@ -199,9 +199,9 @@ class StoredSubmissions:
     """The part of a run's submissions that survives a restart."""
 
     submissions: tuple[Submission, ...]
-    """Those that are not over, in the order of acceptance."""
+    """Submissions that are not over, in the order of acceptance."""
     bindings: Mapping[str, str]
-    """Group id to submission id; where two terms bound a group, the newer one counts."""
+    """Group id to submission id; if two terms bound a group, the newer one counts."""
     results: tuple[RolloutResult, ...]
     events: tuple[LedgerEvent, ...]
 
@@ -213,7 +213,7 @@ class RolloutView:
     index: int
     status: Status
     result: RolloutResult | None = None
-    """None until an attempt of it has ended."""
+    """None until an attempt has ended."""
     step: int | None = None
     """The training step that it left with."""
     reason: str | None = None
@@ -258,13 +258,13 @@ class PlaceAnswer:
     """tasks that will be played before it; 0 once it is admitted"""
     status: Status
     is_new: bool
-    """false: this very task was accepted before"""
+    """false: this task was accepted before"""
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """The reply to a request: it is accepted whole, or nothing of it is."""
+    """The reply to a request: it is accepted whole, or not at all."""
 
     backlog: Backlog
     places: tuple[PlaceAnswer, ...] = ()
@@ -276,7 +276,7 @@ class SubmitReply:
     refusal: str = ""
     """Why nothing can be accepted now."""
     is_quota: bool = False
-    """What refuses it is a limit of the caller's own key."""
+    """A limit of the caller's own key refuses it."""
     retry_after_s: int | None = None
     """When to send a refused request again; None: waiting does not help."""
     is_too_large: bool = False
@@ -284,5 +284,5 @@ class SubmitReply:
 
     @property
     def new_ids(self) -> frozenset[str]:
-        """The ids of the tasks that were not known before."""
+        """The ids of the new tasks."""
         return frozenset(place.id for place in self.places if place.is_new)

@@ -1,6 +1,6 @@
-"""What a session keeps: its turns, what it is about to sample, and the changes of both.
+"""The records of a session: its turns, the intents to sample one, and the changes of both.
 
-The store holds these records (`service.store.sessions`), and a session's tree is built of them.
+The store has these records (`service.store.sessions`), and a session's tree is built from them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from service.intake.session import Cut, SessionEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """One sampled turn; nothing in it grows with the history before it."""
+    """One sampled turn; its size does not grow with the history before it."""
 
     number: int
     """0, 1, 2, … in the order in which the session's turns were stored."""
     parent: int | None
-    """The number of the turn that it goes on from; None: a conversation begins with it."""
+    """The number of the turn that it continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
-    """Declared in the conversation; empty where there is a parent, whose tools they are."""
+    """Declared in the conversation; empty with a parent, whose tools apply."""
     new_messages: tuple[Message, ...]
     """Messages of the request after the parent's reply; the whole chat if there is no parent."""
     reply: Message
     """The assistant's message, as the client gets it and as a later prompt's history has it."""
     extends_parent: bool
-    """Whether its prompt begins with all ids of the parent; False where the chat was rendered anew,
+    """Whether its prompt begins with all ids of the parent; False if the chat was rendered again,
     and without a parent."""
     new_token_ids: TokenIds
     """[N] int32: what follows the parent's ids in the prompt; else the whole prompt."""
@@ -44,20 +44,20 @@ class SessionTurn:
     num_inserted: int = 0
     """Closing tokens among the new ids that the policy did not sample."""
     break_reason: BreakReason | None = None
-    """Why the chat was rendered anew."""
+    """Why the chat was rendered again."""
     is_malformed: bool = False
-    """A call in it could not be read, or is of no declared tool."""
+    """A call in it could not be read, or names an undeclared tool."""
     is_auxiliary: bool = False
-    """The client said that it is no part of the task."""
+    """The client marked it as outside the task."""
     is_unseen: bool = False
-    """The client was gone before it was answered, and has not asked again."""
+    """The client left before the answer, and has not repeated the request."""
     expert_indices: ExpertIndices | None = None
     cache_salt: str = ""
     replica: str = ""
     request_id: str = ""
     """Id of the HTTP request that it answers; a request that is forwarded again keeps its id."""
     request_digest: str = ""
-    """Equal for an equal request at the same place of the conversation."""
+    """Equal for an equal request at the same point of the conversation."""
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
@@ -79,10 +79,10 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionIntent:
-    """The engine is about to be asked; stored until there is the turn, or there will be none.
+    """A request that the engine samples; stored until the turn is stored, or will not be.
 
-    One that a crash left behind says that a turn may have been sampled which nobody has. It is
-    stored a moment later than the engine is asked: a crash in between leaves none.
+    An intent left by a crash means that a turn may have been sampled and lost. It is stored a
+    moment after the engine's call: a crash in between leaves none.
     """
 
     request_id: str
@@ -90,14 +90,14 @@ class SessionIntent:
     parent: int | None
     """The parent of the turn."""
     policy_version: int | None
-    """Loaded when the engine was asked; None: not known."""
+    """The version that was loaded at the engine's call; None: not known."""
     created_at: float
     """Seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntentAdded:
-    """A second one of the same request replaces the first."""
+    """An intent was stored; a second one for the same request replaces the first."""
 
     session_id: str
     intent: SessionIntent
@@ -105,7 +105,7 @@ class IntentAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntentDropped:
-    """Nothing was sampled for the request."""
+    """An intent was removed, since no turn was sampled for its request."""
 
     session_id: str
     request_id: str
@@ -113,7 +113,7 @@ class IntentDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAdded:
-    """It takes the place of its request's intent."""
+    """A turn was stored; it replaces its request's intent."""
 
     session_id: str
     turn: SessionTurn
@@ -121,7 +121,7 @@ class TurnAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSeen:
-    """The client has been answered with it."""
+    """A client received the turn."""
 
     session_id: str
     number: int
@@ -129,7 +129,7 @@ class TurnSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnUnseen:
-    """The client has not been answered with it."""
+    """The turn was not received by any client."""
 
     session_id: str
     number: int
@@ -137,7 +137,7 @@ class TurnUnseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """The first of a session counts; later ones change nothing."""
+    """The session's group was admitted; the first such change counts."""
 
     session_id: str
     opened_at: float
@@ -146,7 +146,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClaimed:
-    """The first of a session counts."""
+    """A client claimed the session; the first such change counts."""
 
     session_id: str
     name: str
@@ -157,7 +157,7 @@ class SessionClaimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCut:
-    """A request was refused for a limit, or for a context that is full; the newest counts."""
+    """A request was refused for a limit, or for a full context; the newest counts."""
 
     session_id: str
     cut: Cut
@@ -165,7 +165,7 @@ class SessionCut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """Given once; one whose reward was to come may be followed by one in which it has come."""
+    """The session ended; a second change may follow with a reward that was pending."""
 
     session_id: str
     end: SessionEnd

@@ -1,6 +1,6 @@
-"""Trajectories that were sampled elsewhere, as they are taken in. Plain values.
+"""Uploaded trajectories, which were sampled elsewhere, and their groups. Plain values.
 
-They wait in groups of the client's. A group that is complete becomes a submission of its id
+They wait in groups that the client names. A complete group becomes a submission with its id
 (`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers its
 rollouts from the store.
 """
@@ -23,11 +23,11 @@ class PolicyFacts:
     """The facts that hold for everything that is sampled from a run's policy."""
 
     tokenizer_fingerprint: str
-    """Of `actors.environment.rendering.tokenizer_fingerprint`."""
+    """From `actors.environment.rendering.tokenizer_fingerprint`."""
     vocab_size: int | None
     """None: not known."""
     mixture: MixtureShape | None
-    """None where recorded experts cannot be replayed."""
+    """None: recorded experts cannot be replayed."""
     max_context_tokens: int
     """Prompt and reply together."""
     temperature: float
@@ -41,9 +41,9 @@ class Upload:
     """Unique in the run."""
     group: str
     digest: str
-    """Equal for an equal trajectory of an equal group, in whatever format it came."""
+    """Equal for an equal trajectory of an equal group, in either format."""
     content: bytes
-    """Of `service.gateway.upload_content`: a trajectory without an assignment."""
+    """From `service.gateway.upload_content`: a trajectory without an assignment."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -56,23 +56,23 @@ class GroupPolicy:
 
     id: str
     num_members: int | None = None
-    """With so many; None: it is not said."""
+    """It is complete with this number; None: not stated."""
     closes: bool = False
-    """It is with those that are there now."""
+    """It is complete with its current members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadLimits:
-    """The limits of an upload that its items cannot choose."""
+    """The run's limits of an upload."""
 
     oldest_version: int
-    """What an older one sampled can be in no group that is admitted from here on."""
+    """No later group can be admitted with tokens of an older version."""
     newest_version: int
-    """The newest that can have sampled anything."""
+    """The newest version that can have sampled tokens."""
     min_members: int
     max_members: int
     max_waiting_bytes: int
-    """Of all whose group has no place in the window."""
+    """Limit of all trajectories whose group is not in the window."""
 
 
 class UploadRefusal(StrEnum):
@@ -80,12 +80,12 @@ class UploadRefusal(StrEnum):
 
     STALE_POLICY = "stale-policy"
     UNKNOWN_VERSION = "unknown-version"
-    """No policy of that version has been published."""
+    """No policy with this version has been published."""
     ID_CONFLICT = "id-conflict"
     GROUP_CLOSED = "group-closed"
     GROUP_FULL = "group-full"
     GROUP_CONFLICT = "group-conflict"
-    """A task that is none of uploaded trajectories has the group's id."""
+    """A task of another kind has the group's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,9 @@ class UploadGroup:
     id: str
     num_uploaded: int
     num_members: int | None
-    """It is complete with so many; None: not before it is closed."""
+    """It is complete with this number; None: once it is closed."""
     is_closed: bool
-    """It is complete: it can be submitted, and takes no more."""
+    """It is complete: it can be submitted, and accepts no more."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
         """Make the submission of a closed group; always the same one. key_name: of the closing
@@ -129,7 +129,7 @@ class UploadReply:
     """Accepted before, with the same content."""
     rejected: tuple[RefusedUpload, ...] = ()
     groups: tuple[UploadGroup, ...] = ()
-    """All that the request names."""
+    """All groups that the request names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""A run as the page shows it: one tree of JSON, the same of a finished run and of a live one.
+"""The data of a run's page: one tree of JSON, equal in form for a finished and a live run.
 
-Everything that is said in words is said here and in `tables`; the page draws the columns of the
-steps. Pure. Called for report.html, and by the API for the page at `/`.
+This module and `tables` make all texts; the page draws the columns of the steps. Pure. Called for
+report.html, and by the API for the page at `/`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Numbers = dict[str, list[float | int | None]]
 
 
 class Phase(StrEnum):
-    """What a run is doing; the values are shown to users."""
+    """The phase of a run; the values are shown to users."""
 
     REFUSED = "refused"
-    """Its start; tried again."""
+    """The start was refused; it is tried again."""
     STARTING = "starting"
     TRAINING = "training"
     PAUSED = "paused"
-    """It would train, and an operator has paused a part of it."""
+    """It would train, but an operator has paused a part of it."""
     EVALUATING = "evaluating"
     CHECKPOINTING = "writing a checkpoint"
     RECOVERING = "recovering"
@@ -50,21 +50,21 @@ class LiveState:
     phase: Phase
     phase_detail: str
     started_at: float
-    """Seconds since 1970, as all times here."""
+    """Seconds since 1970."""
     checkpoint_step: int
     engines: Mapping[str, int]
-    """The policy version that each engine's replica holds, by its id."""
+    """The policy version of each engine, by the replica's id."""
     engines_expected: int
     queue: QueueStats | None
     """None before the queue has answered."""
     max_items: int
-    """Rollouts that may be in flight."""
+    """Limit of rollouts in flight."""
     max_bytes: int
-    """Of the finished ones that wait for a step."""
+    """Limit of finished rollouts that wait for a step."""
     max_lag: int
     """Versions that rollouts may run ahead."""
     notices: Sequence[str]
-    """The newest, in order."""
+    """The newest notices, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class RunPicture:
     config_text: str
     """The effective configuration, as YAML."""
     after: int = 0
-    """The asker has the steps up to this one."""
+    """The caller has the steps up to this one."""
     live: LiveState | None = None
 
 
@@ -98,7 +98,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
         "outcomes": dict(summary.outcomes),
         "stage_seconds": summary.stage_seconds.by_name(),
         "tiles": [_plain(each) for each in tables.tiles(summary)],
-        # A run that still runs has rollouts in flight, which is not an error.
+        # A live run has rollouts in flight, which is not an error.
         "checks": [
             _plain(each)
             for each in tables.checks(summary, totals)
@@ -129,7 +129,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """[N] each, as `step_numbers`, null where a step does not know it."""
+    """Return the columns of `step_numbers`, [N] each; null if a step does not have the number."""
     columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
         known = step_numbers(record)
@@ -148,7 +148,7 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Round a value to what a figure can show; whole numbers stay whole, so that times do."""
+    """Round a value for a figure; whole numbers stay whole, as times must."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():
@@ -184,7 +184,7 @@ def _plain(value: tables.Tile | tables.Check | tables.Table) -> dict[str, Any]:
 def write_report(
     path: Path, *, summary: RunSummary, history: HistoryLike, config_text: str
 ) -> None:
-    """Write report.html aside and rename it. config_text: the effective configuration, as YAML."""
+    """Write report.html, by renaming. config_text: the effective configuration, as YAML."""
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 

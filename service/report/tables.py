@@ -1,6 +1,6 @@
-"""What a run's numbers say: verdict, checks, tiles, tables and definitions; pure.
+"""The texts of a run's page: verdict, checks, tiles, tables and definitions; pure.
 
-All are values ready for the template. Those of statistics walk their table.
+All are values ready for the template. Those of statistics are made from the table of statistics.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from service.telemetry.records import EvaluationRecord, EvaluationSample, StepRe
 from service.telemetry.summary import AVERAGED_STEPS, Evaluations, RunSummary
 from service.telemetry.totals import RunTotals
 
-# The check that holds at a run's end alone.
+# A check that holds only at a run's end.
 IN_FLIGHT = "nothing in flight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A promise that the run kept, in the words of `name`, or broke, in those of `text`."""
+    """A promise of the run: `name` states it, and `text` says how it was broken."""
 
     name: str
     is_kept: bool
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """A key figure: what it is, how much, and one line of context."""
+    """A key figure with one line of context."""
 
     label: str
     value: str
@@ -46,12 +46,12 @@ class Table:
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """Of text; the first cell of each names it."""
+    """Cells of text; the first one names its row."""
     total: tuple[str, ...] | None = None
-    """The last row, set apart."""
+    """The last row, shown separately."""
     note: str = ""
     is_text: bool = False
-    """Its cells are sentences, which are wrapped over the whole width of the page."""
+    """The cells are sentences, which are wrapped over the whole width of the page."""
 
 
 def verdict(summary: RunSummary) -> str:
@@ -227,7 +227,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
         _fate_table(summary.tokens),
         _counted("Outcomes", "trajectories", summary.outcomes),
         _evaluations("Last evaluations", _last_of_sets(summary.evaluation)),
-        _evaluations("Evaluations that were asked for", summary.evaluation.asked),
+        _evaluations("Requested evaluations", summary.evaluation.asked),
         _stages_table(summary),
         _tokens_table(summary),
         _counted("Why turns opened a new sample", "reason", summary.merge.branches),
@@ -262,8 +262,8 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
                 {name: each.best_known_reward for name, each in step.environments.items()}
                 for step in steps
             ],
-            note="Mean return of the graded trajectories, in parts of the best possible one where "
-            "the environment knows that; over the steps that have some.",
+            note="Mean return of the graded trajectories, as a share of the best possible return "
+            "if the environment knows it; over the steps that have some.",
         ),
     )
 
@@ -271,7 +271,7 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Means over the first and the last steps by name; none where no step has any."""
+    """Return a table of means over the first and the last steps, by name, if there are any."""
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:
@@ -288,7 +288,7 @@ def _early_and_late(
 
 
 def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return by name the mean over the records that know it."""
+    """Return the mean over the records that have a value, by name."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -320,7 +320,7 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
 
 
 def _answers_table(evaluation: Evaluations) -> Table:
-    """The answers to the same held-out tasks in the first and in the last evaluation."""
+    """Return the answers to the same held-out tasks in the first and in the last evaluation."""
     first, last = evaluation.first, evaluation.last
     if first is None or last is None or first == last:
         return Table(caption="Held-out answers", header=(), rows=())
@@ -401,7 +401,7 @@ def _fate_table(tokens: TokenCounts) -> Table:
             if tokens.sampled
         ),
         total=("sampled", units.full_count(tokens.sampled), ""),
-        note="Those of attempts that no step took are included; each token counts under the first "
+        note="Tokens of attempts that no step took are included; each token counts under the first "
         "cause that kept it out of the loss.",
     )
 
@@ -514,17 +514,17 @@ def definitions() -> tuple[tuple[str, str], ...]:
         (
             "Reward",
             "mean return of a step's graded trajectories, divided by the best possible return "
-            "where the environment knows it; first and last are means over five steps.",
+            "if the environment knows it; first and last are means over five steps.",
         ),
         (
             "Memory",
-            "most memory that all processes of the run have held together; a page that they share "
+            "largest memory of all processes of the run together; a page that they share "
             "counts once.",
         ),
         (
             "Evaluation",
-            "mean return over all samples of the held-out tasks (evaluation.samples), scaled "
-            "likewise; never trained on.",
+            "mean return over all samples of the held-out tasks (evaluation.samples), scaled as "
+            "the reward; never trained on.",
         ),
         (
             "Policy version",
@@ -532,7 +532,7 @@ def definitions() -> tuple[tuple[str, str], ...]:
         ),
         (
             "Policy age",
-            "how many versions behind the trainer a token was when it was trained on.",
+            "number of versions that a token was older than the trainer when it was trained on.",
         ),
         (
             "Mismatch",
@@ -550,10 +550,10 @@ def definitions() -> tuple[tuple[str, str], ...]:
         ("Merge ratio", "turns divided by the training samples that they became."),
         (
             "Sampled tokens",
-            "engine output of all attempts, also of those that no step took; \"in the steps' "
+            "engine output of all attempts, also of attempts that no step took; \"in the steps' "
             'trajectories" counts only the others.',
         ),
-        ("Trained tokens", "tokens with a place in the loss."),
+        ("Trained tokens", "tokens in the loss."),
         ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
         ("Loss", help_of("loss")),
         ("Entropy", help_of("entropy_mean")),
@@ -594,7 +594,7 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """Show what waits for a step, and how long each side has waited for the other."""
+    """Show the rollouts that wait for a step, and how long each side has waited."""
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
     mib = 1 << 20

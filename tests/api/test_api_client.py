@@ -141,14 +141,14 @@ def test_what_no_repetition_helps_is_raised_at_once(answer: httpx.Response, word
 
 def test_what_does_not_answer_is_given_up_when_patience_ends() -> None:
     client, pauses = asking(answers(httpx.ConnectError("refused")), patience_s=0.1)
-    with pytest.raises(NoAnswer, match="is the service still there"):
+    with pytest.raises(NoAnswer, match="check that the service is running"):
         client.stop()
     assert pauses == []
     client, _ = asking(answers(problem(503)), patience_s=0.1)
     with pytest.raises(ApiError, match="503"):
         client.stop()
     client, _ = asking(answers(httpx.Response(200, text="<html>welcome")))
-    with pytest.raises(NoAnswer, match="something else than a StopAnswer"):
+    with pytest.raises(NoAnswer, match="did not answer with a StopAnswer"):
         client.stop()
     client, _ = asking(answers(problem(429, **{"retry-after": "1"})))
     with pytest.raises(ApiError, match="429"):

@@ -80,9 +80,9 @@ def test_what_names_no_place_or_a_wrong_one_is_refused_before_the_heavy_imports(
     (tmp_path / "empty").mkdir()
     expected = {
         ("train",): "got no CONFIG",
-        ("train", "--reward", "my.py:score"): "expected --dataset beside it",
-        ("train", "--dataset", "a.jsonl"): "expected --reward beside it",
-        ("train", "--dataset", "", "--reward", "my.py:score"): "expected --dataset beside it",
+        ("train", "--reward", "my.py:score"): "expected --dataset too",
+        ("train", "--dataset", "a.jsonl"): "expected --reward too",
+        ("train", "--dataset", "", "--reward", "my.py:score"): "expected --dataset too",
         ("train", "--resume", str(tmp_path / "no")): "got no config.yaml in it",
         ("train", "nofile.yaml"): "nofile.yaml is not there",
         ("train", config, "--run-dir", ""): "expected",

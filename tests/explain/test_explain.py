@@ -244,9 +244,9 @@ def test_what_cannot_be_explained_is_refused_in_a_sentence(run: PlayedRun, tmp_p
     assert "--step 9 is not in the journal" in refused(place, 9)
     assert "which has steps 1 to 4" in refused(place, 9)
     alone = written(tmp_path / "alone", step_of([]))
-    assert "a journal alone" in refused(alone, 1)
+    assert "only a journal" in refused(alone, 1)
     file = list_files(run.run_dir.journal)[0].path
-    assert "a journal alone" in refused(file, 1)
+    assert "only a journal" in refused(file, 1)
 
 
 @pytest.fixture

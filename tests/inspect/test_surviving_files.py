@@ -204,7 +204,7 @@ def test_steps_in_hand_are_noted_and_steps_beyond_them_fail_the_audit(tmp_path: 
     stored(tmp_path, [], steps=(1,))
     result = audited(tmp_path, *(step_of([], number=number) for number in (1, 2, 3)))
     assert result.unrecorded_steps == (2, 3) and result.offences == ()
-    assert "  note   2 steps not recorded by the run, so not held against it: 2, 3" in describe(
+    assert "  note   2 steps not recorded by the run, so not counted: 2, 3" in describe(
         result, limit=0
     )
     (offence,) = audited(tmp_path, step_of([], number=4)).offences

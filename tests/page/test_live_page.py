@@ -127,5 +127,5 @@ def test_trajectories_are_filtered_and_lead_to_their_tokens(tab: Browser) -> Non
 def test_what_is_not_there_is_said(tab: Browser, tmp_path: Path) -> None:
     go(tab, "trajectories/nobody")
     tab.wait_for("!document.querySelector('.banner').hidden")
-    assert tab.texts(".banner")[0].startswith("the journal holds no trajectory 'nobody'")
+    assert tab.texts(".banner")[0].startswith("the journal has no trajectory 'nobody'")
     tab.complaints.clear()

@@ -60,7 +60,7 @@ async def test_a_supervisor_that_is_not_there_is_said_to_be_missing(
         raise ValueError(f"no actor {name}")
 
     monkeypatch.setattr("ray.get_actor", nobody)
-    with pytest.raises(RunUnavailable, match="the run rayloom-test is not there"):
+    with pytest.raises(RunUnavailable, match="the run rayloom-test is not running"):
         await run_client("rayloom-test").readiness()
 
 
