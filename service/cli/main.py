@@ -642,7 +642,7 @@ def evaluate(
             run = source if source.is_dir() else None
             file = source if run is None else _own_config(run, option="")
             given = _with_model(overrides or [], model)
-            # Loaded without checks of the whole: the options below may be needed for these.
+            # Only with --on: without the options below, the configuration may be invalid.
             section = _evaluation_section(load_config(file, given), on) if on else "evaluation"
             for key, value in (("samples", samples), ("temperature", temperature)):
                 if value is not None:

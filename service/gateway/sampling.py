@@ -33,7 +33,7 @@ from service.intake.turns import SessionTurn
 
 log = logging.getLogger("rayloom.gateway")
 
-# Characters of a text before it is normalised, divided by those after it.
+# Bound on the characters of a text divided by those after its normalisation.
 MOST_CHARACTERS_FACTOR = 4
 
 

@@ -63,7 +63,7 @@ class GatewaySettings:
     finds_parser: bool = False
     """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
     num_ahead: int = 0
-    """Number of versions minus steps when the term began."""
+    """Versions minus steps when the term began."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model; None: not known."""
 

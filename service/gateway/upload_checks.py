@@ -440,7 +440,7 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
-    """Whether turns with equal ids were sampled together, and a token would be trained twice."""
+    """Whether turns with equal ids are the same sampled turn, so that tokens would train twice."""
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())

@@ -315,7 +315,8 @@ class Publisher:
         self._spent_s = self._spent_short_s = 0.0
         """Time of all checks after publications; time of the short ones among them."""
         self._long_s = self._short_s = 0.0
-        """Time of the last check of the text's end, initially the first check's; of its start."""
+        """Time of the last check of the text's end, initially the first check's; of its beginning.
+        """
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
         """Whether the next long check has all of the text; whether the last check failed."""

@@ -150,7 +150,7 @@ class Term:
         """The pool of the one gateway; None in a run without clients."""
         self._is_queue_open = False
         self._num_ahead = 0
-        """Number of versions minus steps when the term began."""
+        """Versions minus steps when the term began."""
         self._loop: Loop | None = None
         self.evaluation_tasks: Sequence[Task] = ()
         """The held-out tasks; empty before the term trains."""
