@@ -1,9 +1,9 @@
 """Named keys of a run's API: their permissions and their tenants. Plain values, no HTTP, no Ray.
 
-Invariant: a raw key is shown once, to who creates it; everything else holds its SHA-256. A key has
-256 random bits, so that a plain digest is as good as a slow one, and finding it in a dict is as
-good as a comparison in constant time: the time that a look-up takes tells about digests, which
-nobody can choose without knowing a key of theirs.
+Invariant: a raw key is shown once, to its creator; only its SHA-256 is stored. A key has 256 random
+bits, so that a plain digest is as safe as a slow one, and a look-up in a dict as safe as a
+comparison in constant time: its duration depends only on digests, and an attacker who does not know
+a key cannot choose a digest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from service.access.names import MARK, own_id, tenant_of, whole_id
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
-"""What every named key begins with, so that scanners of secrets can know one."""
+"""Prefix of every named key, so that scanners of secrets can recognise one."""
 MAX_KEY_CHARACTERS = 512
-"""Of any key that is sent; a session's is its name and 75 characters."""
+"""Of any key in a request; a session's key is its name and 75 characters."""
 MAX_KEYS = 10_000
-"""Of one run, revoked ones included: every replica of the API holds them all."""
+"""Of one run, including revoked ones: every replica of the API has them all in memory."""
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -32,9 +32,9 @@ class Scope(StrEnum):
     """The purpose of a key. A session's own keys are `service.gateway.keys`."""
 
     CLIENT = "client"
-    """Submit, look at what is its tenant's, create sessions and reward them, sample and upload."""
+    """Submit, read its tenant's tasks, create sessions and reward them, sample and upload."""
     ADMIN = "admin"
-    """Everything, of every tenant; stop and control the run; create and revoke keys."""
+    """All of this for every tenant; stop and control the run; create and revoke keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedKey:
-    """A key as the run knows it."""
+    """A key as the run stores it."""
 
     name: str
     """Unique in the run, also after its revocation."""
@@ -77,12 +77,12 @@ class NamedKey:
     """SHA-256 of the key, hexadecimal."""
     scope: Scope
     tenant: str = ""
-    """Whose its tasks and sessions are; empty, for an admin's key alone: the run's own."""
+    """Owner of its tasks and sessions; empty, only for an admin's key: the run's own."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     created_at: float
     """Seconds since 1970, like the next."""
     revoked_at: float | None = None
-    """None: it is in force."""
+    """None: it is valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,14 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose tasks and sessions it is shown; None: every tenant's."""
+        """The tenant whose tasks and sessions are visible to it; None: every tenant's."""
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
         """Return the run's id for an id of this caller.
 
-        An admin may name any tenant's: TENANT~ID, or ~ID for the run's own; with a client's key
-        another tenant's id is one that nothing has.
+        An admin may name any tenant's: TENANT~ID, or ~ID for the run's own. For a client, the id of
+        another tenant becomes an id that does not exist.
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):
@@ -126,7 +126,7 @@ class Caller:
 
 
 def may_see(sees: str | None, tenant: str) -> bool:
-    """Whether what is a tenant's is shown. sees: as `Caller.sees`."""
+    """Whether a tenant's tasks and sessions are visible. sees: as `Caller.sees`."""
     return sees is None or sees == tenant
 
 
@@ -136,7 +136,7 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 of a key, hexadecimal: the key itself is kept nowhere."""
+    """Return the SHA-256 of a key, hexadecimal: the key itself is not stored."""
     return sha256(key.encode()).hexdigest()
 
 
@@ -145,8 +145,8 @@ def check_key(name: str, scope: Scope, tenant: str) -> None:
     for what, text in (("name", name), ("tenant", tenant)):
         if not _NAME.match(text) and (text or what == "name"):
             raise ValueError(
-                f"{what} is {text[:80]!r}, expected letters, digits, '_', '.', '-', 63 at most and "
-                "a letter or digit first"
+                f"{what} is {text[:80]!r}, expected at most 63 letters, digits, '_', '.', '-', "
+                "beginning with a letter or digit"
             )
     if scope is Scope.CLIENT and not tenant:
         raise ValueError(
@@ -163,26 +163,26 @@ class KeyBook:
         self.update(keys)
 
     def update(self, keys: Iterable[NamedKey]) -> None:
-        """Hold these, and no others."""
+        """Replace all keys."""
         self._by_name = {key.name: key for key in keys}
         self._by_digest = {
             key.digest: key for key in self._by_name.values() if key.revoked_at is None
         }
 
     def __len__(self) -> int:
-        """Revoked ones count."""
+        """Return the number of keys, including revoked ones."""
         return len(self._by_name)
 
     def find(self, digest: str) -> NamedKey | None:
-        """Return a key in force by its digest."""
+        """Return a valid key by its digest."""
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:
-        """Whether a key of this name was revoked."""
+        """Whether the key with this name was revoked."""
         key = self._by_name.get(name)
         return key is not None and key.revoked_at is not None
 
     def limits_of(self, name: str) -> KeyLimits:
-        """Return a key's own limits; without limits if there is no such key."""
+        """Return a key's own limits; no limits if there is no such key."""
         key = self._by_name.get(name)
         return NO_LIMITS if key is None else key.limits

@@ -1,14 +1,14 @@
 """Ids of tenants: a tenant's ID is the run's TENANT~ID. Plain strings.
 
-Invariant: no id that a client chooses has the mark in it, so that each tenant has its own ids:
-another tenant can neither take nor discover them. The run's own have no mark.
+Invariant: no id that a client chooses contains the mark, so that each tenant has its own ids:
+another tenant can neither take nor discover them. The run's own ids have no mark.
 """
 
 from __future__ import annotations
 
 MARK = "~"
 WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-"""An id of a caller's own, or one with its tenant."""
+"""A caller's own id, or an id with its tenant."""
 
 
 def whole_id(tenant: str, own: str) -> str:

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
-# Names are those of keys, which are bounded; what is full again is forgotten beyond so many.
+# Beyond this number the oldest bucket is dropped: it has had the most time to fill.
 MAX_BUCKETS = 4096
 
 
 class Rates:
-    """Token buckets by name. Belongs to one event loop; another process counts for itself."""
+    """Token buckets by name. Belongs to one event loop; each process counts separately."""
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -19,9 +19,9 @@ class Rates:
         """By name: the number of tokens left, and the time of that count."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
-        """Take one. Returns: 0, or the whole seconds after which one will be there.
+        """Take a token. Returns: 0, or the whole seconds until there is one.
 
-        per_s: how many come in a second. burst: how many a full bucket has; at least 1 counts.
+        per_s: tokens that are added per second. burst: tokens of a full bucket; at least 1.
         Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.
         """
         now, most = self._now(), max(1.0, burst)
@@ -29,9 +29,8 @@ class Rates:
         left = min(most, left + (now - at) * per_s)
         is_there = left >= 1.0
         if len(self._buckets) >= MAX_BUCKETS and name not in self._buckets:
-            # The oldest: it has had the most time to fill.
             del self._buckets[next(iter(self._buckets))]
-        # Put behind the others, which keeps them in the order of their last use.
+        # Insert it last, so that the buckets stay in the order of their last use.
         self._buckets.pop(name, None)
         self._buckets[name] = (left - 1.0 if is_there else left, now)
         return 0 if is_there else max(1, math.ceil((1.0 - left) / per_s))

@@ -1,8 +1,8 @@
-"""Accepts submissions, shows where they stand, and fills group numbers with them in order.
+"""Accept submissions, show their states, and fill group numbers with them in order.
 
 An acceptance is stored before it is answered, a binding before its group is admitted. A submission
-that is over leaves memory; the store still knows the newest of them.
-One for a process; lives in the supervisor and is called from its event loop alone.
+that is over leaves memory; the store keeps the newest of these.
+There is one per process, in the supervisor, called only from its event loop.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from service.store.submissions import SubmissionStore, offer_of
 from service.store.thread import StoreThread
 
 WAIT_S = 1.0
-# Between a group's binding and the loop's word that the queue has taken it.
+# Between a group's binding and the event that the queue has admitted it.
 ADMISSION_LIMIT_S = 5.0
 MAX_RETRY_AFTER_S = 60
 # Limits for one page of a list: rows in one read of the store, and reads.
 ROWS_PER_READ = 500
 READS_PER_PAGE = 4
-# A larger request has a transaction of its own.
+# A larger request has its own transaction.
 MAX_TASKS_PER_COMMIT = 2048
 _OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
 class SubmissionQueue:
-    """Refuses everything as not ready until `begin_term`."""
+    """The queue of submissions; it refuses all as not ready until `begin_term`."""
 
     def __init__(
         self,
@@ -84,19 +84,19 @@ class SubmissionQueue:
         self._has_news = asyncio.Event()
         self._has_events = asyncio.Event()
         self._cancelling = asyncio.Lock()
-        # Held from the look at the table over the write to the change of the table.
+        # Held from the reading of the table, during the write, until the change of the table.
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
         # Events of the ledger that are in no checkpoint yet, so that the feed does not show them.
-        self._untold: list[LedgerEvent] = []
+        self._unpublished: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
-        """Go on from what is stored, as the owner of this lease."""
+        """Continue from the stored submissions, as the owner of this lease."""
         held = lease.queue_snapshot.groups if lease.queue_snapshot else ()
         groups = [group_id(group.number, replacement=group.replacement) for group in held]
         async with self._changing:
-            self._term, self._untold = lease.term, []
+            self._term, self._unpublished = lease.term, []
             await self._thread.call(self._store.begin_term, lease)
             self._table = await self._thread.call(self._rebuild, groups)
             self._closed_because = ""
@@ -115,7 +115,7 @@ class SubmissionQueue:
 
     @property
     def groups_to_cancel(self) -> list[str]:
-        """Groups in flight whose submission was cancelled; a restored queue has them again."""
+        """Groups in flight whose submissions were cancelled; a restored queue has them again."""
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
@@ -132,8 +132,8 @@ class SubmissionQueue:
         """Accept all or none; a known id with the same content is answered as the first time.
 
         key: the digest of the request's Idempotency-Key and its tenant; empty: it has none. While a
-        task is known that was accepted under it, no other request is. limits: of the key that the
-        requests come with.
+        task that was accepted with it is kept, another request with it is refused. limits: of the
+        request's API key.
         Raises: LeaseLost, StoreError.
         """
         (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
@@ -142,8 +142,8 @@ class SubmissionQueue:
         return answer
 
     async def submit_packed(self, offers: Sequence[bytes]) -> list[bytes | Exception]:
-        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with its own error:
-        what `submit` raises."""
+        """Answer each `Offer` with its `SubmitReply`, both as MessagePack, or with the error that
+        `submit` would raise."""
         answers = await self._submit([_OFFERS.decode(each) for each in offers])
         return [
             each if isinstance(each, Exception) else msgspec.msgpack.encode(each)
@@ -151,7 +151,7 @@ class SubmissionQueue:
         ]
 
     async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer each by itself, in order."""
+        """Answer each offer separately, in order."""
         return await self._thread.finish(self._answer(offers))
 
     async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
@@ -162,7 +162,7 @@ class SubmissionQueue:
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer each as if they came one after the other; store what is new of all at once."""
+        """Answer each as if they came one after the other; store all new tasks in one write."""
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
         try:
@@ -170,7 +170,7 @@ class SubmissionQueue:
             over = await self._ended(digests)
         except StoreError as error:
             return [error] * len(batch)
-        # None: accepted, once it is stored.
+        # None: accepted when it is stored.
         answers: list[SubmitReply | Exception | None] = []
         ahead: list[PackedRequest] = []
         request_keys: dict[str, tuple[str, str]] = {}
@@ -204,7 +204,7 @@ class SubmissionQueue:
         ]
 
     def _accept(self, accepted: Sequence[Submission]) -> dict[str, PlaceAnswer]:
-        """Put what is stored into the table. Returns: by their ids, where they stand."""
+        """Add stored submissions to the table. Returns: their positions, by id."""
         places: dict[str, PlaceAnswer] = {}
         for num_ahead, submission in enumerate(accepted, start=self._table.num_waiting):
             self._table.accept(submission)
@@ -247,10 +247,10 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the tasks of an offer that are to be stored, or the reply that refuses it.
+        """Return the new tasks of an offer, or the reply that refuses it.
 
-        over: the digests of the tasks that are known and over, by id. stored: the digest of the
-        request that was accepted under its key; None: there is none. ahead: tasks that are stored
+        over: the digests of the tasks that are kept and over, by id. stored: the digest of the
+        request that was accepted with its key; None: there is none. ahead: tasks that are stored
         before it.
         """
         if stored not in (None, offer.digest):
@@ -289,18 +289,18 @@ class SubmissionQueue:
         if num_new > capacity:
             return SubmitReply(
                 refusal=(
-                    f"{num_new} new tasks are offered at once, expected at most "
-                    f"{capacity}, for which there is room"
+                    f"got {num_new} new tasks at once, expected at most {capacity}, which an empty "
+                    "backlog can take"
                 ),
                 is_too_large=True,
                 backlog=self.backlog,
             )
         num_waiting = self._table.num_waiting + len(ahead)
-        # For a backlog that is too large in bytes the number of steps that make room is not known.
+        # If the backlog has too many bytes, the number of steps that make room is not known.
         excess = num_waiting + num_new - capacity
         if excess > 0:
             return self._full(
-                f"{num_waiting} tasks wait already and {num_new} more are offered, "
+                f"{num_waiting} tasks wait already, got {num_new} more, "
                 f"expected at most {capacity} together (service.max_waiting_tasks)",
                 excess=excess,
             )
@@ -309,7 +309,7 @@ class SubmissionQueue:
         # If nothing waits, only the size of a body limits what is accepted.
         if num_bytes > most and num_waiting:
             return self._full(
-                f"the tasks that wait and those that are offered are {num_bytes / MIB:.1f} MiB, "
+                f"the waiting and the new tasks are {num_bytes / MIB:.1f} MiB together, "
                 f"expected at most {self._settings.max_waiting_mib} MiB (service.max_waiting_mib)",
                 excess=1,
             )
@@ -334,8 +334,8 @@ class SubmissionQueue:
             num_before = count(name) + num_ahead
             if num_before + num_new > most:
                 refused = self._full(
-                    f"{num_new} more than {num_before} are offered under this key, expected at "
-                    f"most {most} together ({limit} of the key)",
+                    f"this key has {num_before} already, got {num_new} more, expected at most "
+                    f"{most} together ({limit} of the key)",
                     excess=1,
                 )
                 return replace(refused, is_quota=True, is_too_large=num_new > most)
@@ -353,10 +353,10 @@ class SubmissionQueue:
         )
 
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Return a submission's view; None if it was never accepted, was forgotten, or is not
-        shown.
+        """Return a submission's view; None: it was never accepted, is no longer kept, or is not
+        visible.
 
-        sees: the tenant whose tasks are shown; None: every tenant's. Raises: StoreError.
+        sees: the tenant whose tasks are visible; None: every tenant's. Raises: StoreError.
         """
         if not may_see(sees, tenant_of(submission_id)):
             return None
@@ -387,7 +387,7 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Return the views of the submissions that are still known."""
+        """Return the views of the submissions that are still kept."""
         # Submissions that have ended since the rows were read.
         over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]
@@ -405,11 +405,11 @@ class SubmissionQueue:
     async def sessions(
         self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int
     ) -> SessionPage:
-        """Return the sessions after a position, in its order. Raises: StoreError."""
+        """Return the sessions after a position, in order. Raises: StoreError."""
         return await self._thread.call(self._sessions.page, wanted, after=after, limit=limit)
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return the feed's entries after a number, as `read_feed`. Raises: StoreError."""
+        """Return the feed's entries after a number, as `read_feed` does. Raises: StoreError."""
         return await self._thread.call(
             read_feed, self._run_store, after=after, limit=limit, sees=sees
         )
@@ -421,14 +421,14 @@ class SubmissionQueue:
         evict: Callable[[str], Awaitable[bool]],
         sees: str | None = None,
     ) -> SubmissionView | None:
-        """Cancel what no step has taken; returns how it stands then.
+        """Cancel a submission that no step has taken. Returns: its view then; None: as `view`.
 
-        evict: asks the queue to give a group up; False: a step has it, and nothing changes here, or
-        the loop is about to admit it, which is waited for. Nothing changes either for one that is
-        unknown, has left already, or is cancelled. sees: as `view`, whose None it returns.
+        evict: has the queue evict a group; False: a step has it, and nothing changes, or the loop
+        is about to admit it, which is waited for. Nothing changes if the submission is unknown, has
+        left already, or is cancelled. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
-        # One at a time: a second call would find the group evicted by the first, not yet stored.
+        # One at a time: a second call would find the group evicted but not yet stored.
         async with self._cancelling:
             evicted = None
             deadline = asyncio.get_running_loop().time() + ADMISSION_LIMIT_S
@@ -462,11 +462,11 @@ class SubmissionQueue:
             await self._thread.call(self._store.cancel, submission_id, term=term)
             self._table.cancel(submission_id)
             if group is None:
-                await self._let_go([self._table.view(submission_id)])
+                await self._archive([self._table.view(submission_id)])
             return True
 
     async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
-        """Let go of what is over. Args: as SubmissionTable.over. Raises: LeaseLost."""
+        """Remove ended submissions. Args: as in SubmissionTable.over. Raises: LeaseLost."""
 
         async def archive() -> None:
             async with self._changing:
@@ -474,11 +474,11 @@ class SubmissionQueue:
                     last_event_seq=last_event_seq, newest_event_seq=newest_event_seq
                 )
                 if views:
-                    await self._let_go(views)
+                    await self._archive(views)
 
         await self._thread.finish(archive())
 
-    async def _let_go(self, views: Sequence[SubmissionView]) -> None:
+    async def _archive(self, views: Sequence[SubmissionView]) -> None:
         rollout_ids = [
             f"{group}-{rollout.index}"
             for view in views
@@ -497,8 +497,7 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Give as many slots as possible the first tasks of the backlog; wait a moment if it is
-        empty.
+        """Fill open slots with the first tasks of the backlog; wait a moment if it is empty.
 
         Raises: LeaseLost, StoreError.
         """
@@ -531,30 +530,30 @@ class SubmissionQueue:
         ]
 
     def note_rollouts(self, summaries: Sequence[TrajectorySummary]) -> list[RolloutResult]:
-        """Record ended attempts; return the results that are to be stored."""
+        """Record ended attempts; return the results to be stored."""
         results = [RolloutResult.of(summary) for summary in summaries]
         self._table.note_results(results)
         return results
 
     def note_events(self, events: Sequence[LedgerEvent]) -> None:
         self._table.note_events(events)
-        self._untold += [event for event in events if self._table.told_by(event)]
+        self._unpublished += [event for event in events if self._table.told_by(event)]
         if events:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """Return the feed's entries for a checkpoint whose ledger reaches to this event."""
+        """Return the feed's entries for a checkpoint whose ledger ends with this event."""
         entries, now = [], time.time()
-        for event in self._untold:
-            told = self._table.told_by(event) if event.seq <= last_event_seq else None
-            if told is not None:
-                task, result = told
+        for event in self._unpublished:
+            found = self._table.told_by(event) if event.seq <= last_event_seq else None
+            if found is not None:
+                task, result = found
                 entries.append(FeedEntry.of_event(event, task=task, result=result, at=now))
-        self._untold = [event for event in self._untold if event.seq > last_event_seq]
+        self._unpublished = [event for event in self._unpublished if event.seq > last_event_seq]
         return entries
 
     def note_step_seconds(self, seconds: float) -> None:
-        """Record how long a step takes; this estimates when a refused request may be sent again."""
+        """Record the duration of a step, which estimates when a refused request may be repeated."""
         self._step_s = seconds
 
 
@@ -569,7 +568,7 @@ def _independent(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
     for offer in offers:
         own = {item.id for item in offer.tasks}
         if offer.key:
-            # No id has a blank.
+            # No id contains a blank.
             own.add(f"key {offer.key}")
         is_apart = names.isdisjoint(own)
         if batch and not (is_apart and len(names) + len(own) <= MAX_TASKS_PER_COMMIT):

@@ -1,9 +1,9 @@
-"""Accepted submissions that are not over, their backlog, and where each rollout stands; pure.
+"""Accepted submissions that are not over, their backlog, and the state of each rollout; pure.
 
 Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
-grow; a group number whose group was evicted whole is filled with the next submission of the
-backlog, never with the same one again. Rebuilt from the store at the start of each term, then
-updated with what the queue reports. What is over leaves it (`over`, `forget`).
+grow; if a whole group was evicted, its number is filled with the next submission of the backlog,
+never with the same one again. The table is rebuilt from the store at the start of each term, then
+updated with the queue's events. Ended submissions leave it (`over`, `forget`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,10 @@ class _Entry:
 
 
 class SubmissionTable:
-    """Called by the submission queue alone, from one thread."""
+    """The table of a run's submissions; called only by the submission queue, from one thread."""
 
     def __init__(self, policy: OutcomePolicy) -> None:
-        """Create a table. policy: decides which attempts are repeated or dropped, and so do not
-        count.
-        """
+        """Create a table. policy: decides which attempts do not count: repeated or dropped ones."""
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}
@@ -69,11 +67,11 @@ class SubmissionTable:
         return self._entries[submission_id].submission.digest
 
     def num_waiting_of(self, key_name: str) -> int:
-        """Count the submissions of the backlog that came with this key."""
+        """Count the submissions of the backlog with this key."""
         return sum(submission.key_name == key_name for submission in self._backlog)
 
     def num_open_sessions_of(self, key_name: str) -> int:
-        """Sessions that came with this key, and wait or are open."""
+        """Count the sessions with this key that wait or are open."""
         own = [
             entry
             for entry in self._entries.values()
@@ -85,8 +83,8 @@ class SubmissionTable:
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
-        """Put a stored submission, which is behind all others, at the end of the backlog; a
-        cancelled one is only remembered."""
+        """Add a stored submission, the newest, at the end of the backlog; only remember a cancelled
+        one."""
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
@@ -94,7 +92,7 @@ class SubmissionTable:
             self._waiting_bytes += submission.num_bytes
 
     def next_waiting(self, count: int) -> list[Submission]:
-        """Return the first `count` of the backlog; they stay in it until they are bound."""
+        """Return the first `count` submissions of the backlog; they stay in it until bound."""
         return self._backlog[:count]
 
     def bind(self, submission_id: str, group_id: str) -> None:
@@ -120,7 +118,7 @@ class SubmissionTable:
         self._leave_backlog(entry)
 
     def cancelled_groups(self) -> list[str]:
-        """Groups of cancelled submissions of which a rollout has not left."""
+        """Return the groups of cancelled submissions with a rollout that has not left."""
         return [
             group_id
             for group_id, entry in self._by_group.items()
@@ -128,7 +126,7 @@ class SubmissionTable:
         ]
 
     def note_results(self, results: Iterable[RolloutResult]) -> None:
-        """Attempts that ended; the newest of a rollout counts."""
+        """Record ended attempts; the newest of each rollout counts."""
         for result in results:
             entry, index = self._find(result.rollout_id)
             if entry is not None:
@@ -156,15 +154,15 @@ class SubmissionTable:
         return entry.submission.id, entry.results.get(index)
 
     def is_admitted(self, submission_id: str) -> bool:
-        """Whether the queue is known to have taken its group."""
+        """Whether the queue is known to have admitted its group."""
         return self._entries[submission_id].admitted_seq is not None
 
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
-        """Return the ended views of submissions that no rollout can be played of any more.
+        """Return the views of submissions whose rollouts can no longer be played again.
 
-        last_event_seq: the newest ledger event that the run cannot go back before.
-        newest_event_seq: of the newest checkpoint. A submission whose rollouts were evicted up to
-        it without a step is over unless an older checkpoint's queue holds it: while no step is
+        last_event_seq: the newest ledger event that no return to a checkpoint can undo.
+        newest_event_seq: that of the newest checkpoint. A submission whose rollouts were evicted up
+        to it without a step is over unless an older checkpoint's queue has it: while no step is
         trained, nothing else limits their number.
         """
         return [
@@ -217,7 +215,7 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Whether the attempt was the last: what is dropped is repeated, or leaves at once."""
+        """Whether the attempt was the last: a dropped one is repeated, or leaves at once."""
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -236,9 +234,7 @@ class SubmissionTable:
 
 @lru_cache(maxsize=256)
 def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
-    """Return the rollouts of a submission without a group: shared, so that an answer has them
-    once.
-    """
+    """Return the rollouts of a submission without a group; cached, so that they are shared."""
     status = Status.CANCELLED if is_cancelled else Status.QUEUED
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
@@ -251,7 +247,7 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Whether it was admitted after the one event and evicted, without a step, up to the other."""
+    """Whether it was admitted after the first event and evicted, without a step, by the second."""
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
     has_left = len(entry.exits) == entry.submission.num_samples
@@ -262,12 +258,11 @@ def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bo
 def rebuild(
     policy: OutcomePolicy, stored: StoredSubmissions, *, held_groups: Iterable[str] = ()
 ) -> SubmissionTable:
-    """Rebuild the table of a run that starts again. held_groups: those that the restored queue
-    holds.
+    """Rebuild the table at the start of a term. held_groups: the groups of the restored queue.
 
-    A binding whose group was never admitted is void: its submission is in the backlog again, at its
-    old position. Rollouts that had not left the ledger are played again, so that their results so
-    far are void too.
+    A binding whose group was never admitted is void: its submission returns to the backlog, at its
+    old position. Rollouts that had not left the ledger are played again, so their results are void
+    too.
     """
     table = SubmissionTable(policy)
     for submission in stored.submissions:
@@ -289,7 +284,7 @@ def _position(submission: Submission) -> int:
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
     found = {item.status for item in rollouts}
-    # A step that had it when the queue was lost may have trained it all the same.
+    # A step that had it when the queue was lost may have trained it nevertheless.
     if is_cancelled and Status.TRAINED not in found:
         return Status.CANCELLED
     for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):

@@ -1,8 +1,8 @@
 """A step's gradient, split by trajectory: recomputed from the journal and a checkpoint; no Ray.
 
-The journal has what was trained (samples, advantages), the merge side's own functions give the rows
-their loss weights, and one rank of the trainer computes them with the trainer's own loss, in this
-process. Only reads. Called by `rayloom explain`.
+The journal has the trained samples and advantages, the merge actor's functions give the rows their
+loss weights, and one rank of the trainer computes them with the trainer's loss, in this process. It
+only reads. Called by `rayloom explain`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from service.config.tree import Config
 from service.explain.source import StepSource
 
 _STORE_TIMEOUT_S = 60.0
-# No group is admitted here: whatever the step trained is looked at.
+# Accept everything that the step trained: no group is admitted here.
 _ANY_LAG = 2**30
 
 
@@ -48,14 +48,14 @@ class Share:
     norm: float
     """|g|."""
     share: float
-    """g . G / |G|^2; those of all trajectories add up to 1. NaN where G is 0 or not finite."""
+    """g . G / |G|^2; the shares of all trajectories add up to 1. NaN if G is 0 or not finite."""
     cosine: float
     """g . G / (|g| |G|); NaN as for share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """A trained trajectory, and what it brought to the update."""
+    """A trained trajectory, and its part of the update."""
 
     entry: TrajectoryEntry
     share: Share
@@ -67,7 +67,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContribution:
-    """A group, and what its trained trajectories brought together."""
+    """A group, and the part of its trained trajectories together."""
 
     group_id: str
     task_id: str
@@ -77,14 +77,14 @@ class GroupContribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A step's update, split by who made it."""
+    """A step's update, split by trajectory and by group."""
 
     source: StepSource
     replayed_steps: int
-    """Trained again from the journal, to come from the checkpoint's weights to the step's own."""
+    """Steps trained again from the journal, from the checkpoint's weights to the step's."""
     device: str
     grad_norm: float
-    """Recomputed, before clipping; the mean over the step's finite updates, as it is recorded."""
+    """Recomputed, before clipping; the mean over the step's finite updates, as in the record."""
     num_updates: int
     trajectories: tuple[Contribution, ...]
     groups: tuple[GroupContribution, ...]
@@ -159,7 +159,7 @@ def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
     try:
         rank = TrainerRank(settings, rank=0, store=store)
     except (OSError, NotImplementedError) as error:
-        # A rank joins its group before it looks for its model.
+        # A rank joins its process group before it loads its model.
         dist.destroy_process_group()
         raise ConfigError(f"explain: the model {settings.model} cannot be used: {error}") from error
     try:
@@ -214,9 +214,7 @@ def _trajectories(
     *,
     own: Mapping[str, float],
 ) -> tuple[Contribution, ...]:
-    """Describe the trajectories. own: by trajectory, as `own_shares`; 1 for those that are
-    absent.
-    """
+    """Describe the trajectories. own: `own_shares` by trajectory; 1 if absent."""
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
         for entry, part in zip(entries, update.rows, strict=True):
@@ -291,11 +289,11 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known)
 
 
-# How far a trajectory's advantage rests on one other member of its group; pure.
+# How much a trajectory's advantage depends on one other member of its group; pure.
 #
 # One wrong reward moves its group's baseline, and with it the advantages of all members: their
-# gradients are large although nothing is wrong with them. What stays of an advantage whichever
-# other member is left out tells the two apart. Called by `recompute`.
+# gradients are large although nothing is wrong with them. The part of an advantage that stays
+# whichever other member is left out distinguishes these cases.
 # With one member left there is nothing to compare with.
 _SMALLEST = 3
 

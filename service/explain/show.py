@@ -14,7 +14,7 @@ from service.explain.recompute import Contribution, Explanation, GroupContributi
 from service.inspect.view import advantage, number
 from service.visible import visible_text
 
-# Of the recorded norm. The order of addition alone is 1e-5 in float32, and 1e-2 in bfloat16.
+# Share of the recorded norm. The order of addition alone changes 1e-5 in float32, 1e-2 in bfloat16.
 AGREES_WITHIN = 0.02
 _COLUMNS = (
     "trajectory",
@@ -32,9 +32,9 @@ _ROW = TypeVar("_ROW", Contribution, GroupContribution)
 
 
 def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
-    """Sort by size, largest first, and before them those that are not finite: one ruins an update.
+    """Sort by size, largest first, after any that are not finite: one of these ruins an update.
 
-    Groups have no other size than their norm.
+    Groups are always sorted by share or norm.
     """
 
     def key(row: _ROW) -> float:
@@ -49,7 +49,7 @@ def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
 
 
 def describe(found: Explanation, *, by: Order, top: int) -> str:
-    """Lines for a person: the weights, both norms, the first groups and trajectories."""
+    """Return lines for people: the weights, both norms, the first groups and trajectories."""
     step = found.source.step.step
     shown = ranked(found.trajectories, by)[:top]
     lines = [
@@ -68,7 +68,7 @@ def describe(found: Explanation, *, by: Order, top: int) -> str:
         ),
         "",
         *_legend(found, by),
-        f"look at one: rayloom inspect {found.source.run} {_id(shown[0].entry)}",
+        f"to see one: rayloom inspect {found.source.run} {_id(shown[0].entry)}",
     ]
     return "\n".join(lines)
 
@@ -86,8 +86,7 @@ def notes(found: Explanation) -> list[str]:
         lines.append("the critic's own update is not in these numbers")
     if source.is_of_older_term:
         lines.append(
-            "the run went on in a later term, whose settings these are: the step may have had "
-            "others"
+            "the settings are those of a later term of the run: the step may have had others"
         )
     return lines
 
@@ -125,14 +124,14 @@ def _weights(found: Explanation) -> str:
     source = found.source
     step, behind = source.step.step, source.num_behind
     if not behind:
-        return f"exactly those that step {step} began with"
+        return f"exactly those at the start of step {step}"
     if found.is_exact:
         return f"and {_plural(behind, 'step')} trained again from the journal"
     whole = len(source.between) == behind
     remedy = "; --replay trains them again first" if whole else ""
     return (
-        f"of step {source.weights_step}: {_plural(behind, 'step')} before those that step {step} "
-        f"began with{remedy}"
+        f"of step {source.weights_step}: {_plural(behind, 'step')} older than those at the start "
+        f"of step {step}{remedy}"
     )
 
 
@@ -144,7 +143,7 @@ def _norms(found: Explanation) -> str:
     if abs(now - then) <= AGREES_WITHIN * then:
         return f"{both}: they agree"
     why = "other settings, or another machine's arithmetic" if found.is_exact else "other weights"
-    return f"{both}: THEY DIFFER ({why}); the order below is of the recomputed one"
+    return f"{both}: THEY DIFFER ({why}); the table below uses the recomputed gradient"
 
 
 def _legend(found: Explanation, by: Order) -> list[str]:
@@ -185,7 +184,7 @@ def _shown(share: Share) -> tuple[str, str, str]:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns two spaces apart; the first and the last to the left."""
+    """Align columns, two spaces apart; the first and the last to the left."""
     cut = [
         tuple(cell[: _WIDTHS.get(name)] for cell, name in zip(row, header, strict=True))
         for row in rows

@@ -1,6 +1,6 @@
-"""Where a step is recomputed from: its journal file, a checkpoint before it, its record; read only.
+"""The sources for recomputing a step: its journal file, an earlier checkpoint, its record.
 
-Called by `rayloom explain`.
+Reads only. Called by `rayloom explain`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from service.telemetry.records import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSource:
-    """A step, and the weights that there are nearest before it."""
+    """A step, and the nearest weights before it."""
 
     run: Path
     """As the user named it."""
     config: Config
     model: str
-    """What training started from."""
+    """The model that training started from."""
     step: JournalStep
     checkpoint: Path | None
     """None: the model that training started from."""
     weights_step: int
-    """Steps done by these weights."""
+    """Number of steps that these weights have been trained."""
     between: tuple[JournalFile, ...]
-    """The journal's files of the steps after them and before the step; fewer than `num_behind`
-    where some are gone."""
+    """The journal's files of the steps between these weights and the step; fewer than `num_behind`
+    if some are gone."""
     recorded_grad_norm: float
     """The step's recorded gradient norm before clipping; NaN if it has none."""
     is_of_older_term: bool
-    """Whether the run went on since, so that its settings may be others now."""
+    """Whether the run was resumed since, so that its settings may have changed."""
 
     @property
     def num_behind(self) -> int:
@@ -54,14 +54,13 @@ class StepSource:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "
                 f"{self.step.step - 1}, got {len(self.between)} of {self.num_behind}; leave it "
-                "out, and the gradient is computed at the weights of step "
-                f"{self.weights_step}"
+                f"out, to compute the gradient at the weights of step {self.weights_step}"
             )
         return tuple(load_step(file.path) for file in self.between)
 
 
 def find_source(run: Path, number: int) -> StepSource:
-    """Find what a step can be recomputed from. Raises: ConfigError."""
+    """Find the sources for recomputing a step. Raises: ConfigError."""
     journal = open_journal(run)
     run_dir = journal.run_dir
     if run_dir is None or not journal.has_database:
@@ -103,8 +102,8 @@ def _journal_step(journal: OpenJournal, number: int) -> JournalStep:
     step = load_step(file.path)
     if not any(entry.reason is None for entry in step.entries):
         raise ConfigError(
-            f"explain: step {number} trained nothing, expected one that trained a trajectory; "
-            f"`rayloom inspect {journal.place} --step {number}` says why each was left out"
+            f"explain: step {number} trained nothing, expected a step that trained a trajectory; "
+            f"`rayloom inspect {journal.place} --step {number}` shows why each was left out"
         )
     return step
 

@@ -1,8 +1,8 @@
-"""What one step's trajectories look like, as numbers: columns made of the journal's record alone.
+"""Describe one step's trajectories as columns of numbers, made only from the journal's record.
 
-No tokenizer is needed: lengths, repetition and copying are counted in tokens. Columns of the newest
-hundred steps are kept, so they are small. Called by `detector`'s callers: the recorder of a run and
-`rayloom inspect --hacking`.
+No tokenizer is needed: lengths, repetition and copying are counted in tokens. The columns are
+small, since those of the newest hundred steps are kept. Called by the recorder of a run, through
+`hacking_watch`, and by `rayloom inspect --hacking`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# Of a step, whole groups: five steps of so many tell a share to within three points.
+# From a step, in whole groups: five steps of this size give a share to within three points.
 MAX_TRAJECTORIES = 256
-# Runs of so many tokens are compared: shorter ones come again in any text.
+# Lengths of compared runs of tokens: shorter runs recur in any text.
 REPEATED_RUN, COPIED_RUN = 4, 6
-# Shorter texts have no runs to speak of.
+# Shorter texts have too few runs.
 MIN_REPEATED_TOKENS, MIN_COPIED_TOKENS = 16, 8
 MOST_OF_PROMPT = 0.3
-# Beyond it texts are cut.
+# Longer texts are cut.
 MAX_TOKENS = 4096
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -47,18 +47,18 @@ class StepFeatures:
     """Equal for trajectories of one task."""
     group: Ints
     reward: Floats
-    """The return, in parts of the best possible one where the environment knows that."""
+    """The return, as a share of the best possible return if the environment knows it."""
     is_graded: Bools
-    """Its return is a score: it was not cut off before one."""
+    """The return is a score: the trajectory was not cut off before one."""
     num_tokens: Ints
-    """That were sampled."""
+    """Number of sampled tokens."""
     num_turns: Ints
     answer: Ints
     """Equal for equal answers, ignoring case and spaces if the environment reports the answer."""
     is_malformed: Bools
-    """Its last turn was called malformed, or has nothing but a stop token."""
+    """The last turn is malformed, or has only a stop token."""
     last_reward: Floats
-    """Of its last turn."""
+    """Reward of the last turn."""
     repeated: Floats
     """The share of a turn's runs of tokens that occurred earlier in the same turn, for the turn
     with the largest share; 0 for a short text. Calls of tools have the same markup in each turn."""
@@ -67,12 +67,12 @@ class StepFeatures:
     and if they are less than MOST_OF_PROMPT of that prompt: a question may contain its answer.
     """
     components: Mapping[str, Floats]
-    """By name; NaN where a trajectory has none of it."""
+    """By name; NaN if a trajectory lacks the component."""
     verified: Floats
-    """What the shadow verifier said, 1 or 0; NaN where it was not asked, or did not say."""
+    """The shadow verifier's verdict, 1 or 0; NaN without a verdict."""
     num_missing: int
-    """Members of the groups that are not in the step, by their numbers and how many most groups
-    have."""
+    """Number of groups' members that are not in the step, by the members' numbers and the size of
+    most groups."""
 
     @property
     def num_trajectories(self) -> int:
@@ -85,7 +85,7 @@ class StepFeatures:
 
 
 def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
-    """Describe a step, each environment by itself, in the order of their names."""
+    """Describe a step, each environment separately, in the order of their names."""
     found: dict[str, list[Trajectory]] = {}
     for entry in step.entries:
         found.setdefault(entry.trajectory.environment, []).append(entry.trajectory)
@@ -93,7 +93,7 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Whole groups, at most MAX_TRAJECTORIES; chosen by their ids, the same each time."""
+    """Return whole groups, at most MAX_TRAJECTORIES; chosen by their ids, the same each time."""
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
     groups: dict[str, list[Trajectory]] = {}

@@ -1,9 +1,9 @@
 """The audit's records in a run's directory: findings of reward hacking, and verdicts.
 
-`hacking.jsonl`, one record a line; only the newest verdicts, so that it is bounded. The journal has
-everything else: only a verdict cannot be obtained again, as the user's verifier may have changed by
-then. Written by the recorder of a run, read by it when the run continues and by `rayloom inspect
---hacking`.
+`hacking.jsonl` has one record in each line, and only the newest verdicts, so that it is bounded.
+The journal has everything else: only a verdict cannot be computed again, as the user's verifier may
+have changed. Written by the recorder of a run; read by it when the run continues, and by `rayloom
+inspect --hacking`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from service.telemetry.findings import Finding
 
 FILE = "hacking.jsonl"
-# Verdicts of some thousand steps; a journal keeps fewer.
+# Verdicts of about a thousand steps; a journal keeps fewer.
 MAX_BYTES = 2**22
 Place = tuple[int, int]
 """A step, and the term that played it."""
@@ -70,7 +70,7 @@ def _leave_out_old_verdicts(path: Path) -> None:
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
     """Read the records of the surviving steps; an incomplete line is left out.
 
-    surviving: the steps of the journal, with their terms; of older ones all lines count.
+    surviving: the steps of the journal, with their terms; for older steps all lines count.
     Raises: OSError.
     """
     file = run_dir / FILE

@@ -20,14 +20,14 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HackingAudit:
-    """steps: of each its parts, one an environment."""
+    """steps: for each step its parts, one for each environment."""
 
     steps: tuple[tuple[StepFeatures, ...], ...]
     findings: tuple[Finding, ...]
 
 
 def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> HackingAudit:
-    """Audit a journal. verify: a shadow verifier that replaces the verdicts that the run has kept.
+    """Audit a journal. verify: a shadow verifier instead of the run's kept verdicts.
 
     Raises: ConfigError for a file that cannot be read; OSError.
     """

@@ -1,8 +1,8 @@
-"""A user's second verifier, asked about a sample of a step's trajectories; no reward comes of it.
+"""A user's second verifier, which checks a sample of a step's trajectories and gives no reward.
 
 It is a reward function as `actors.environment.reward_functions` calls one, with the task's columns
-and the last reply. Which trajectories are asked about follows from their ids. A score that cannot
-be had is none, never a refusal. In a run it has a process of its own, as it is the user's code.
+and the last reply. The sample depends on the trajectories' ids. A missing score is not an error. In
+a run it has a separate process, since it is the user's code.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from service.config.tree import Config
 from service.config.trial import load_shadow
 
 VERIFIED = 0.5
-"""From this score on."""
+"""Smallest score that verifies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
-    """by_id: whether it was verified. problem: of one that is missing; empty: none is."""
+    """by_id: whether each was verified. problem: why a verdict is missing; empty: none is."""
 
     by_id: Mapping[str, bool]
     problem: str = ""
 
 
 class ShadowVerifier:
-    """Called from one thread at a time."""
+    """The loaded verifier; called from one thread at a time."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The audit for reward hacking as text: a line a step, and what stands out."""
+"""The audit for reward hacking as text: a line for each step, and the findings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MEANING = (
     "equal: share of the most frequent answer"
 )
 _CLOSING = (
-    "these patterns are new in the run and earn, or are never right; whether they are wanted, the "
-    "run cannot know (docs/hacking.md)"
+    "these patterns are new in the run and earn reward, or are always wrong; the run cannot decide "
+    "whether they are wanted (docs/hacking.md)"
 )
 
 
@@ -38,8 +38,8 @@ def describe(journal: OpenJournal, found: HackingAudit, *, limit: int) -> list[s
     lines.append("")
     if not found.findings:
         too_few = len(found.steps) < RECENT_STEPS + MIN_EARLIER_STEPS
-        least = f"; {RECENT_STEPS + MIN_EARLIER_STEPS} steps are the least" if too_few else ""
-        return [*lines, f"nothing stands out in {len(found.steps)} steps{least}"]
+        least = f"; at least {RECENT_STEPS + MIN_EARLIER_STEPS} are needed" if too_few else ""
+        return [*lines, f"no pattern was found in {len(found.steps)} steps{least}"]
     for finding in found.findings:
         lines += _of_finding(journal, finding)
     return [*lines, "", _CLOSING]

@@ -1,8 +1,8 @@
-"""The newest steps of one environment beside its earlier ones, as columns; what is compared, how.
+"""The newest steps of one environment and its earlier ones, as columns, and their comparison.
 
-A pattern is a mark on some trajectories. Compared are its share in the newest steps with its share
-in the run's own earlier ones, and what marked trajectories earn with what others of their group
-do. Pure; called by `patterns`.
+A pattern is a mark on some trajectories. Its share in the newest steps is compared with that in the
+run's earlier steps, and the reward of marked trajectories with that of others in their group. Pure;
+called by `patterns`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 
 from service.hacking.features import Bools, Floats, Ints, StepFeatures
 
-# Steps that are looked at as now. Fewer are noise, more are late.
+# Number of newest steps: fewer are noisy, more find patterns later.
 RECENT_STEPS = 5
-# Before so many earlier steps nothing is known of what is usual in the run, …
+# Smallest number of earlier steps from which the usual values are known.
 MIN_EARLIER_STEPS = 8
-# … and those that lie further back are forgotten: what a run has grown into is usual at last.
+# Older steps are dropped, so that slow changes become usual.
 EARLIER_STEPS = 100
-# Trajectories in the newest steps, without which a share says nothing.
+# Smallest number of trajectories in the newest steps for a share.
 MIN_TRAJECTORIES = 40
-# Groups with both kinds of members, without which nothing is said of what pays within one.
+# Smallest number of groups with both kinds of members for a gain.
 MIN_MIXED_GROUPS = 4
-# Spreads of the earlier steps' values beyond which a newer value is none of them. At four, a chance
-# in some 30,000 for a normal spread, over hundreds of steps and ten patterns.
+# A newer value that is this number of spreads from the earlier ones is new. At four, the chance is
+# about 1 in 30,000 for a normal spread, over hundreds of steps and ten patterns.
 NUM_SPREADS = 4.0
-# From the median deviation to a standard deviation, of a normal spread.
+# Factor from the median deviation to the standard deviation, for a normal spread.
 MAD_TO_SD = 1.4826
 
 
@@ -40,11 +40,11 @@ class Gain:
     error: float
     """Standard error of the mean, over groups."""
     num_groups: int
-    """With both."""
+    """Groups with both kinds of members."""
 
 
 class Window:
-    """N trajectories of the newest steps and of those before them."""
+    """N trajectories of the newest steps and of the steps before them."""
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:
         """Make a window. steps: of one environment, in order."""
@@ -82,12 +82,12 @@ class Window:
 
     @cached_property
     def num_rollouts(self) -> Ints:
-        """[number of steps], with those that failed."""
+        """[number of steps], including those that failed."""
         return np.array([each.num_trajectories for each in self.steps]) + self.num_missing
 
     @cached_property
     def group(self) -> Ints:
-        """Groups of two steps are never one."""
+        """[N], codes of groups; groups of different steps have different codes."""
         return np.concatenate([each.group for each in self.steps]) ^ (self.place << 40)
 
     def floats(self, name: str) -> Floats:
@@ -110,7 +110,7 @@ class Window:
 
     @cached_property
     def scale(self) -> float:
-        """The spread of returns: of all but a few, or of half of all if most are equal."""
+        """The spread of returns without extremes; if most are equal, half of the whole spread."""
         known = self.reward[self.is_graded]
         if not known.size:
             return 0.0
@@ -131,14 +131,12 @@ class Window:
             return sums / counts
 
     def recent_mean(self, values: Floats, among: Bools) -> float:
-        """NaN for none."""
+        """Return the mean over the newest steps; NaN if there are no values."""
         chosen = values[among & self.is_recent]
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gain(self, mark: Bools) -> Gain | None:
-        """Return the gain; None if the newest steps have too few groups with marked and unmarked
-        ones.
-        """
+        """Return the gain; None if the newest steps have too few groups with both kinds."""
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
         _, codes = np.unique(groups, return_inverse=True)
@@ -158,8 +156,7 @@ class Window:
         return Gain(mean=float(differences.mean()), error=error, num_groups=number)
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
-        """Return the step since which values are nearer to their present value than to their former
-        one.
+        """Return the step from which values are nearer to `now` than to `before`.
 
         values: [number of steps]. One step may be an exception.
         """
@@ -177,16 +174,16 @@ class Window:
 
 
 def noise(values: Floats) -> float:
-    """Robust spread of earlier steps' values about their trend; NaNs are left out.
+    """Return the robust spread of earlier steps' values about their trend, without NaNs.
 
-    Of the differences of neighbours, whose variance is twice that of one.
+    It is made from the differences of neighbours, whose variance is twice that of one value.
     """
     steps = np.diff(values[~np.isnan(values)])
     return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")
 
 
 def usual(values: Floats) -> tuple[float, float]:
-    """Median and robust spread of earlier steps' values; NaNs are left out."""
+    """Return the median and robust spread of earlier steps' values, without NaNs."""
     known = values[~np.isnan(values)]
     if not known.size:
         return float("nan"), float("nan")

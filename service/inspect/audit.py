@@ -1,4 +1,4 @@
-"""Every check over every trajectory of a journal; what it found, as text and as an exit code.
+"""Run every check over every trajectory of a journal; report the result as text.
 
 Steps are read one after the other, so that memory does not grow with the run. Called by
 `rayloom inspect --audit`.
@@ -36,16 +36,16 @@ class Check(StrEnum):
 
     LOGPROBS = "every sampled token has a finite log-probability"
     SAMPLED = "every trained token was sampled"
-    HANDED_OUT = "each token to be trained has an advantage, and what is not in the loss has none"
+    HANDED_OUT = "each token in the loss has an advantage, and no other token has one"
     PACKED = "the packed rows train as many tokens as were handed out"
     MALFORMED = "no malformed trajectory has a positive reward"
     AGE = "no trained token is older than the policy-age bound"
-    BASELINE = "a baseline holds each member's return, capped or as it is"
-    ADVANTAGES = "advantages are what the group's returns give"
+    BASELINE = "a baseline has each member's return, capped or unchanged"
+    ADVANTAGES = "advantages follow from the group's returns"
     ZERO_SUM = "the advantages of a group add up to 0"
-    ADMITTED = "group statistics come of every admitted rollout"
-    LEDGER = "journal and ledger agree on what was trained"
-    BEGUN = "every step is one that the run has begun"
+    ADMITTED = "group statistics include every admitted rollout"
+    LEDGER = "journal and ledger agree on the trained rollouts"
+    BEGUN = "the run has begun every step"
     ONCE = "no rollout is trained twice"
 
 
@@ -53,8 +53,8 @@ class Check(StrEnum):
 class Offence:
     """A finding of a check.
 
-    subject: a trajectory, group or step by name. is_explained: the rules allow it, but it is worth
-    knowing; such a finding does not fail an audit.
+    subject: a trajectory, group or step by name. is_explained: the rules allow it; it is shown, but
+    does not fail an audit.
     """
 
     check: Check
@@ -64,14 +64,14 @@ class Offence:
     is_explained: bool = False
 
 
-_NO_DATABASE = "there is no rayloom.db beside the journal"
-_NO_RULE = "not a function of the group's returns alone"
+_NO_DATABASE = "there is no rayloom.db next to the journal"
+_NO_RULE = "they do not depend only on the group's returns"
 _SHAPED = "returns may be shaped; each is finite"
 # The checks that need the run's database, and those that need advantages that depend only on
 # returns.
 _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DATABASE)
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
-# Steps that a note names.
+# Number of steps that a note lists.
 _MAX_NAMED_STEPS = 8
 # The current step, and the one before it while the engines load its version.
 MAX_UNRECORDED = 2
@@ -81,9 +81,9 @@ MAX_UNRECORDED = 2
 class Audit:
     """The result of an audit.
 
-    unchecked: why a check could not be made. missing_steps: recorded by the run and to be kept, but
-    without a file. unrecorded_steps: with a file, but unfinished or interrupted. refused_steps:
-    those whose update the trainer refused; nothing of them counts as trained.
+    unchecked: why a check could not be made. missing_steps: recorded by the run and within the kept
+    range, but without a file. unrecorded_steps: with a file, but unfinished or interrupted.
+    refused_steps: their updates were refused by the trainer, so that they trained nothing.
     """
 
     num_steps: int
@@ -155,7 +155,7 @@ class _Auditor:
     def check(self, step: JournalStep) -> Iterator[Offence]:
         for entry in step.entries:
             for offence in check_trajectory(step, entry):
-                # An advantage that is no number may be why the update was refused.
+                # An advantage that is not finite may be why the update was refused.
                 is_why = offence.check is Check.ADVANTAGES and is_refused(self._journal, entry)
                 yield replace(offence, is_explained=is_why)
         yield from self._check_once(step)
@@ -181,7 +181,7 @@ class _Auditor:
             if before is not None:
                 yield _once(step, rollout_id, f"trained in step {before} already")
             if count > 1:
-                yield _once(step, rollout_id, f"stands {count} times in the step")
+                yield _once(step, rollout_id, f"is in the step {count} times")
         self._trained_at |= dict.fromkeys(trained, step.step)
 
 
@@ -226,7 +226,7 @@ def _check_sample(sample: Sample) -> Iterator[tuple[Check, str]]:
     if unsampled.size:
         yield (
             Check.SAMPLED,
-            f"{unsampled.size} tokens to be trained that nobody sampled, the first at "
+            f"{unsampled.size} tokens to be trained that were not sampled, the first at "
             f"{unsampled[0]}",
         )
 
@@ -282,7 +282,7 @@ def _worst_completed(step: JournalStep, group: int) -> float:
         for entry in step.entries
         if entry.trajectory.group_number == group
         and entry.trajectory.outcome is Outcome.COMPLETED
-        # An entry that does not fit the model has a problem; one with no token to train has none.
+        # An entry that does not fit the model has a problem; one without a trained token has none.
         and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
     ]
     return min(filter(math.isfinite, returns), default=math.inf)
@@ -297,7 +297,7 @@ def _check_age(step: JournalStep, entry: TrajectoryEntry) -> Iterator[tuple[Chec
         worst = bad[np.argmax(np.abs(bad))]
         yield (
             Check.AGE,
-            f"{bad.size} trained tokens outside 0 to {step.max_policy_age} versions behind the "
+            f"{bad.size} trained tokens are not 0 to {step.max_policy_age} versions older than the "
             f"trainer's {step.trainer_version}; the worst is {worst}",
         )
 
@@ -324,7 +324,7 @@ def check_groups(
 
 
 def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
-    """A_i = (r_i - b_i) / s by plain sums; None for a group without a signal.
+    """Return A_i = (r_i - b_i) / s by plain sums; None for a group without a signal.
 
     Example: [1, 0, 0, 0] with mean and std -> [1.499997, -.499999, -.499999, -.499999]
     """
@@ -358,7 +358,7 @@ def _findings(
     returns = [entry.baseline_return for entry in entries if entry.baseline_return is not None]
     if rule is None or not returns:
         return
-    # Written so that NaN is among them.
+    # Written so that NaN is included.
     bad = [value for value in returns if not abs(value) <= MAX_REWARD]
     if bad:
         text = f"a return of {bad[0]:g} is in the baseline, expected at most {MAX_REWARD:g} in size"
@@ -400,8 +400,8 @@ def _check_member(
 def _check_sum(
     members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
-    """Holds for mean and leave-one-out, whatever the scale; who is not trained adds what the
-    group's returns give it."""
+    """Check the sum, for mean and leave-one-out with any scale; an untrained member adds the value
+    that the group's returns give it."""
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
     values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
@@ -475,7 +475,7 @@ def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: in
     own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
     if event is None:
         return f"{own} in the journal, and the ledger never admitted it"
-    # A step whose every update was refused as not finite is known only after the journal is.
+    # That all updates of a step were refused as not finite is known only after its journal.
     is_refused = event.reason is EvictionReason.NONFINITE_STEP
     is_same = _exit(event) == own or (entry.reason is None and is_refused)
     if not is_same:
@@ -492,7 +492,7 @@ def _exit(event: LedgerEvent) -> str:
 
 
 def _plan(journal: OpenJournal) -> RunSettings | None:
-    """Return what the run's configuration says of its steps; None: not known."""
+    """Return the run's configuration of its steps; None: not known."""
     try:
         return config_beside(journal.run_dir).run if journal.run_dir else None
     except ConfigError:
@@ -502,7 +502,7 @@ def _plan(journal: OpenJournal) -> RunSettings | None:
 def missing_steps(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> tuple[int, ...]:
-    """Recorded steps without a file. plan: None: not known, nor then how many are kept.
+    """Return the recorded steps without a file. plan: None: the number of kept steps is not known.
 
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
     """
@@ -517,11 +517,11 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Steps with a file that the run cannot have begun."""
+    """Yield the steps with a file that the run cannot have begun."""
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:
-        # A run whose run.steps was lowered has done what it has recorded.
+        # If run.steps was lowered, the recorded steps are done nevertheless.
         bound = min(bound, max(plan.steps, newest))
     for step in present:
         if step > bound:
@@ -529,13 +529,13 @@ def steps_beyond(
                 check=Check.BEGUN,
                 step=step,
                 subject=f"step {step}",
-                text=f"the run has recorded steps up to {newest}, and can have begun none behind "
+                text=f"the run has recorded steps up to {newest}, and cannot have begun one after "
                 f"{bound}",
             )
 
 
 def describe(result: Audit, *, limit: int) -> list[str]:
-    """Return a line for each check, with its offenders after it. limit: most offenders; 0: all."""
+    """Return a line for each check, then its offenders. limit: maximum of offenders; 0: all."""
     lines = [
         f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
         f"{result.num_sampled} sampled tokens, {result.num_trained} trained"

@@ -1,4 +1,4 @@
-"""From a journal entry to its view: each token by who wrote it, and what the trainer was given.
+"""Make the view of a journal entry: each token with its origin and what the trainer received.
 
 Pure. Called by `rayloom inspect`.
 """
@@ -22,16 +22,16 @@ from service.inspect.view import (
 )
 from service.visible import visible
 
-NOT_SAMPLED = "trained, but nobody sampled it"
+NOT_SAMPLED = "trained, but it was not sampled"
 NO_LOGPROB = "sampled without a log-probability"
-HEADER_WRITTEN = "a role header, trained: the policy wrote it itself"
+HEADER_WRITTEN = "a role header, trained: the policy sampled it"
 HEADER_TRAINED = "a role header, trained"
 
 
 def build_view(
     step: JournalStep, entry: TrajectoryEntry, text: TokenText, *, is_refused: bool = False
 ) -> TrajectoryView:
-    """Lay a trajectory out for a look. is_refused: the trainer refused the step's update."""
+    """Build a trajectory's view. is_refused: the trainer refused the step's update."""
     samples = [
         _SampleBuilder(sample, _trained(entry, number), text).build(number)
         for number, sample in enumerate(entry.trajectory.samples)
@@ -85,8 +85,8 @@ class _SampleBuilder:
             found.append(Segment(title=title, note=note, tokens=reply, is_reply=True))
             at = turn.end
         if at < len(tokens):
-            title, behind = f"behind {title}", tuple(tokens[at:])
-            found.append(Segment(title=title, note="", tokens=behind, is_reply=False))
+            title, rest = f"after {title}", tuple(tokens[at:])
+            found.append(Segment(title=title, note="", tokens=rest, is_reply=False))
         return found
 
     def _token(self, position: int) -> Token:
@@ -147,7 +147,7 @@ def _opening(sample: Sample) -> str:
         return merged
     reason = sample.branch_reason.value.replace("_", " ")
     at = sample.num_shared
-    return f"{merged}; extends no sample ({reason}): parts from the nearest at token {at}"
+    return f"{merged}; extends no sample ({reason}): differs from the nearest at token {at}"
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """A trajectory as the page shows it: one tree of JSON.
 
-Whatever text a model or an environment wrote is made visible here; the page sets it as text, never
-as markup. Called for `rayloom inspect --html`, and for the API in a process of its own on the run's
+All text of models and environments is made visible here; the page shows it as text, never as
+markup. Called for `rayloom inspect --html`, and for the API in a separate process on the run's
 node: the tokenizer's import takes seconds.
 """
 
@@ -24,13 +24,13 @@ from service.visible import visible_text
 
 DIGITS = 6
 
-# What each class means for the training, in the legend.
+# The meaning of each class for training, in the legend.
 EXPLANATIONS: dict[TokenClass, str] = {
     TokenClass.TRAINED: "in the loss",
     TokenClass.MASKED: "its trajectory is not in the loss, or it has no log-probability",
-    TokenClass.PROMPT: "what the sample began with",
-    TokenClass.OBSERVATION: "what the environment said between two turns",
-    TokenClass.INSERTED: "closes a reply that did not close itself",
+    TokenClass.PROMPT: "the start of the sample",
+    TokenClass.OBSERVATION: "the environment's messages between two turns",
+    TokenClass.INSERTED: "closes a reply without an end token",
     TokenClass.TEMPLATE: "role headers, footers and special tokens",
 }
 _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
@@ -64,9 +64,9 @@ def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
 
 
 def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
-    """Return the page's document on a trajectory; None for one that the journal does not hold.
+    """Return the page's document on a trajectory; None: the journal does not have it.
 
-    name: as `find_entry`. Raises: ConfigError for a damaged file.
+    name: as in `find_entry`. Raises: ConfigError for a damaged file.
     """
     journal = journal_of(run_dir)
     if journal is None:
@@ -76,7 +76,7 @@ def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
     except UnknownTrajectory:
         return None
     view = build_view(step, entry, tokenizer_of(journal), is_refused=is_refused(journal, entry))
-    # Escaped: a lone surrogate may be in an environment's own words.
+    # ASCII: an environment's text may contain a lone surrogate.
     return json.dumps(trajectory_document(view), allow_nan=False).encode("ascii")
 
 

@@ -1,6 +1,6 @@
-"""The trajectories of a journal, one a line, the newest step first.
+"""The trajectories of a journal, one in each line, the newest step first.
 
-Called by `rayloom inspect`, and for the API in a process of its own on the run's node.
+Called by `rayloom inspect`, and for the API in a separate process on the run's node.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JournalAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """step, outcome, task: None means all. limit: rows at most, 0 means all."""
+    """step, outcome, task: None means all. limit: maximum of rows, 0 means all."""
 
     step: int | None = None
     task: str | None = None
@@ -70,7 +70,7 @@ class Filters:
 
 
 def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
-    """Return a table in plain text, and a line on what is not in it."""
+    """Return a table in plain text, and a line on its extent."""
     rows: list[tuple[str, ...]] = []
     num_found = 0
     for step, _, entry in matching(journal, filters):

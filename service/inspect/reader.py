@@ -1,4 +1,4 @@
-"""Where a journal lies, and which of its files holds a trajectory.
+"""Find a run's journal, and the file with a trajectory.
 
 Called by `rayloom inspect`; reads only.
 """
@@ -29,15 +29,15 @@ RUNS = Path("runs")
 
 
 class UnknownTrajectory(ConfigError):
-    """The journal holds none of that name; the text has the nearest ids."""
+    """The journal has no trajectory with that name; the text has the nearest ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
-    """place: as the user named it. run_dir: None for a file on its own. files: those that survive,
-    by step. num_superseded: files of steps that a later term played again. has_database: the run's
-    database says which survive. refused: rollouts that were handed to the trainer, and whose update
-    it refused as not finite: only the database knows.
+    """place: as the user named it. run_dir: None for a single file. files: the surviving ones, by
+    step. num_superseded: files of steps that a later term played again. has_database: the run's
+    database says which survive. refused: rollouts whose update the trainer refused as not finite,
+    which only the database records.
     """
 
     place: Path
@@ -54,7 +54,7 @@ class OpenJournal:
 
 
 def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
-    """Whether its journal calls it trained, and the trainer refused the update."""
+    """Whether the journal has it as trained, but the trainer refused the update."""
     return entry.reason is None and entry.trajectory.rollout_id in journal.refused
 
 
@@ -94,9 +94,9 @@ def open_journal(place: Path) -> OpenJournal:
     kept = surviving_files(files, surviving.spans if surviving else None)
     if not kept:
         raise ConfigError(
-            f"inspect: none of the {len(files)} files in {run_dir.journal} is of the run's "
-            "lineage; expected one; they are of steps that the run has gone back behind, and will "
-            "play again when it is resumed"
+            f"inspect: none of the {len(files)} files in {run_dir.journal} belongs to the run's "
+            "lineage, expected one; the run has undone these steps, and will play them again when "
+            "it is resumed"
         )
     return OpenJournal(
         place=place,
@@ -185,7 +185,7 @@ def config_beside(run_dir: RunDir) -> Config:
     Raises: ConfigError if there is none, or it cannot be read.
     """
     if not run_dir.config_file.is_file():
-        raise ConfigError(f"there is no {run_dir.config_file.name} beside the journal")
+        raise ConfigError(f"there is no {run_dir.config_file.name} next to the journal")
     try:
         return load_config(run_dir.config_file)
     except (OSError, UnicodeDecodeError) as error:
@@ -203,5 +203,5 @@ def _ids_of(path: Path) -> tuple[str, ...]:
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"inspect: {path} cannot be read ({error}); expected a journal file as a run writes it; "
-        "restore it from a copy, or remove it to look at the others"
+        "restore it from a copy, or remove it to read the others"
     )

@@ -1,7 +1,7 @@
-"""Which files of a journal are the run's, by the run's database; read, never written.
+"""Which files of a journal belong to the run, by the run's database; read, never written.
 
-A run's directory may hold a step twice, of two terms; the database says which one the run went on
-from. Of a journal that was copied without one, the newest term of each step counts.
+A run's directory may have a step twice, from two terms; the database says from which one the run
+continued. In a journal that was copied without it, the newest term of each step counts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from service.store.place import shown, sqlite_file
 from service.store.run_store import ReadOnlyStore, StoreError
 
 Answer = TypeVar("Answer")
-_RESTORE = "restore a copy of it, or look at one journal file alone by its path"
+_RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surviving:
-    """The facts that one trajectory needs of the run's database."""
+    """The facts from the run's database that the view of a trajectory needs."""
 
     spans: tuple[Span, ...]
     refused: frozenset[str]
@@ -46,7 +46,7 @@ class Recorded:
 
 
 def read_surviving(run_dir: RunDir) -> Surviving | None:
-    """Read what survives by the run's database; None for a journal that was copied without it.
+    """Read the surviving steps from the run's database; None: the journal was copied without it.
 
     Raises: ConfigError if it is lost or damaged, or has no run.
     """
@@ -66,8 +66,8 @@ def read_surviving(run_dir: RunDir) -> Surviving | None:
     surviving = _read(run_dir, _surviving)
     if not surviving.spans:
         raise ConfigError(
-            f"inspect: the database {database} knows of no run, and there is a journal beside it; "
-            f"expected the journal's own; {_RESTORE}"
+            f"inspect: the database {database} has no run, but there is a journal next to it; "
+            f"expected the journal's own database; {_RESTORE}"
         )
     return surviving
 
@@ -113,7 +113,7 @@ def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
 def surviving_files(
     files: Sequence[JournalFile], spans: Sequence[Span] | None
 ) -> list[JournalFile]:
-    """Return one file for each step, of the run's lineage; None: not known, the newest term counts.
+    """Return one file for each step, from the run's lineage. spans: None: the newest term counts.
 
     Example: term 1 wrote steps 1 to 4, term 2 continued from 2 and wrote 3: 1, 2 of term 1, and 3
     of term 2.
@@ -141,6 +141,6 @@ def _check_copied(run_dir: RunDir, database: Path) -> None:
     found = [path.name for path in left if path.exists()]
     if found:
         raise ConfigError(
-            f"inspect: the database {database} is gone, and the run's {found[0]} is there; "
+            f"inspect: the database {database} is missing, but the run's {found[0]} exists, "
             f"expected both; {_RESTORE}"
         )

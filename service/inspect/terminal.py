@@ -1,7 +1,7 @@
-"""A trajectory in the terminal: its text in colours, then a table of the tokens that matter.
+"""A trajectory in the terminal: its text in colours, then a table of sampled and faulty tokens.
 
-Colours are the terminal's own; nothing is said by colour alone: the table names each class, and
-each segment counts its own.
+Colours are the terminal's own, and only repeat information: the table names each class, and each
+segment counts its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STYLES: dict[TokenClass, str] = {
 }
 FAULT = "bold white on red"
 BOUNDARY = "bold"
-# Counts, so that a table of plain columns needs no more than a terminal's usual width.
+# Few columns, so that a table fits a terminal's usual width.
 _COLUMNS = ("token", "text", "id", "is", "turn", "logprob", "version", "advantage", "")
 
 

@@ -1,7 +1,7 @@
 """Token ids as their bytes; without a tokenizer the ids themselves are shown.
 
-A token need not be whole characters: byte-level tokenizers cut them anywhere. So a token is its own
-bytes, whatever its neighbours are.
+A token need not be whole characters: byte-level tokenizers cut them anywhere. So each token is
+shown as its own bytes, independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from actors.environment.protocol import Message, Role
 from actors.environment.rendering import ChatRenderer
 from actors.types import TokenIds
 
-# What a chat template writes around messages: the headers and footers of each role.
+# The text of a chat template around messages: the headers and footers of each role.
 #
-# Found by rendering marked chats, so that any template will do; one that refuses a role has no
-# marks for it. Only used to colour tokens: what was trained is never decided by it.
+# They are found by rendering marked chats, for any template; a template that refuses a role has no
+# marks for it. They only colour tokens, and never decide what was trained.
 _MARK = "zqzmark"
 _USER = {"role": "user", "content": "ask"}
 _ASSISTANT = {"role": "assistant", "content": "reply"}
-# A role's message, and what comes before it.
+# The messages before a role's message, and the role.
 _CHATS: tuple[tuple[list[dict[str, str]], str], ...] = (
     ([], "system"),
     ([_USER, _ASSISTANT], "user"),
@@ -38,8 +38,8 @@ _SHORTEST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMarks:
-    """headers: what opens a message, generation prompt included; never to be trained. footers:
-    what closes one; a reply's own is sampled, and trained. Longest first.
+    """headers: texts that open a message, also the generation prompt; never to be trained. footers:
+    texts that close one; a reply's own is sampled, and trained. Longest first.
     """
 
     headers: tuple[bytes, ...] = ()
@@ -95,7 +95,7 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenText(Protocol):
-    """marks: what the chat template writes around messages. note: what is missing, and why."""
+    """The bytes of token ids. marks: texts of the chat template. note: what is missing, and why."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...

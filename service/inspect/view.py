@@ -1,9 +1,9 @@
 """The view of a trajectory: samples, segments, tokens, each with its columns and faults.
 
 The spans of the turns show what was sampled, the advantages that the trainer received show what was
-trained, and the tokenizer shows what is template. A fault is a token where they disagree; the facts
-say in a few labelled lines what became of the trajectory. Pure. The terminal (`terminal`), and the
-page and the API (`document`), draw it and know nothing else of a trajectory.
+trained, and the tokenizer shows the template's text. A fault is a token where they disagree; the
+facts summarise the trajectory in a few labelled lines. Pure. The terminal (`terminal`), and the
+page and the API (`document`), show only this view.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ MEANINGS: dict[TokenClass, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """position: in its sample. text: on one line. turn: that sampled it, None: nobody did.
+    """position: in its sample. text: on one line. turn: that sampled it; None: not sampled.
 
-    logprob: nats, of the sampler, None: not recorded. version: that sampled it. advantage: that the
-    trainer was given. starts_branch: here its history leaves the sample it should extend.
+    logprob: the sampler's, nats; None: not recorded. version: the version that sampled it.
+    advantage: the value that the trainer received. starts_branch: here the history differs from the
+    sample it should extend.
     """
 
     position: int
@@ -66,7 +67,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of one sample: a first prompt, a reply, or what lies between two. note: a reply's
+    """A part of one sample: a first prompt, a reply, or the tokens between two. note: a reply's
     reward, finish reason, and whether it was malformed.
     """
 
@@ -78,8 +79,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """opening: why it began, and which turns it merges. parent: number of the sample that it parts
-    from, None: it shares nothing. num_shared: tokens of it, from the start.
+    """opening: why it began, and the turns that it merges. parent: number of the sample that it
+    branches off; None: it shares nothing. num_shared: number of shared tokens, from the start.
     """
 
     title: str
@@ -95,7 +96,7 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """note: what could not be shown. is_refused: the trainer was given it, and refused the step's
+    """note: what could not be shown. is_refused: the trainer received it, and refused the step's
     update.
     """
 
@@ -107,7 +108,7 @@ class TrajectoryView:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """(label, value): what became of it and why, rewards, tokens, versions."""
+        """(label, value): its end and the reason, rewards, tokens, versions."""
         return _facts(self.step, self.entry, is_refused=self.is_refused)
 
     @property
@@ -157,7 +158,7 @@ def _facts(step: JournalStep, entry: TrajectoryEntry, *, is_refused: bool) -> li
         found.append(("turns left out", f"{turns} (numbers in the session)"))
     if trajectory.render_breaks:
         breaks = ", ".join(f"{name} {count}" for name, count in trajectory.render_breaks.items())
-        found.append(("rendered anew", visible_text(breaks)))
+        found.append(("rendered again", visible_text(breaks)))
     return found
 
 
@@ -176,14 +177,14 @@ def advantage(entry: TrajectoryEntry) -> str:
 
 
 def number(value: float) -> str:
-    """Four decimals at most, without trailing zeros."""
+    """Format a number with at most four decimals, without trailing zeros."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4f}".rstrip("0").rstrip(".") or "0"
 
 
 def turn_note(turn: TurnSpan) -> str:
-    """Reward with its components, finish reason, malformed."""
+    """Describe a turn: reward with its components, finish reason, malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
         parts = visible_text(

@@ -138,7 +138,7 @@ def test_without_a_checkpoint_right_before_the_step_it_says_so_and_can_train_up_
     near = explained(run, 4)
     assert not near.is_exact and near.source.weights_step == 1
     shown = describe(near, by=Order.OWN, top=3)
-    assert "of step 1: 2 steps before those that step 4 began with; --replay" in shown
+    assert "of step 1: 2 steps older than those at the start of step 4; --replay" in shown
     exact = explained(run, 4, replays=True)
     assert exact.is_exact and exact.replayed_steps == 2
     check_adds_up(exact, grad_norm=run.grad_norm, rel=1e-3)
@@ -221,7 +221,7 @@ def test_the_command_prints_a_table_or_a_document(
     (first,) = (i for i, line in enumerate(shown) if line.startswith("trajectory"))
     assert [line.split()[-1] for line in shown[first + 1 : first + 5]] == ["completed"] * 4
     name = shown[first + 1].split()[0]
-    assert shown[-1] == f"look at one: rayloom inspect {run.run_dir.path} {name}"
+    assert shown[-1] == f"to see one: rayloom inspect {run.run_dir.path} {name}"
 
 
 def test_a_document_has_every_trajectory_in_the_order_asked_for(second: Explanation) -> None:

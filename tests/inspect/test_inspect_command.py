@@ -200,7 +200,7 @@ def test_the_audit_of_a_run_reads_its_database_and_imports_nothing_heavy(tmp_pat
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "  ok     journal and ledger agree on what was trained" in done.stdout
+    assert "  ok     journal and ledger agree on the trained rollouts" in done.stdout
 
 
 def test_what_the_trainer_refused_is_not_called_trained(

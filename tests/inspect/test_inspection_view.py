@@ -124,7 +124,7 @@ def test_the_columns_of_a_trained_token_are_what_was_recorded() -> None:
 def test_a_branch_says_which_turn_began_it_and_where_it_parts() -> None:
     first, second = view_of(2).samples
     assert first.opening == "turn 0"
-    assert "turn 1; extends no sample (retokenised): parts from the nearest at token 19" in (
+    assert "turn 1; extends no sample (retokenised): differs from the nearest at token 19" in (
         second.opening
     )
     (parting,) = [token for token in second.tokens if token.starts_branch]

@@ -76,7 +76,7 @@ def test_a_journal_of_which_nothing_survives_is_told_to_be_so(tmp_path: Path) ->
     resumed(tmp_path)
     written(tmp_path, *steps(3, 4))
     for text in refusals(tmp_path):
-        assert "none of the 2 files" in text and "is of the run's lineage" in text
+        assert "none of the 2 files" in text and "belongs to the run's lineage" in text
 
 
 def test_an_empty_database_is_refused_and_stays_empty(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_database_that_knows_of_no_run_is_refused(tmp_path: Path) -> None:
     RunStore(RunDir(path=tmp_path).database_url).close()
     written(tmp_path, *steps(1))
     for text in refusals(tmp_path):
-        assert "knows of no run" in text
+        assert "has no run, but" in text
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

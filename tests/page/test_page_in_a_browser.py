@@ -133,7 +133,7 @@ def test_each_token_has_its_colour_and_its_columns_under_the_pointer(
     tab.wait_for("!document.querySelector('.columns-tip').hidden")
     assert tab.texts(".columns-tip") == [
         "token 22 · “higher” · id 374 · sampled and trained · advantage 0.5773 · "
-        "FAULT: trained, but nobody sampled it"
+        "FAULT: trained, but it was not sampled"
     ]
     for paint in ("advantage", "logprob", "version"):
         tab.click(f"[data-paint={paint}]")

@@ -216,7 +216,7 @@ def test_the_journal_alone_says_the_same(
     assert f"3 of {NUM_STEPS} lines" in text
     place = run_dir.journal / file_name(1, term=1)
     assert run_inspect(InspectRequest(target=str(place), hacking=True)) == 0
-    assert "nothing stands out in 1 steps; 13 steps are the least" in capsys.readouterr().out
+    assert "no pattern was found in 1 steps; at least 13 are needed" in capsys.readouterr().out
 
 
 def test_options_that_do_not_go_together_are_refused(run_dir: RunDir) -> None:
