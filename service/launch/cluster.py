@@ -141,8 +141,8 @@ def _start_local(config: Config) -> None:
     except Exception as error:
         # Ray raises plain Exceptions, for a full disk as for a port that is taken.
         raise ConfigError(
-            f"a local Ray did not start ({_first_line(error)}); expected it to come up here; look "
-            "into the newest session of its temporary directory, free memory and disk, or "
+            f"a local Ray did not start ({_first_line(error)}); expected it to start here; see "
+            "the newest session of its temporary directory, free memory and disk, or "
             "join a cluster with --address"
         ) from error
 
@@ -164,7 +164,7 @@ def _init_local(config: Config) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Call `ray.init` for a node of its own, and once more after its start has timed out.
+    """Call `ray.init` for a local node, and again after its start has timed out.
 
     Ray gives a node 30 s to start, at any load, and no setting changes that. This function kills
     the processes that a failed start leaves.
@@ -275,8 +275,8 @@ def _check_authentication(address: str) -> None:
     except RayError as error:
         raise ConfigError(
             f"--address {address}: the cluster ran no task within {AUTHENTICATION_LIMIT_S:g} s "
-            f"({_first_line(error)}); expected one that does, and that authenticates as this "
-            f"process (RAY_AUTH_MODE {own}); look at its nodes"
+            f"({_first_line(error)}); expected a cluster that runs tasks, and authenticates as "
+            f"this process (RAY_AUTH_MODE {own}); check its nodes"
         ) from error
     if found != own:
         raise ConfigError(
@@ -335,7 +335,7 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     """Return the files that the run's processes get on other nodes, as Ray's runtime environment.
 
     The working directory is shipped if it contains one of the user's modules or scripts, or the
-    tasks; otherwise the user's modules are shipped alone. Installed packages are expected on every
+    tasks; otherwise only the user's modules are shipped. Installed packages are expected on every
     node.
     """
     modules = _user_modules(config)

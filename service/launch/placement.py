@@ -105,7 +105,7 @@ def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
         if not room:
             return (
                 f"{part.name} asks for {_format_resources(part.resources)}, and no node has that "
-                f"left beside the run's other parts: {_left(nodes, left)}; "
+                f"left after the run's other parts: {_left(nodes, left)}; "
                 f"lower {part.keys}, or add nodes"
             )
         chosen = min(room, key=lambda free: (free.get("GPU", 0), free.get("CPU", 0)))

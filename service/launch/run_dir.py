@@ -242,8 +242,8 @@ def _alone(run_dir: RunDir) -> Iterator[None]:
     except BlockingIOError:
         os.close(directory)
         raise ConfigError(
-            f"run directory {run_dir.path}: another start is at work there; expected a directory "
-            "of its own for each run: wait for that one, or choose another --run-dir"
+            f"run directory {run_dir.path}: another start is using it; expected a separate "
+            "directory for each run: wait for that start, or choose another --run-dir"
         ) from None
     except OSError:
         # Without file locks, concurrent starts cannot be detected.

@@ -1,7 +1,7 @@
 """The packed page: one HTML file with its program, its styles and, where given, its document.
 
-`packed.html` is built from `src/` by `make page`, which needs npm; nothing else does. It names no
-address and asks for nothing but the run's own API, to which a policy in it holds the browser.
+`packed.html` is built from `src/` by `make page`, the only part that needs npm. It contains no
+address and requests only the run's own API; a content security policy in it enforces that.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def empty_page() -> str:
 
 
 def page_with(document: Mapping[str, Any]) -> str:
-    """Return the page with a document of its own, which can be kept, mailed and opened offline.
+    """Return the page with a document inside, which can be kept, mailed and opened offline.
 
     document: a tree of JSON; strings that end a script element or begin a comment are escaped.
     """
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate, which no file can hold, may be in an environment's own words.
+    # A lone surrogate, which no file can hold, may be in the text of an environment.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     inside = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     before, place, after = empty_page().partition(_PLACE)

@@ -43,7 +43,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """First, least, greatest and last value of a statistic, over the steps that know it."""
+    """First, least, greatest and last value of a statistic, over the steps that have it."""
 
     first: float
     least: float
@@ -74,7 +74,7 @@ class RunTotals:
     """Policy ages in versions, of the steps that trained any token."""
     max_policy_age: int = 0
     mismatch_tokens: float = 0.0
-    """Trained tokens of the steps that know their k3."""
+    """Trained tokens of the steps that have k3."""
     mismatch_sum: float = 0.0
     """Sum over steps of k3 times the trained tokens; nats."""
     checked_s: float = 0.0
@@ -135,7 +135,7 @@ class RunTotals:
         return self.mismatch_sum / self.mismatch_tokens if self.mismatch_tokens else None
 
     def greatest(self, name: str) -> float | None:
-        """Return the greatest value of a statistic; None if no step knows it."""
+        """Return the greatest value of a statistic; None if no step has it."""
         found = self.statistics.get(name)
         return None if found is None else found.greatest
 

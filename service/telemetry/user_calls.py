@@ -16,7 +16,7 @@ from actors.metrics import Metrics
 MAX_FUNCTIONS = 32
 OTHERS = "others"
 """Label that all functions after the first MAX_FUNCTIONS share."""
-TOLD_AGAIN = 10
+NOTICED_AGAIN = 10
 """Factor by which a function's count must grow before it is reported again."""
 
 
@@ -31,7 +31,7 @@ class UserCalls:
         self._counts: dict[str, Counter[str]] = {}
         self._firsts: dict[str, str] = {}
         self._tasks: dict[str, dict[str, None]] = {}
-        self._told: Counter[str] = Counter()
+        self._noticed: Counter[str] = Counter()
 
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
         """Add what an actor has counted since it was last heard.
@@ -46,8 +46,8 @@ class UserCalls:
             self._resident_bytes[actor_id] = resident_bytes
             self._show_memory()
         for function, counts in self._counts.items():
-            if counts.total() >= max(1, TOLD_AGAIN * self._told[function]):
-                self._told[function] = counts.total()
+            if counts.total() >= max(1, NOTICED_AGAIN * self._noticed[function]):
+                self._noticed[function] = counts.total()
                 self._notice(self._text(function))
 
     def ended(self, actor_id: str) -> None:
@@ -80,7 +80,7 @@ class UserCalls:
         of_tasks = f"; tasks such as {tasks}" if tasks else ""
         return (
             f"{function}: {' and '.join(parts)} (the first: {self._firsts[function]}{of_tasks}). "
-            "Each fails by itself: a score is a reward_error, a tool's answer an error, an "
+            "Each call fails separately: a score is a reward_error, a tool's answer an error, an "
             "environment's an environment_error"
         )
 

@@ -1,9 +1,9 @@
-"""A thread that keeps one tracker up with the run's stored records.
+"""A thread that writes the run's stored records to one tracker.
 
-It reads what it has not written yet from the run's database, so that nothing waits in memory, and
-remembers in a file how far it came. Invariants: a record that was stored is written at least once,
-also where the tracker was away, or this process was killed, as long as the database keeps it; a
-tracker that fails holds nothing up. Owned by `trackers.Trackers`.
+It reads the records that it has not written yet from the run's database, so that nothing waits in
+memory, and stores its progress in a file. Invariants: a stored record is written at least once,
+also if the tracker was away or this process was killed, as long as the database has it; a failing
+tracker delays nothing else. Owned by `trackers.Trackers`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from service.trackers.tracker import Tracker, point_of
 
 log = logging.getLogger("rayloom.trackers")
 
-# Between two attempts: doubled with each that fails, and by chance up to half as long.
+# Between two attempts: doubled after each failure, plus a random part of up to half of it.
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 
@@ -30,15 +30,15 @@ class Target:
     """The target of a tracker."""
 
     name: str
-    """The setting's."""
+    """Name of the setting."""
     address: str
-    """The run's place there; it is the same after --resume."""
+    """The run's location there; it is the same after --resume."""
     make: Callable[[], Tracker]
-    """Called in the thread, again until it succeeds."""
+    """Called in the thread until it succeeds."""
 
 
 class Follower(threading.Thread):
-    """Call `start` once, `wake` after each stored record, `end` last."""
+    """The thread of a tracker: call `start` once, `wake` after each stored record, `end` last."""
 
     def __init__(
         self,
@@ -57,15 +57,17 @@ class Follower(threading.Thread):
         self._woken, self._ending = threading.Event(), threading.Event()
         self._writes_rest = True
         self._num_failures = 0
-        """In a row."""
-        self._was_told = False
+        """Failures in a row."""
+        self._has_noticed = False
 
     def wake(self) -> None:
         self._woken.set()
 
     def end(self, *, writes_rest: bool = True) -> None:
-        """Have the thread write what is stored, close the tracker and end, whether or not that
-        succeeds. writes_rest: False: leave it all as it is."""
+        """Have the thread write the stored records, close the tracker and end, even if this fails.
+
+        writes_rest: False: write nothing more.
+        """
         self._writes_rest = writes_rest
         self._ending.set()
         self._woken.set()
@@ -98,7 +100,7 @@ class Follower(threading.Thread):
         self._num_failures = 0
 
     def _follow(self, *, is_last: bool) -> None:
-        """Write what is stored behind the places. For nothing no tracker is made at the end."""
+        """Write the records after the stored progress; at the end make no tracker for none."""
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
         if self._tracker is None:
@@ -118,10 +120,10 @@ class Follower(threading.Thread):
     def _failed(self, error: Exception) -> None:
         self._num_failures += 1
         first_line, _, _ = str(error).partition("\n")
-        next_try = "--resume writes it" if self._ending.is_set() else "tried again until the end"
+        next_try = "--resume writes it" if self._ending.is_set() else "retrying until the end"
         text = f"{self._setting} is not written: {type(error).__name__}: {first_line}; {next_try}"
-        if not self._was_told:
-            self._was_told = True
+        if not self._has_noticed:
+            self._has_noticed = True
             self._tell(text)
         elif self._num_failures == 1:
             log.warning("%s", text)

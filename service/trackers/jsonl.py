@@ -1,4 +1,4 @@
-"""One line of JSON a point, in a file that only grows."""
+"""A JSON line for each point, in a file that only grows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from service.trackers.tracker import Point
 
-# More than a point with its texts takes.
+# More than a point with its texts needs.
 MAX_LINE_BYTES = 2**20
 
 
 class JsonLines:
-    """A line is whole or not there: what a death or a full disk cut off is removed."""
+    """A file of whole lines: a line that was cut off by a crash or a full disk is removed."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises: OSError."""
-        # Without a buffer, which would keep what a full disk refuses.
+        # Without a buffer, which would keep bytes that a full disk refuses.
         self._file = path.open("ab+", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
         self._file.seek(max(0, size - MAX_LINE_BYTES))

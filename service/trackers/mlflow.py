@@ -1,6 +1,6 @@
-"""A run at an MLflow tracking server, over its REST API: the package itself is not needed.
+"""Write a run to an MLflow tracking server, by its REST API: the package itself is not needed.
 
-The server gives its runs their ids; ours is found again by a tag that has the run's id.
+The server chooses the ids of its runs; ours is found again by a tag with the run's id.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """A tracker with one request for each point. A metric that is sent twice with one time is the
-    same.
-    """
+    """A tracker with one request for each point; a metric that is sent again has the same time."""
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
         """Open the run. Raises: httpx.HTTPError; MlflowRefused."""
-        # A tenth of a second of imports, which only a run that is tracked so makes.
+        # A tenth of a second of imports, only for runs with this tracker.
         import httpx
 
         token = os.environ.get(TOKEN_VARIABLE)
@@ -101,7 +99,7 @@ class Mlflow:
         try:
             said = answer.json()
         except ValueError:
-            # Of a proxy before the server.
+            # The answer of a proxy before the server.
             said = None
         if not answer.is_success or not isinstance(said, dict):
             code = str(said.get("error_code", "")) if isinstance(said, dict) else ""
@@ -111,9 +109,9 @@ class Mlflow:
 
 
 class MlflowRefused(Exception):
-    """The server answers, but not as asked."""
+    """The server refused a request."""
 
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)
         self.code = code
-        """Its own, such as RESOURCE_DOES_NOT_EXIST."""
+        """The server's code, such as RESOURCE_DOES_NOT_EXIST."""

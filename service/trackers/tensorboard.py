@@ -1,7 +1,7 @@
 """TensorBoard's event files, written by tensorboardX, which needs neither torch nor TensorFlow.
 
-A term that continues from a checkpoint begins with the mark of a restart: TensorBoard drops what it
-has of that step and later ones.
+A term that continues from a checkpoint begins with a restart mark: TensorBoard drops its values for
+that step and later ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TensorBoard:
         from tensorboardX.summary import scalar, text
 
         directory.mkdir(parents=True, exist_ok=True)
-        # By itself a name has whole seconds, and a file of that name would be written over.
+        # The default name has only whole seconds, and an existing file would be overwritten.
         self._file = EventsWriter(str(directory / "events"), filename_suffix=f".{time.time_ns()}")
         self._event, self._restart = Event, SessionLog(status=SessionLog.START)
         self._scalar, self._text = scalar, text
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 def _markdown(sample: EvaluationSample) -> str:
-    """Texts indented, so that they are shown as they are."""
+    """Format a sample; its texts are indented, so that they are shown unchanged."""
     parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
     shown = [
         f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is given: the points of a run's curves."""
+"""The protocol of trackers, and the points of a run's curves that they write."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Point:
     kind: RecordKind
     term: int
     first_step: int
-    """Of the term: what older ones have of this step and later ones is void."""
+    """First step of the term: values of older terms for this step and later ones are void."""
     is_first_of_term: bool
-    """Of all that was ever written."""
+    """It is the term's first point that was ever written."""
     step: int
     wall_time: float
-    """Unix seconds."""
+    """Seconds since 1970."""
     curves: Mapping[str, float]
     samples: Sequence[EvaluationSample] = field(default=())
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return once what was written outlives this process."""
+        """Return when everything written will outlive this process."""
         ...
 
     def close(self, *, is_ended: bool) -> None:

@@ -1,4 +1,4 @@
-"""All trackers of a run: one thread each, which follows what the recorder stores."""
+"""The trackers of a run: each has a thread, which follows the recorder's stored records."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Trackers:
     """The trackers of a run. Only `close` and `catch_up` wait for a tracker."""
 
     def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
-        """Create the trackers. directory: where each keeps how far it has been written."""
+        """Create the trackers. directory: for the file of each tracker's progress."""
         self._targets, self._store, self._directory = targets, store, directory
         self._followers: list[Follower] = []
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Write what is stored and not written yet. tell: called in any thread."""
+        """Write stored records that are not written yet. tell: called in any thread."""
         if not self._followers:
             self._followers = self._make(tell)
             for follower in self._followers:
@@ -45,7 +45,7 @@ class Trackers:
         self.wake()
 
     def catch_up(self, tell: Callable[[str], None], *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write what a run that has ended lacks, once. Blocks, limit_s at most."""
+        """Write the missing records of an ended run, once. Blocks, limit_s at most."""
         self._followers = self._make(tell)
         for follower in self._followers:
             follower.end()
@@ -82,7 +82,7 @@ class Trackers:
         for follower in self._followers:
             follower.join(max(0.0, until - time.monotonic()))
             if follower.is_alive():
-                log.warning("%s did not end in time; --resume writes what it lacks", follower.name)
+                log.warning("%s did not end in time; --resume writes the rest", follower.name)
 
 
 def trackers_of(
@@ -99,7 +99,7 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
     settings, name = config.trackers, config.run.name
     if settings.jsonl:
         make: Callable[[], Tracker] = partial(JsonLines, run_dir / "metrics.jsonl")
-        # Moved with the run's directory.
+        # No address: the file moves with the run's directory.
         yield Target(name="jsonl", address="", make=make)
     if (chosen := settings.tensorboard) is not None:
         directory = Path(chosen).expanduser() / run_id if chosen else run_dir / "tensorboard"

@@ -1,7 +1,7 @@
-"""A run at Weights & Biases, or its offline files, through the package `wandb`.
+"""Write a run to Weights & Biases, or its offline files, with the package `wandb`.
 
-Its own step only grows, and a run may go back to a checkpoint: the curves are drawn over a number
-`step` of ours, and `term` tells a step that was trained again from the first one.
+The package's own step only grows, but a run may return to a checkpoint: the curves are drawn over
+our own number `step`, and `term` distinguishes a step that was trained again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from service.config.trackers import WandbSettings
 from service.trackers.tracker import Point
 
-# Its process holds what it has not written to its file yet; a kill -9 of ours ends it too.
+# Its process buffers data before it writes its file; a kill -9 of our process ends it too.
 FLUSH_EVERY_S = 1.0
 FLUSHED_AFTER_S = 2.0
 _COLUMNS = ("step", "task", "prompt", "answer", "outcome", "return")
 
 
 class Wandb:
-    """Owns a process of wandb's, which ends with ours."""
+    """A tracker that owns a process of wandb, which ends with ours."""
 
     def __init__(
         self, settings: WandbSettings, *, run_id: str, name: str, config: Any, directory: Path
@@ -43,7 +43,7 @@ class Wandb:
             tags=settings.tags,
             mode=settings.mode.value,
             dir=str(directory),
-            # The curves alone: nothing of the machine, the code, the output or the environment.
+            # Only the curves: no data of the machine, the code, the output or the environment.
             settings=wandb.Settings(
                 console="off",
                 silent=True,
@@ -78,10 +78,10 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """There is no call for it."""
+        """Wait until the process has written: there is no call for a flush."""
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
-        # Else it would be shown as ended; the process of wandb's ends with ours.
+        # Otherwise the run would be shown as ended; wandb's process ends with ours.
         if is_ended:
             self._run.finish()

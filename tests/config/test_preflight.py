@@ -480,7 +480,7 @@ def test_a_second_start_in_one_directory_is_refused_and_takes_nothing_away(
     with run_dir.prepared_directory(place):
         run_dir.write_config(place, config_with(model))
         with (
-            pytest.raises(ConfigError, match="another start is at work"),
+            pytest.raises(ConfigError, match="another start is using it"),
             run_dir.prepared_directory(place),
         ):
             raise AssertionError("two starts at once")

@@ -107,7 +107,7 @@ def test_an_observation_behind_the_last_turn_is_shown() -> None:
     assert [segment.title for segment in view.segments] == [
         "first prompt",
         "turn 0",
-        "behind turn 0",
+        "after turn 0",
     ]
     assert kinds(view.segments[2].tokens) == kinds(whole.segments[2].tokens)
 

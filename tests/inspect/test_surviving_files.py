@@ -94,7 +94,7 @@ def test_a_run_whose_database_is_gone_is_refused(tmp_path: Path, left: str) -> N
     written(tmp_path, *steps(1))
     (tmp_path / left).touch()
     for text in refusals(tmp_path):
-        assert "rayloom.db is gone" in text and left in text
+        assert "rayloom.db is missing" in text and left in text
     assert not RunDir(path=tmp_path).database_file.exists()
 
 

@@ -50,7 +50,7 @@ except ConfigError as error:
         # Ray makes its session below a file.
         env={**os.environ, "RAY_TMPDIR": "/dev/null"},
     )  # fmt: skip
-    assert re.search(r"a local Ray did not start \(.*expected it to come up", done.stdout), done
+    assert re.search(r"a local Ray did not start \(.*expected it to start here", done.stdout), done
 
 
 def refuse_starts(

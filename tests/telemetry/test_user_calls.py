@@ -37,8 +37,8 @@ def test_the_first_lost_calls_of_a_function_are_reported_with_their_ends_and_tas
     shown.calls.heard("environment-1-0", [lost_calls(SCORE, count=3), died], resident_bytes=0)
     assert shown.notices == [
         "my.py:score: 3 calls were ended at their limit and 1 call was lost with its process (the "
-        "first: no answer within 20 s; tasks such as row-1, row-2). Each fails by itself: a score "
-        "is a reward_error, a tool's answer an error, an environment's an environment_error"
+        "first: no answer within 20 s; tasks such as row-1, row-2). Each call fails separately: "
+        "a score is a reward_error, a tool's answer an error, an environment's an environment_error"
     ]
     assert (shown.lost("killed"), shown.lost("died")) == (3, 1)
 
