@@ -62,7 +62,7 @@ class RaisedInWorker(Exception):
 
 
 class _CallExited(Exception):
-    """The call tried to end the process."""
+    """The call raised an exception that would end more than the call."""
 
 
 def describe(error: BaseException) -> str:
@@ -114,8 +114,9 @@ async def in_thread(
             loop.call_soon_threadsafe(on_start)
         try:
             return call()
-        except (SystemExit, KeyboardInterrupt) as error:
-            # As in `_contained`.
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:
+            # The first two as in `_contained`. A future cannot hold a StopIteration, so that the
+            # caller would wait forever.
             raise _CallExited(describe(error)) from error
 
     return await loop.run_in_executor(_threads, work)

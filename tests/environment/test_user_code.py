@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from actors.user_code import FaultLog, location, root_cause
+from actors.deadline import within
+from actors.user_code import FaultLog, in_thread, location, root_cause
 
 
 def fail(*, kind: type[Exception] = ValueError) -> Exception:
@@ -55,3 +56,12 @@ def test_the_location_is_file_line_and_function() -> None:
     assert location(fail()).endswith("in fail") and "test_user_code.py:" in location(fail())
     assert location(ValueError("never raised")) == ""
     assert str(root_cause(wrapped(fail()))) == "boom"
+
+
+async def test_a_stop_iteration_in_a_thread_reaches_the_caller() -> None:
+    def first_of_none() -> int:
+        return next(iter(()))
+
+    with pytest.raises(Exception, match="StopIteration") as raised:
+        await within(20, in_thread(first_of_none))
+    assert isinstance(root_cause(raised.value), StopIteration)
