@@ -285,6 +285,7 @@ class EnvironmentActor:
             make_environment=cast("Callable[[], GroupScorer]", self._maker(name)),
             decode=self._renderer.decode,
             limit_s=rollouts.turn_deadline_s,
+            stop=rollouts.stop,
         )
 
     def _state_of(self, group_number: int) -> TrainerState:

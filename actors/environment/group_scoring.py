@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace as replace_struct
 
 from actors.environment.protocol import RewardError, StepResult, reward_problem
+from actors.environment.text_patterns import before_stop
 from actors.types import Outcome, Task, TokenIds, Trajectory
-from actors.user_code import CallFailed, CallTimedOut, bounded, closing, describe
+from actors.user_code import CallFailed, CallTimedOut, bounded, closing, describe, root_cause
 
 _RETRY_DELAYS_S = (0.1, 0.5)
 
@@ -25,7 +26,12 @@ _RETRY_DELAYS_S = (0.1, 0.5)
 class GroupScorer(Protocol):
     """An environment that scores the answers of a group together."""
 
-    async def score_group(self, task: Task, completions: Sequence[str]) -> Sequence[StepResult]: ...
+    async def score_group(
+        self, task: Task, completions: Sequence[str]
+    ) -> Sequence[StepResult | None]:
+        """Return a result for each answer; None for an answer that is not scored."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -36,40 +42,66 @@ async def score_together(
     make_environment: Callable[[], GroupScorer],
     decode: Callable[[TokenIds], str],
     limit_s: float,
+    stop: Sequence[str] = (),
 ) -> list[Trajectory]:
     """Add the group's rewards to the trajectories, and return them.
 
     A call that raises is repeated twice. A call that exceeds its limit is not repeated. If there is
-    no score after that, every trajectory has the outcome `reward_error`.
+    no score after that, every trajectory has the outcome `reward_error`. If only some answers have
+    no score, only their trajectories have that outcome.
 
     Args:
         limit_s: Seconds that one call of `score_group` may take.
+        stop: Stop strings; an answer is the text before one of them, as for a turn.
     """
-    completions = [decode(_last_ids(each)) for each in trajectories]
+    completions = [before_stop(decode(_last_ids(each)), stop)[0] for each in trajectories]
 
-    async def score() -> Sequence[StepResult]:
+    async def score() -> Sequence[StepResult | None]:
         environment = make_environment()
         async with closing(environment.close):
-            return await environment.score_group(task, completions)
+            found = await environment.score_group(task, completions)
+        return checked_results(found, num_answers=len(completions))
 
     try:
         results = await _with_retries(partial(bounded, score, limit_s=limit_s))
-        if len(results) != len(trajectories):
-            raise RewardError(
-                f"score_group gave {len(results)} results for {len(trajectories)} answers, "
-                "expected one for each"
-            )
         return [
             _with_score(each, result) for each, result in zip(trajectories, results, strict=True)
         ]
     except RewardError as error:
-        why = f"group: {error}".encode(errors="replace").decode()
-        return [replace(each, outcome=Outcome.REWARD_ERROR, detail=why) for each in trajectories]
+        return [_unscored(each, str(error)) for each in trajectories]
+
+
+def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | None]:
+    """Return what an environment's `score_group` gave for a number of answers.
+
+    Raises: RewardError if it is not a list with a StepResult or None for each answer, or if a
+        reward is not a finite number.
+    """
+    if not isinstance(found, list | tuple) or len(found) != num_answers:
+        got = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__
+        raise RewardError(
+            f"score_group gave {got} for {num_answers} answers, expected a list with a StepResult "
+            "for each"
+        )
+    for result in found:
+        if not isinstance(result, StepResult | None):
+            raise RewardError(
+                f"score_group gave a {type(result).__name__} for an answer, expected a StepResult "
+                "of actors.environment.protocol, or None for an answer that has no score"
+            )
+        if result is not None and (problem := reward_problem(result)) is not None:
+            raise RewardError(problem)
+    return found
+
+
+def _unscored(trajectory: Trajectory, why: str) -> Trajectory:
+    detail = f"group: {why}".encode(errors="replace").decode()
+    return replace(trajectory, outcome=Outcome.REWARD_ERROR, detail=detail)
 
 
 async def _with_retries(
-    call: Callable[[], Awaitable[Sequence[StepResult]]],
-) -> Sequence[StepResult]:
+    call: Callable[[], Awaitable[Sequence[StepResult | None]]],
+) -> Sequence[StepResult | None]:
     """Return the answer of a call; repeat the call up to twice if it raises.
 
     Raises: RewardError if the last call raises, or if one exceeds its limit.
@@ -80,20 +112,19 @@ async def _with_retries(
         except CallTimedOut as error:
             raise RewardError(f"the score: {error}") from error
         except CallFailed as failure:
-            if delay_s is None:
+            # A function that exceeded its own limit would take as long again.
+            is_late = isinstance(root_cause(failure.error), CallTimedOut)
+            if delay_s is None or is_late:
                 raise RewardError(describe(failure.error)) from failure
             await asyncio.sleep(delay_s)
     raise AssertionError("unreachable: the last pass raises or returns")
 
 
-def _with_score(trajectory: Trajectory, result: StepResult) -> Trajectory:
+def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
     """Return a trajectory with a result's reward and components added to its last turn, and with
-    the result's metrics and extra columns.
-
-    Raises: RewardError if the reward, a component or a metric is not a finite number.
-    """
-    if (problem := reward_problem(result)) is not None:
-        raise RewardError(problem)
+    the result's metrics and extra columns; without a result, as a reward error."""
+    if result is None:
+        return _unscored(trajectory, "none of the group functions gave a number for this answer")
     last = trajectory.turns[-1]
     scored = replace_struct(
         last,

@@ -32,10 +32,12 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -51,7 +53,7 @@ from actors.environment.trainer_arguments import (
     call_with_logs,
     trainer_state,
 )
-from actors.environment.user_names import BadName, find
+from actors.environment.user_names import HIDES, BadName, find, hides_arguments
 from actors.environment.workers import WorkerLost
 from actors.limits import MAX_REWARD
 from actors.user_code import CallFailed, CallTimedOut, in_thread
@@ -111,6 +113,9 @@ class RewardFunction:
     any other function."""
     of_trainer: frozenset[str] = frozenset()
     """The names in TRAINER_ARGUMENTS that are arguments of the function."""
+    bound: str = ""
+    """Name of the first argument of a method, such as self. No column can be given by that name.
+    Empty for a plain function."""
 
     def check(self, columns: Mapping[str, Any], *, extras: frozenset[str] = frozenset()) -> None:
         """Check that a task's data have every argument that the function needs.
@@ -143,6 +148,7 @@ class RewardFunction:
             raises.
         """
         ours = extras or {}
+        columns = self._own(columns)
         if not self.takes_lists:
             arguments = {**columns, **ours, **self._row(columns), "completion": completion}
             found, logs = await self._call(arguments)
@@ -164,7 +170,7 @@ class RewardFunction:
 
         Raises: the same exceptions as `score`.
         """
-        count = len(completions)
+        count, columns = len(completions), self._own(columns)
         of_row = {name: value for name, value in columns.items() if name != "prompt"}
         lists = {f"{name}s": [value] * count for name, value in of_row.items()}
         lists |= {name: [value] * count for name, value in of_row.items()} | self._row(columns)
@@ -193,6 +199,19 @@ class RewardFunction:
             self._read(each, logs, index=index, count=count) for index, each in enumerate(found)
         ]
 
+    def _takes(self, name: str) -> bool:
+        """Return whether the function takes an argument by this name."""
+        return name != self.bound if self.named is None else name in self.named
+
+    def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return columns that the function may change. A call in a worker copies them anyway."""
+        if self.instance is not None or workers.is_contained(self.target):
+            return columns
+        return {
+            name: deepcopy(value) if isinstance(value, list | dict) else value
+            for name, value in columns.items()
+        }
+
     def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         return {"columns": dict(columns)} if self.takes_row else {}
 
@@ -205,7 +224,7 @@ class RewardFunction:
         wanted = {
             name: value
             for name, value in given.items()
-            if name not in ours & LOGS and (self.named is None or name in self.named)
+            if name not in ours & LOGS and self._takes(name)
         }
 
         if self.instance is not None or workers.is_contained(self.target):
@@ -307,14 +326,15 @@ def _values(found: Any, takes_lists: bool) -> Any:
     """Return the value of a function with lists as a list, because TRL iterates over it.
 
     Arrays, tensors and series are converted by their `tolist`; a generator runs here. Return the
-    value unchanged if it is not iterable, or if the function takes no lists.
+    value unchanged if it is not iterable, if its values have no order, or if the function takes no
+    lists.
     """
     if not takes_lists:
         return found
     if hasattr(found, "tolist"):
         found = found.tolist()
-    is_iterable = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
-    return list(found) if is_iterable else found
+    is_list = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set)
+    return list(found) if is_list else found
 
 
 def answer_of(
@@ -459,6 +479,15 @@ def _read_signature(text: str, name: str, found: Any, weight: float) -> RewardFu
             f"reward: {text} takes {inspect.signature(found)}, expected an argument completion "
             "that can be passed by name, or completions as in TRL"
         )
+    if nameless := [
+        name
+        for name, each in inspect.signature(found).parameters.items()
+        if each.kind is each.POSITIONAL_ONLY and each.default is each.empty
+    ]:
+        raise BadRewardFunction(
+            f"reward: {text} takes {', '.join(nameless)} only by position, expected arguments that "
+            "can be given by their names; remove the / after it, or give it a default"
+        )
     if unknown := sorted(function.required & _NOT_HERE):
         raise BadRewardFunction(
             f"reward: {text} needs {', '.join(unknown)}, which only a trainer has; expected "
@@ -474,13 +503,25 @@ def load_group_functions(
 
     Raises: BadRewardFunction, also if a function takes no lists or needs an argument of EXTRAS.
     """
-    functions = load_functions(asked)
+    try:
+        functions = load_functions(asked)
+    except BadRewardFunction as error:
+        raise BadRewardFunction(f"group_{error}") from error
     for each in functions:
-        if not each.takes_lists or (missing := sorted(each.required & EXTRAS)):
-            got = f"needs {', '.join(missing)}" if each.takes_lists else "scores one answer"
+        if hides_arguments(each.function):
             raise BadRewardFunction(
-                f"group_reward: {each.name} {got}, expected a function with lists, such as def "
-                f"{each.name}(completions, answer, **columns)"
+                f"group_reward: {each.name}: {HIDES}; expected an argument completions"
+            )
+        if not each.takes_lists:
+            raise BadRewardFunction(
+                f"group_reward: {each.name} scores one answer, expected a function with lists, "
+                f"such as def {each.name}(completions, answer, **columns)"
+            )
+        if missing := sorted(each.required & EXTRAS):
+            raise BadRewardFunction(
+                f"group_reward: {each.name} needs {', '.join(missing)}, which only functions of "
+                "one answer are given; expected completions and columns; rename the argument or "
+                "the column, read it from `columns`, or give the argument a default"
             )
     return functions
 
@@ -518,7 +559,19 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
         required=frozenset("environment" if each == "environments" else each for each in needed),
         takes_row="columns" in named,
         of_trainer=TRAINER_ARGUMENTS.intersection(named),
+        bound=_bound_name(function),
     )
+
+
+def _bound_name(function: Callable[..., Any]) -> str:
+    """Return the name of the first argument of a bound method or of a class's `__call__`; empty for
+    a plain function."""
+    if isinstance(function, partial) and function.args:
+        # A method of an instance that a worker keeps: a placeholder takes the place of self.
+        return next(iter(inspect.signature(function.func).parameters), "")
+    method = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
+    plain = getattr(method, "__func__", None)
+    return next(iter(inspect.signature(plain).parameters), "") if plain is not None else ""
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, bool]:

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from actors.environment.chat_template import RenderError
+from actors.environment.group_scoring import checked_results
 from actors.environment.policy import ParsedCall
 from actors.environment.protocol import (
     Action,
@@ -176,20 +177,26 @@ def _with_group_rewards(
         # It is another environment of a mixture.
         return own
 
-    async def score() -> Sequence[StepResult]:
+    async def score() -> Sequence[StepResult | None]:
         async with closing(environment.close):
             call = partial(environment.score_group, task, [text for _, text in played])
             limit_s = request.config.rollouts.turn_deadline_s
-            found: Sequence[StepResult] = await _ended("score_group", call, limit_s=limit_s)
-            return found
+            found = await _ended("score_group", call, limit_s=limit_s)
+        try:
+            return checked_results(found, num_answers=len(played))
+        except RewardError as error:
+            raise _Unplayed(str(error)) from error
 
     results = asyncio.run(score())
-    if problem := next(filter(None, map(reward_problem, results)), None):
-        raise _Unplayed(problem)
     say(f"group of {units.plural(len(played), 'answer')}")
-    sums = [reward + result.reward for reward, result in zip(own, results, strict=True)]
-    for number, (result, total) in enumerate(zip(results, sums, strict=True), start=1):
-        say(f"  answer {number}: group reward {result.reward:g}{_parts(result)}, in all {total:g}")
+    sums: list[float] = []
+    for number, (reward, result) in enumerate(zip(own, results, strict=True), start=1):
+        if result is None:
+            say(f"  answer {number}: no reward: none of the group functions gave a number for it")
+            continue
+        sums.append(reward + float(result.reward))
+        told = f"group reward {result.reward:g}{_parts(result)}, in all {sums[-1]:g}"
+        say(f"  answer {number}: {told}")
     say("")
     return sums
 

@@ -8,7 +8,9 @@ import pytest
 from worlds import group_rewards
 from worlds.trajectory_builders import linear_turns, make_trajectory
 
+from actors.environment import workers
 from actors.environment.group_scoring import score_together
+from actors.environment.protocol import StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.settings import RolloutSettings, playing
 from actors.types import Outcome, Task, Trajectory
@@ -25,7 +27,13 @@ def named(*names: str) -> list[str]:
 
 
 async def scored(
-    texts: list[str], *, about: Task | None = None, limit_s: float = 20.0, **options: Any
+    texts: list[str],
+    *,
+    about: Task | None = None,
+    limit_s: float = 20.0,
+    stop: tuple[str, ...] = (),
+    make_environment: Any = None,
+    **options: Any,
 ) -> list[Trajectory]:
     """Trajectories that their environment gave a reward of 0.25 before."""
     played = [
@@ -36,9 +44,10 @@ async def scored(
     return await score_together(
         played,
         about or task(),
-        make_environment=resolve("single_turn", options),  # type: ignore[arg-type]
+        make_environment=make_environment or resolve("single_turn", options),
         decode=lambda ids: next(left),
         limit_s=limit_s,
+        stop=stop,
     )
 
 
@@ -80,6 +89,7 @@ async def test_several_functions_add_up_by_their_weights_beside_those_of_one_ans
         ("too_few", "gave a list of 1 for a list of 2 answers, expected a list of one number each"),
         ("silent", "none of the group functions gave a number"),
         ("wrong_column", "column word has 1 values for 2 answers"),
+        ("unordered", "gave a set for a list of 2 answers"),
     ],
 )
 async def test_a_failure_is_a_reward_error_of_each_member(name: str, words: str) -> None:
@@ -92,7 +102,9 @@ async def test_a_failure_is_a_reward_error_of_each_member(name: str, words: str)
     ("options", "words"),
     [
         ({"group_reward": named("of_one")}, "of_one scores one answer"),
-        ({"group_reward": named("with_tools")}, "with_tools needs environment"),
+        ({"group_reward": named("with_tools")}, "with_tools needs environment, which only"),
+        ({"group_reward": named("by_place")}, "group_reward: .* takes first only by position"),
+        ({"group_reward": named("hidden")}, "hides its arguments"),
         ({"reward": named("too_few"), "group_reward": named("too_few")}, "name of two functions"),
         ({}, "got no function"),
     ],
@@ -111,3 +123,60 @@ async def test_a_column_that_a_group_function_needs_is_missed_before_the_start()
         await environment.reset(
             Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "?"})
         )
+
+
+async def test_only_an_answer_that_nothing_scores_is_a_reward_error() -> None:
+    found = await scored(["a", "bb", "cc"], group_reward=named("only_long"))
+    assert [each.outcome for each in found[1:]] == [Outcome.COMPLETED] * 2
+    assert found[0].outcome is Outcome.REWARD_ERROR and "for this answer" in found[0].detail
+    # Another function scores the answer: only the group's part of its reward is missing.
+    found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=named("only_long"))
+    assert [each.episode_return for each in found] == [0.25, 1.25]
+
+
+async def test_a_call_that_exceeds_its_limit_is_not_repeated() -> None:
+    playing.set(RolloutSettings(reward_limit_s=0.2))
+    name = named("hangs")[0]
+    found = await scored(["a", "b"], group_reward=name)
+    assert all("did not answer within 0.2 s" in each.detail for each in found)
+    (lost,) = [each for each in workers.report()[0] if each.function == name]
+    assert lost.count == 1
+
+
+async def test_an_answer_is_the_text_before_a_stop_string() -> None:
+    found = await scored(["a END", "b"], stop=("END",), group_reward=named("only_long"))
+    assert found[0].episode_return == 1.25
+
+
+async def test_a_function_in_this_process_changes_only_its_own_arguments() -> None:
+    playing.set(RolloutSettings(inline=True))
+    about = task(words=["a"])
+    found = await scored(["a", "b"], about=about, group_reward=named("changes"))
+    assert [each.outcome for each in found] == [Outcome.COMPLETED] * 2
+    assert about.data["words"] == ["a"]
+
+
+async def test_a_column_self_does_not_collide_with_that_of_an_instance() -> None:
+    found = await scored(["a"], about=task(self="x"), group_reward=named("scorer"))
+    assert found[0].episode_return == 1.25
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "score_group gave NoneType for 2 answers"),
+        ([StepResult()], "score_group gave 1 results for 2 answers"),
+        ([1.0, 2.0], "score_group gave a float for an answer, expected a StepResult"),
+        ([StepResult(), StepResult(reward=float("nan"))], "reward: got nan"),
+    ],
+)
+async def test_what_an_environment_gives_for_a_group_is_checked(given: Any, words: str) -> None:
+    class Scores:
+        async def score_group(self, task: Task, completions: Any) -> Any:
+            return given
+
+        async def close(self) -> None: ...
+
+    found = await scored(["a", "b"], make_environment=Scores)
+    assert {each.outcome for each in found} == {Outcome.REWARD_ERROR}
+    assert all(words in each.detail for each in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 calls: list[dict[str, Any]] = []
@@ -45,3 +46,48 @@ def of_one(completion: str) -> float:
 
 def with_tools(completions: list[str], environments: list[Any]) -> list[float]:
     return [0.0] * len(completions)
+
+
+def unordered(completions: list[str]) -> set[float]:
+    return {float(index) for index in range(len(completions))}
+
+
+def only_long(completions: list[str]) -> list[float | None]:
+    """Score only the answers of two characters or more."""
+    return [1.0 if len(each) > 1 else None for each in completions]
+
+
+def hangs(completions: list[str]) -> list[float]:
+    time.sleep(60)
+    return [0.0] * len(completions)
+
+
+def changes(completions: list[str], words: list[list[str]]) -> list[float]:
+    """Change what it was called with."""
+    words[0].append("changed")
+    completions.clear()
+    return [float(len(words))] * len(words)
+
+
+def by_place(first: str, /, completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class Scorer:
+    """An instance that is called like a function."""
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        return [float("self" not in columns)] * len(completions)
+
+
+scorer = Scorer()
+
+
+def _without_wraps(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+hidden = _without_wraps(only_long)

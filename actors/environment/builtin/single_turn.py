@@ -79,6 +79,8 @@ class SingleTurnEnvironment:
             *functions,
             *load_judges(judges or {}),
         )
+        # Whether an answer has a reward before those of its group are added.
+        self._scores_one = bool(functions) or self._has_reward(judges)
         names = [each.name for each in (*self._functions, *self._group_functions)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadRewardFunction(
@@ -176,11 +178,12 @@ class SingleTurnEnvironment:
             answer=self._answer_in(visible_text(completion)),
         )
 
-    async def score_group(self, task: Task, completions: Sequence[str]) -> list[StepResult]:
+    async def score_group(self, task: Task, completions: Sequence[str]) -> list[StepResult | None]:
         """Score the answers of a group together. A call needs no `reset` before it.
 
-        Returns: for each answer, the reward that the group functions add to its last turn.
-        Raises: RewardError if a function raises, or if nothing scores an answer.
+        Returns: for each answer, the reward that the group functions add to its last turn; None for
+            an answer that nothing scores.
+        Raises: RewardError if a function raises, or if nothing scores any of the answers.
         """
         scores: list[_Scores] = [{} for _ in completions]
         for function in self._group_functions:
@@ -188,10 +191,16 @@ class SingleTurnEnvironment:
                 found = await function.score_group(completions, task.data)
             for own, score in zip(scores, found, strict=True):
                 own[function] = score
-        for own in scores:
-            if not self._functions and all(score.value is None for score in own.values()):
-                raise RewardError("none of the group functions gave a number for an answer")
-        return [self._result(own) for own in scores]
+        is_scored = [
+            self._scores_one or any(score.value is not None for score in own.values())
+            for own in scores
+        ]
+        if not any(is_scored):
+            raise RewardError("none of the group functions gave a number for any of the answers")
+        return [
+            self._result(own) if has_score else None
+            for own, has_score in zip(scores, is_scored, strict=True)
+        ]
 
     def _result(self, scores: _Scores) -> StepResult:
         known = {function: score.value or 0.0 for function, score in scores.items()}
