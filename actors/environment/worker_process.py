@@ -74,11 +74,12 @@ def main(control_fd: int) -> None:
         os._exit(0)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGTERM, _end)
     nursery = _Nursery(control, woken, max_bytes=options.get("max_bytes", 0))
     with suppress(_Ended):
+        signal.signal(signal.SIGTERM, _end)
         nursery.run()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # The socket may close just before the signal arrives.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     nursery.end()
     os._exit(0)
 
@@ -88,6 +89,7 @@ class _Ended(Exception):
 
 
 def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _Ended
 
 
