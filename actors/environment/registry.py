@@ -103,11 +103,8 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     try:
         made = make()
         _check_methods(made)
-        if options.get(GROUP_REWARD) and not callable(getattr(made, "score_group", None)):
-            raise TypeError(
-                f"{GROUP_REWARD}: the class has no method score_group, expected `async def "
-                "score_group(self, task, completions)`; write it, or leave the option out"
-            )
+        if options.get(GROUP_REWARD):
+            _check_method(made, "score_group", ("task", "completions"))
         data_schema_of(made)
     except BadDataSchema as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}; correct the class") from error
@@ -119,17 +116,22 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 def _check_methods(made: object) -> None:
     """Raise TypeError if a method of the protocol is missing or has another form."""
     for name, arguments in (("reset", ("task",)), ("step", ("action",)), ("close", ())):
-        method = getattr(made, name, None)
-        wanted = f"async def {name}({', '.join(('self', *arguments))})"
-        if not callable(method):
-            raise TypeError(f"it has no method {name}, expected `{wanted}`")
-        plain = inspect.unwrap(method)
-        if inspect.isroutine(plain) and not inspect.iscoroutinefunction(plain):
-            raise TypeError(f"{name} is not a coroutine, expected `{wanted}`; add async before def")
-        try:
-            inspect.signature(method).bind(*arguments)
-        except TypeError as error:
-            raise TypeError(f"{name}: {error}, expected `{wanted}`") from None
+        _check_method(made, name, arguments)
+
+
+def _check_method(made: object, name: str, arguments: tuple[str, ...]) -> None:
+    """Raise TypeError if a method is missing or does not take these arguments by position."""
+    method = getattr(made, name, None)
+    wanted = f"async def {name}({', '.join(('self', *arguments))})"
+    if not callable(method):
+        raise TypeError(f"it has no method {name}, expected `{wanted}`")
+    plain = inspect.unwrap(method)
+    if inspect.isroutine(plain) and not inspect.iscoroutinefunction(plain):
+        raise TypeError(f"{name} is not a coroutine, expected `{wanted}`; add async before def")
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}, expected `{wanted}`") from None
 
 
 def _find(name: str) -> EnvironmentFactory:

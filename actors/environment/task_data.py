@@ -19,7 +19,10 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from actors.environment.protocol import Role
+from actors.types import Task
 
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
+"""Columns that are searched for a reference answer, in this order, unless one is named."""
 ANY_DATA: Mapping[str, Any] = {"type": "object"}
 """The schema of an environment that declares none."""
 NO_DATA: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
@@ -293,3 +296,21 @@ def _kind(value: object) -> str:
         return "null"
     kinds = {bool: "a boolean", str: "a text", int: "a number", float: "a number"}
     return kinds.get(type(value), "an object" if isinstance(value, dict) else "a list")
+
+
+def reference_of(task: Task, column: str | None) -> str | None:
+    """Return a task's reference answer; None if it has none.
+
+    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None:
+    the first of ANSWERS that holds a text or a number.
+    """
+    for name in ANSWERS if column is None else (column,):
+        value: Any = task.data
+        for part in (name,) if name in task.data else name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, list) and value:
+            # A list holds several right answers; take any one.
+            value = value[0]
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+    return None

@@ -117,7 +117,9 @@ class _Played:
         self.rescore: Callable[[], Awaitable[StepResult]] | None = None
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        call = partial(getattr(self.environment, method, None) or _no_method(method), **arguments)
+        found = getattr(self.environment, method, None) or _no_method(method)
+        # By position: a class may give its arguments any names.
+        call = partial(found, *arguments.values())
         if method == "rescore" and self.rescore is not None:
             call = partial(self.rescore)
         try:
@@ -128,7 +130,7 @@ class _Played:
 
 
 def _no_method(method: str) -> Callable[..., Any]:
-    def refuse(**_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise AttributeError(f"the environment has no method {method}")
 
     return refuse

@@ -37,6 +37,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.environment.settings import GROUP_REWARD
+from actors.environment.task_data import reference_of
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
@@ -54,7 +55,7 @@ from service.cli.outlet import say, warn
 from service.config.file import ConfigError
 from service.config.tasks import maker, open_tasks
 from service.config.tree import Config
-from service.config.trial import Trial, has_own_code, reference_of, tried
+from service.config.trial import Trial, has_own_code, tried
 
 EXIT_OK, EXIT_UNSCORED = 0, 1
 GROUP_SIZE = 4

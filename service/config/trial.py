@@ -31,21 +31,26 @@ from typing import IO, Any
 
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.builtin.tools import TOOLS
+from actors.environment.group_scoring import checked_results
 from actors.environment.judge import JudgeReward
 from actors.environment.protocol import (
     Action,
     Environment,
     Observation,
+    RewardError,
     StepResult,
     reward_problem,
 )
 from actors.environment.reward_functions import (
+    EXTRAS,
     BadRewardFunction,
     NoScore,
     RewardFunction,
     load_functions,
     load_group_functions,
 )
+from actors.environment.settings import GROUP_REWARD
+from actors.environment.task_data import reference_of
 from actors.environment.tasks import TaskSource
 from actors.environment.user_names import HIDES, hides_arguments
 from actors.environment.worker_process import die_with
@@ -61,9 +66,8 @@ SHARE_OF_ONE = 0.8
 """Share of the remaining time that a call may take. The last call may take all of it."""
 IMPORT_LIMIT_S = 60.0
 """Time limit for an import, in seconds."""
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
-"""Columns that are searched for a reference answer, in this order, unless one is named."""
 MADE_UP = ("I do not know.", "1")
+STEP, SCORE_GROUP = "step of ", "score_group of "
 _MAX_LOOKED_AT = 64
 _STDERR_BYTES = 500
 _TOO_SHORT_S = 0.05
@@ -87,7 +91,7 @@ class Trial:
     judges: bool = False
     """Whether judges are called too, over the network."""
     answer: str | None = None
-    """Column that holds the reference answer; None: the first of ANSWERS that the data have."""
+    """Column that holds the reference answer; None: as for `task_data.reference_of`."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Reward functions that are only imported, each with the setting or option that names it."""
 
@@ -111,6 +115,7 @@ _REMEDIES = {
     Fate.ENDED: "have it raise an exception instead, or return",
     Fate.HUNG: "give it a limit of its own; if it needs longer, start with --no-call",
 }
+_REMEDY_OF_METHOD = "return what docs/environments.md describes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +336,7 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
     for own in by_function.values():
         odd = [each for each in own if each.fate not in (Fate.SCORED, None)]
         if odd and all(each.fate in _FATAL for each in own):
-            raise ConfigError(f"{_error_text(odd[0])}; {_REMEDIES[odd[0].fate or Fate.BROKEN]}")
+            raise ConfigError(f"{_error_text(odd[0])}; {_remedy(odd[0])}")
         if odd and odd == own:
             tell(f"{_error_text(odd[0])}, and so for {len(own)} answers: look there")
         elif odd:
@@ -366,20 +371,30 @@ def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
     return found.removeprefix("File ").replace('"', "").replace(", line ", ":")
 
 
+def _remedy(call: Call) -> str:
+    if call.fate is Fate.NO_NUMBER and call.function.startswith((STEP, SCORE_GROUP)):
+        return _REMEDY_OF_METHOD
+    return _REMEDIES[call.fate or Fate.BROKEN]
+
+
 def _error_text(call: Call) -> str:
     return f"{call.function} {call.fate} {call.text} for {call.answer}".replace("  ", " ")
 
 
 def _compare(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
     """Warn if a task's reference answer scores no higher than that of another task."""
-    if not all(each.fate is Fate.SCORED and each.is_reference for each in calls):
+    if not all(each.fate is Fate.SCORED for each in calls):
         return
-    right, other = (sum(each.value for each in calls if each.number == n) for n in (0, 1))
+    compared = [each for each in calls if each.is_reference]
+    if {each.number for each in compared} != {0, 1}:
+        return
+    right, other = (sum(each.value for each in compared if each.number == n) for n in (0, 1))
     if right <= other:
         tell(
-            f"{calls[0].answer} scores {right:.6g}, and {calls[-1].answer} scores {other:.6g} for "
-            "the same task; expected the right one to score higher: look at what the functions "
-            "make of answers as the data have them, or name another column by --answer"
+            f"{compared[0].answer} scores {right:.6g}, and {compared[-1].answer} scores "
+            f"{other:.6g} for the same task; expected the right one to score higher: look at what "
+            "the functions make of answers as the data have them, or name another column by "
+            "--answer"
         )
 
 
@@ -448,7 +463,10 @@ async def _call_all(
     answers = _answers(source, task, request.trial.answer)
     environment = tasks.maker(config)()
     await environment.reset(task)
+    # A group function compares answers, so that its score of one says nothing about that answer.
+    of_groups: Sequence[RewardFunction] = ()
     if isinstance(environment, SingleTurnEnvironment):
+        of_groups = environment.group_functions
         functions = [
             each
             for each in environment.functions
@@ -457,7 +475,9 @@ async def _call_all(
         wanted: list[tuple[RewardFunction | JudgeReward | None, str]]
         wanted = [(each, f"reward function {each.name}") for each in functions]
     else:
-        wanted = [(None, f"step of {config.tasks.environment}")]
+        wanted = [(None, f"{STEP}{config.tasks.environment}")]
+        if config.tasks.options.get(GROUP_REWARD):
+            wanted.append((None, f"{SCORE_GROUP}{config.tasks.environment}"))
     planned = [
         (
             function,
@@ -466,7 +486,7 @@ async def _call_all(
                 function=label,
                 number=number,
                 answer=told,
-                is_reference=is_reference,
+                is_reference=is_reference and function not in of_groups,
             ),
             text,
         )
@@ -479,8 +499,12 @@ async def _call_all(
         if function is not None:
             assert isinstance(environment, SingleTurnEnvironment)
             fate, words, value = await _scored(environment, function, text)
+        elif call.function.startswith(STEP):
+            is_copied = not config.rollouts.inline
+            made = tasks.maker(config)()
+            fate, words, value = await _stepped(made, task, text, is_copied=is_copied)
         else:
-            fate, words, value = await _stepped(tasks.maker(config)(), task, text)
+            fate, words, value = await _scored_together(tasks.maker(config)(), task, text)
         said.send(("called", replace(call, fate=fate, text=words, value=value)))
     said.send(("doing", (what, f"close the first task of {name}", tasks.RESET_LIMIT_S)))
     with suppress(Exception):
@@ -511,24 +535,6 @@ def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[s
     return [own, (other, "the reference answer of another task", True)]
 
 
-def reference_of(task: Task, column: str | None) -> str | None:
-    """Return a task's reference answer; None if it has none.
-
-    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None:
-    the first of ANSWERS that holds a text or a number.
-    """
-    for name in ANSWERS if column is None else (column,):
-        value: Any = task.data
-        for part in (name,) if name in task.data else name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, list) and value:
-            # A list holds several right answers; take any one.
-            value = value[0]
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return str(value)
-    return None
-
-
 async def _scored(
     environment: SingleTurnEnvironment, function: RewardFunction | JudgeReward, text: str
 ) -> tuple[Fate, str, float]:
@@ -547,7 +553,10 @@ async def _scored(
     return Fate.SCORED, "", function.weight * score.value
 
 
-async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fate, str, float]:
+async def _stepped(
+    environment: Environment, task: Task, text: str, *, is_copied: bool
+) -> tuple[Fate, str, float]:
+    """Take a step. is_copied: whether a run copies the result from a worker to the actor."""
     try:
         async with closing(environment.close):
             await environment.reset(task)
@@ -559,7 +568,27 @@ async def _stepped(environment: Environment, task: Task, text: str) -> tuple[Fat
         return Fate.NO_NUMBER, words, 0.0
     if (problem := reward_problem(found)) is not None:
         return Fate.NO_NUMBER, f"({problem})", 0.0
+    try:
+        if is_copied:
+            pickle.dumps(found)
+    except Exception as error:  # noqa: BLE001  # objects may raise any type
+        words = f"a result that cannot be copied to another process ({describe(error)})"
+        return Fate.NO_NUMBER, words, 0.0
     return Fate.SCORED, "", 0.0
+
+
+async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
+    """Have an environment score a group of two equal answers."""
+    try:
+        async with closing(environment.close):
+            found = await environment.score_group(task, [text, text])
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
+        return _fate_of(error)
+    try:
+        result = checked_results(found, num_answers=2)[0]
+    except RewardError as error:
+        return Fate.NO_NUMBER, f"({error})", 0.0
+    return (Fate.SILENT, "", 0.0) if result is None else (Fate.SCORED, "", 0.0)
 
 
 def _fate_of(
@@ -598,10 +627,16 @@ def load_shadow(
     function has to score the answers of a group together.
     """
     try:
-        return (load_group_functions if scores_groups else load_functions)(name)[0]
+        found = (load_group_functions if scores_groups else load_functions)(name)[0]
     except BadRewardFunction as error:
         told = str(error).removeprefix("group_").removeprefix("reward: ")
         raise ConfigError(f"{key}: {told}") from error
     except Exception as error:
         # Importing the user's own module may raise any type.
         raise ConfigError(f"{key}: {name} cannot be imported: {describe(error)}") from error
+    if missing := sorted(found.required & EXTRAS):
+        raise ConfigError(
+            f"{key}: {name} needs {', '.join(missing)}, which the journal does not hold; expected "
+            "an answer and columns of the data; give the argument a default"
+        )
+    return found

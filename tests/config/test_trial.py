@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from actors.environment.task_data import reference_of
 from actors.types import Task
 from service.config import trial
 from service.config.file import ConfigError, parse_config
 from service.config.preflight import check_without_model
 from service.config.tasks import open_tasks
 from service.config.tree import Config
-from service.config.trial import Trial, reference_of, tried
+from service.config.trial import Trial, tried
 
 FUNCTIONS = """
 import asyncio, os, sys, time
-from actors.environment.protocol import Message, Observation, Role
+from actors.environment.protocol import Message, Observation, Role, StepResult
 
 def right(completion, answer):
     return float(completion.strip() == answer)
@@ -108,6 +109,25 @@ class FailsTwice(Game):
 
 class StepsOnce(FailsTwice):
     reset = Game.reset
+
+class Scores(Game):
+    def __init__(self, group_reward=False):
+        pass
+    async def step(self, action):
+        return StepResult(reward=1.0, terminated=True)
+    async def score_group(self, task, completions):
+        return [1.0 for text in completions]
+
+class Blocks(Scores):
+    def score_group(self, task, completions):
+        return [StepResult() for text in completions]
+
+class Keeps(Scores):
+    async def step(self, action):
+        return StepResult(terminated=True, extra_columns={"how": lambda: "so"})
+
+def ranks(completions):
+    return [0.5 for text in completions]
 
 class Ends(Game):
     def __init__(self):
@@ -213,13 +233,27 @@ def test_a_function_that_can_never_work_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Game", "step of of_trial:Game gave a float, expected a StepResult"),
+        ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
+        ("Keeps", "a result that cannot be copied to another process .*lambda"),
         ("Ends", "exit code 7"),
         ("FailsTwice", r"KeyError: 'no such board'; its close failed too: OSError: already closed"),
     ],
 )
 def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: str) -> None:
     config = config_of(environment=f"of_trial:{name}", options={}, dataset=None)
+    with pytest.raises(ConfigError, match=words):
+        check_without_model(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Scores", "score_group of of_trial:Scores gave .*a float for an answer, expected a Step"),
+        ("Blocks", "score_group is no coroutine, expected `async def score_group"),
+    ],
+)
+def test_an_environments_score_of_a_group_is_tried_too(place: Path, name: str, words: str) -> None:
+    config = config_of(environment=f"of_trial:{name}", options={"group_reward": True}, dataset=None)
     with pytest.raises(ConfigError, match=words):
         check_without_model(config)
 
@@ -267,6 +301,11 @@ def test_a_reference_answer_that_is_worth_no_more_than_another_is_told(place: Pa
     assert (
         len(told) == 1 and "scores 1, and the reference answer of another task scores 1" in told[0]
     )
+    # A group function compares answers: equal ones are worth the same.
+    options = {"reward": "of_trial.py:right", "group_reward": "of_trial.py:ranks"}
+    tried(config_of(options=options), Trial(), tell=told.append)
+    tried(config_of(options={"group_reward": "of_trial.py:ranks"}), Trial(), tell=told.append)
+    assert len(told) == 1
     # Nothing is called, so nothing is found.
     assert "single_turn" in tried(config_of("raises"), Trial(functions=False), tell=told.append)
     assert len(told) == 1

@@ -80,14 +80,15 @@ def read(environment, completion): return len(environment.items)
 
 class Game:
     def __init__(self, start=1): self.number = start
-    async def reset(self, task):
-        if task.data.get("breaks"): raise KeyError("no such game")
+    async def reset(self, board):
+        if board.data.get("breaks"): raise KeyError("no such game")
         return Observation(messages=(Message(role=Role.USER, content=f"from {self.number}"),))
-    async def step(self, action):
-        if action.text == "hang": time.sleep(10**6)
-        if action.text == "wait": await asyncio.sleep(10**6)
+    # A class gives its arguments names of its own.
+    async def step(self, move, /):
+        if move.text == "hang": time.sleep(10**6)
+        if move.text == "wait": await asyncio.sleep(10**6)
         async def rescore(): return StepResult(reward=2.0, terminated=True)
-        if action.text == "unscored": raise RewardError("no judge", rescore=rescore)
+        if move.text == "unscored": raise RewardError("no judge", rescore=rescore)
         self.number += 1
         return StepResult(reward=float(self.number), terminated=True)
     async def close(self): self.number = 0

@@ -130,6 +130,11 @@ class SingleTurnEnvironment:
         """The functions and judges that score the answer to the current task."""
         return (*self._functions, *self._group_functions)
 
+    @property
+    def group_functions(self) -> tuple[RewardFunction, ...]:
+        """Those of the `functions` that score a group together."""
+        return self._group_functions
+
     async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
         """Score an answer to the current task by one of its `functions`.
 
