@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from actors.environment import workers
+from actors.environment.builtin.single_turn import SINGLE_TURN
+from actors.environment.builtin.tools import TOOLS
 from actors.journal.record import JournalStep
-from actors.types import Trajectory
+from actors.outcomes import Disposition, OutcomePolicy
+from actors.types import Outcome, Trajectory
 from service.cli.outlet import say, warn
 from service.config.file import ConfigError
+from service.config.tree import Config
 from service.config.trial import Trial, tried
 from service.hacking.shadow import ShadowVerifier
-from service.inspect.reader import config_beside, open_journal
+from service.inspect.reader import OpenJournal, config_beside, open_journal
 
 EXIT_OK, EXIT_UNSCORED = 0, 1
 AT_ONCE = 64
@@ -57,6 +63,12 @@ def run_rescore(
             f"rescore: {run} is a journal file, expected the run's directory, for its tasks and "
             "tokenizer; name that"
         )
+    names = [*rewards, *group_rewards]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"rescore: got {', '.join(twice)} more than once, expected each function once; leave "
+            "it out there"
+        )
     config = config_beside(run_dir)
     # An import that hangs or ends its process is refused with a sentence.
     keys = dict.fromkeys(rewards, "--reward") | dict.fromkeys(group_rewards, "--group-reward")
@@ -75,9 +87,7 @@ def run_rescore(
         ]
         for names, scores_groups in ((rewards, False), (group_rewards, True))
     )
-    found: list[Rescored] = []
-    for step in journal.steps():
-        found += asyncio.run(_rescored(step, verifiers, of_groups))
+    found = asyncio.run(_all_rescored(config, journal, verifiers, of_groups))
     say(describe(found, limit=limit))
     return EXIT_OK if any(not isinstance(each.new, str) for each in found) else EXIT_UNSCORED
 
@@ -85,8 +95,41 @@ def run_rescore(
 _Scores = Mapping[str, float | str | None]
 
 
+async def _all_rescored(
+    config: Config,
+    journal: OpenJournal,
+    verifiers: Sequence[ShadowVerifier],
+    of_groups: Sequence[ShadowVerifier],
+) -> list[Rescored]:
+    """Score the steps of a journal in order. The workers serve all steps."""
+    workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
+    scored_alone = partial(_is_scored_alone, config.members, config.policies)
+    found: list[Rescored] = []
+    for step in journal.steps():
+        found += await _rescored(step, verifiers, of_groups, scored_alone)
+    return found
+
+
+def _is_scored_alone(
+    members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
+) -> bool:
+    """Return whether a run calls the functions of one answer for a trajectory.
+
+    The environments with functions call them for an answer, and not for an episode that ended
+    without one. Other environments do not call them, so that any last reply counts as an answer.
+    """
+    name, outcome = trajectory.environment, trajectory.outcome
+    if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
+        return True
+    is_score = policies[name].disposition(outcome) is Disposition.SCORE
+    return outcome is Outcome.COMPLETED or (trajectory.is_truncated and is_score)
+
+
 async def _rescored(
-    step: JournalStep, verifiers: Sequence[ShadowVerifier], of_groups: Sequence[ShadowVerifier]
+    step: JournalStep,
+    verifiers: Sequence[ShadowVerifier],
+    of_groups: Sequence[ShadowVerifier],
+    is_scored_alone: Callable[[Trajectory], bool],
 ) -> list[Rescored]:
     places = asyncio.Semaphore(AT_ONCE)
     graded = [each.trajectory for each in step.entries if each.trajectory.is_graded]
@@ -94,17 +137,23 @@ async def _rescored(
     by_group = [await _group_scores(step, each) for each in of_groups]
 
     async def one(trajectory: Trajectory) -> Rescored:
-        async with places:
-            scores = [await each.score(trajectory) for each in verifiers]
-        scores += [
+        alone: list[float | str | None] = [0.0] if verifiers else []
+        if verifiers and is_scored_alone(trajectory):
+            async with places:
+                alone = [await each.score(trajectory) for each in verifiers]
+        scores = alone + [
             each.get(trajectory.trajectory_id, "it was not in its group's baseline")
             for each in by_group
         ]
         problem = next((each for each in scores if isinstance(each, str)), None)
         numbers = [each for each in scores if isinstance(each, float)]
         new: float | str = sum(numbers)
-        if problem is not None or not numbers:
-            new = problem or "none of the functions scores it"
+        if problem is None and any(
+            own and all(each is None for each in own) for own in (alone, scores)
+        ):
+            problem = "none of the functions scores it"
+        if problem is not None:
+            new = problem
         return Rescored(step=step.step, trajectory=trajectory, new=new)
 
     return list(await asyncio.gather(*(one(each) for each in trajectories)))

@@ -8,19 +8,22 @@ a run it has a separate process, since it is the user's code.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from actors.environment import workers
 from actors.environment.protocol import RewardError
 from actors.environment.rendering import ChatRenderer
+from actors.environment.settings import playing
 from actors.environment.tasks import TaskSource, derived_seed
 from actors.environment.text_patterns import before_stop
 from actors.environment.tokenizer import load_tokenizer
+from actors.environment.trainer_arguments import TrainerState, trainer_state
 from actors.journal.record import JournalStep
 from actors.types import Trajectory
-from actors.user_code import CallFailed, CallTimedOut, bounded
+from actors.user_code import CallFailed, CallTimedOut, bounded, describe, location, root_cause
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks
 from service.config.tree import Config
@@ -28,6 +31,7 @@ from service.config.trial import load_shadow
 
 VERIFIED = 0.5
 """Smallest score that verifies."""
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +62,8 @@ class ShadowVerifier:
         """
         self._function = load_shadow(name, key=key, scores_groups=scores_groups)
         self._num_samples = num_samples
-        self._limit_s = config.rollouts.turn_deadline_s
-        self._stop = config.rollouts.stop
+        self._config = config
+        self._members = config.members
         self._tasks: TaskSource = open_tasks(config)
         try:
             tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
@@ -99,14 +103,10 @@ class ShadowVerifier:
         Returns: the score; a text that says why there is none; None if the function returned None.
         """
         columns = self._columns(trajectory)
-        try:
-            self._function.check(columns)
-            ask: Callable[[], Any] = partial(
-                self._function.score, self._last_reply(trajectory), columns
-            )
-            score = await bounded(ask, limit_s=self._limit_s)
-        except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
-            return f"{self._function.name}: {error}"
+        ask = partial(self._function.score, self._last_reply(trajectory), columns)
+        score = await self._called(ask, trajectory, columns)
+        if isinstance(score, str):
+            return score
         return None if score.value is None else float(score.value)
 
     async def score_group(self, group: Sequence[Trajectory]) -> Sequence[float | None] | str:
@@ -117,13 +117,59 @@ class ShadowVerifier:
         """
         columns = self._columns(group[0])
         replies = [self._last_reply(each) for each in group]
-        try:
-            self._function.check(columns, extras=frozenset(f"{name}s" for name in columns))
-            ask: Callable[[], Any] = partial(self._function.score_group, replies, columns)
-            scores = await bounded(ask, limit_s=self._limit_s)
-        except (ValueError, RewardError, CallFailed, CallTimedOut) as error:
-            return f"{self._function.name}: {error}"
+        ask = partial(self._function.score_group, replies, columns)
+        extras = frozenset(f"{name}s" for name in columns)
+        scores = await self._called(ask, group[0], columns, extras=extras)
+        if isinstance(scores, str):
+            return scores
         return [None if each.value is None else float(each.value) for each in scores]
+
+    async def _called(
+        self,
+        ask: Callable[[], Awaitable[_Found]],
+        trajectory: Trajectory,
+        columns: Mapping[str, Any],
+        *,
+        extras: frozenset[str] = frozenset(),
+    ) -> _Found | str:
+        """Call the function with the settings that the run has for a trajectory.
+
+        extras: as for `RewardFunction.check`. Returns: the answer; a text that says why there is
+        none.
+        """
+        member = self._members.get(trajectory.environment, self._config)
+        # A call that hangs in this process would keep the command from ending.
+        playing.set(replace(member.rollouts, inline=False))
+        workers.task_id.set(trajectory.task_id)
+        trainer_state.set(
+            TrainerState(
+                global_step=trajectory.group_number // self._config.algorithm.groups_per_step,
+                max_steps=self._config.run.steps,
+            )
+        )
+        name = self._function.name
+        try:
+            self._function.check(columns, extras=extras)
+            return await bounded(ask, limit_s=member.rollouts.turn_deadline_s)
+        except ValueError as error:
+            return f"{error}{self._note_of_task(trajectory.task_id)}"
+        except CallTimedOut as error:
+            return f"{name}: {error}"
+        except CallFailed as failure:
+            if isinstance(failure.error, RewardError):
+                return str(failure.error)
+            root = root_cause(failure.error)
+            at = location(root)
+            return f"{name} raised {describe(root)}{f' ({at})' if at else ''}"
+
+    def _note_of_task(self, task_id: str) -> str:
+        """Return the end of a sentence on missing columns; empty if the task is known."""
+        if self._tasks.find(task_id) is not None:
+            return ""
+        return (
+            f" (task {task_id} is not in the data that the run's configuration names, so that only "
+            "its prompt is known)"
+        )
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
         """Return the task's data; if the run's tasks have none, the prompt as it was rendered."""
@@ -138,4 +184,5 @@ class ShadowVerifier:
         last = trajectory.turns[-1]
         sample = next(each for each in trajectory.samples if last in each.turns)
         text = self._renderer.decode(sample.token_ids[last.tokens])
-        return before_stop(text, self._stop)[0]
+        member = self._members.get(trajectory.environment, self._config)
+        return before_stop(text, member.rollouts.stop)[0]

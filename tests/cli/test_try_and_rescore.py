@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ import pytest
 from worlds.episode_builders import tokenizer
 from worlds.trajectory_builders import make_trajectory, make_turn
 
+from actors.journal.files import write_file
+from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.types import Outcome
 from service.cli.rescore import Rescored, describe, run_rescore
 from service.cli.try_out import TryRequest, run_try
-from service.config.file import ConfigError, parse_config
+from service.config.file import ConfigError, dump_config, parse_config
 from service.config.tree import Config
+from service.launch.run_dir import RunDir
 
 CODE = '''
 def score(completion, answer):
@@ -30,6 +35,15 @@ def rarest(completions, **columns):
 
 def breaks(completions, **columns):
     raise KeyError("no")
+
+def step_of(completion, trainer_state):
+    return trainer_state.global_step + trainer_state.max_steps / 1000
+
+def lengths(completions):
+    return [None if text == "5" else float(len(text)) for text in completions]
+
+def of_messages(completion, messages):
+    return 1.0
 
 def add(first: int, second: int) -> int:
     """Add two numbers."""
@@ -101,6 +115,98 @@ def test_a_group_function_scores_the_answers_to_a_task_together(
     shown = capsys.readouterr().out
     assert "answer 2 of 2" in shown and "no reward of the group: score_group: " in shown
     assert "breaks raised KeyError" in shown
+
+
+@pytest.fixture
+def run(place: Path) -> Path:
+    """A run of a step: an answer, a call at the last turn, an answer of 5, and one cut off."""
+    run_dir = RunDir(path=place / "runs" / "one")
+    run_dir.path.mkdir(parents=True)
+    run_dir.config_file.write_text(dump_config(config_of(tools=["of_try.py:add"])))
+    tokenizer().save_pretrained(run_dir.tiny_model)
+    said = (
+        ("3", Outcome.COMPLETED, 1.5),
+        ("<tool_call>", Outcome.MAX_TURNS, 0.0),
+        ("5", Outcome.COMPLETED, 0.5),
+        ("1 and then", Outcome.TRUNCATED_TOKENS, 0.25),
+    )
+    prompt = tokenizer().encode("1 + 2?")
+    entries = tuple(
+        TrajectoryEntry(
+            trajectory=replace(
+                make_trajectory(
+                    [make_turn(prompt, tokenizer().encode(text), reward=reward)],
+                    rollout_id=f"g000016.0-{number}",
+                    outcome=outcome,
+                ),
+                task_id="one",
+                environment="tools",
+            ),
+            reason=None,
+            baseline_return=reward,
+            advantages=(),
+        )
+        for number, (text, outcome, reward) in enumerate(said)
+    )
+    step = JournalStep(
+        step=1, term=1, trainer_version=0, max_policy_age=0, group_rule=None,
+        num_packed_trained=0, entries=entries,
+    )  # fmt: skip
+    run_dir.journal.mkdir()
+    write_file(run_dir.journal, step)
+    return run_dir.path
+
+
+def table_of(shown: str) -> dict[str, tuple[float, float]]:
+    """Return the old and the new reward by trajectory."""
+    rows = [line.split() for line in shown.splitlines() if ".a0 " in line]
+    return {row[1]: (float(row[2]), float(row[3])) for row in rows}
+
+
+def test_functions_are_called_again_for_what_a_run_calls_them_for(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_rescore(run, rewards=["of_try.py:score"], limit=0) == 0
+    shown = capsys.readouterr().out
+    # A run does not call them for a call at the last turn, or for an answer that was cut off.
+    assert table_of(shown) == {"g000016.0-3.a0": (0.25, 0.0)}
+    assert "4 trajectories that were scored" in shown
+    # The step is that of the group's number, 16 groups a step.
+    assert run_rescore(run, rewards=["of_try.py:step_of"], limit=0) == 0
+    changed = table_of(capsys.readouterr().out)
+    steps = config_of().run.steps
+    assert changed["g000016.0-0.a0"] == (1.5, pytest.approx(1 + steps / 1000, rel=1e-3))
+
+
+def test_a_group_function_is_called_again_beside_those_of_one_answer(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"rewards": ["of_try.py:score"], "group_rewards": ["of_try.py:lengths"]}
+    assert run_rescore(run, **names, limit=0) == 0
+    shown = table_of(capsys.readouterr().out)
+    assert shown == {
+        "g000016.0-0.a0": (1.5, 2.5),
+        "g000016.0-1.a0": (0.0, 11.0),
+        "g000016.0-3.a0": (0.25, 10.0),
+    }
+    assert run_rescore(run, rewards=[], group_rewards=["of_try.py:lengths"], limit=0) == 0
+    assert "not scored  1; the first: none of the functions" in capsys.readouterr().out
+    assert run_rescore(run, rewards=[], group_rewards=["of_try.py:breaks"], limit=0) == 1
+    assert "breaks raised KeyError: 'no' (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["of_try.py:score"] * 2, "more than once, expected each function once"),
+        (["of_try.py:of_messages"], "needs messages, which the journal does not hold"),
+    ],
+)
+def test_functions_that_cannot_score_a_run_again_are_refused(
+    run: Path, names: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_rescore(run, rewards=names, limit=1)
 
 
 def test_a_run_is_not_scored_again_without_a_function(place: Path) -> None:
