@@ -88,8 +88,27 @@ def run_rescore(
         for names, scores_groups in ((rewards, False), (group_rewards, True))
     )
     found = asyncio.run(_all_rescored(config, journal, verifiers, of_groups))
+    _warn_of_missing_tasks(config, found, [*verifiers, *of_groups][0])
     say(describe(found, limit=limit))
     return EXIT_OK if any(not isinstance(each.new, str) for each in found) else EXIT_UNSCORED
+
+
+def _warn_of_missing_tasks(
+    config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
+) -> None:
+    """Warn of tasks that are no longer in the data: a column with a default was not given."""
+    with_data = {
+        name
+        for name, each in config.members.items()
+        if each.tasks.dataset is not None or each.tasks.file is not None
+    }
+    own = {e.trajectory.task_id for e in found if e.trajectory.environment in with_data}
+    if missing := sorted(each for each in own if not verifier.knows(each)):
+        warn(
+            f"{len(missing)} of {len(own)} tasks are not in the run's data as they are now, such "
+            f"as {missing[0]}: their functions were given the prompt only; expected the data of "
+            "the run"
+        )
 
 
 _Scores = Mapping[str, float | str | None]

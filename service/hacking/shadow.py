@@ -162,9 +162,13 @@ class ShadowVerifier:
             at = location(root)
             return f"{name} raised {describe(root)}{f' ({at})' if at else ''}"
 
+    def knows(self, task_id: str) -> bool:
+        """Return whether a task is in the data, as they are now."""
+        return self._tasks.find(task_id) is not None
+
     def _note_of_task(self, task_id: str) -> str:
         """Return the end of a sentence on missing columns; empty if the task is known."""
-        if self._tasks.find(task_id) is not None:
+        if self.knows(task_id):
             return ""
         return (
             f" (task {task_id} is not in the data that the run's configuration names, so that only "

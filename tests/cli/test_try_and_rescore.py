@@ -191,8 +191,12 @@ def test_a_group_function_is_called_again_beside_those_of_one_answer(
     }
     assert run_rescore(run, rewards=[], group_rewards=["of_try.py:lengths"], limit=0) == 0
     assert "not scored  1; the first: none of the functions" in capsys.readouterr().out
+    row = {"task_id": "other", "prompt": "1 + 2?", "answer": "3"}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert run_rescore(run, rewards=[], group_rewards=["of_try.py:breaks"], limit=0) == 1
-    assert "breaks raised KeyError: 'no' (" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "breaks raised KeyError: 'no' (" in shown.out
+    assert "1 of 1 tasks are not in the run's data as they are now, such as one" in shown.err
 
 
 @pytest.mark.parametrize(
