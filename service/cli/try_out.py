@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from actors.environment import workers
 from actors.environment.chat_template import RenderError
 from actors.environment.group_scoring import checked_results
 from actors.environment.policy import ParsedCall
@@ -36,7 +37,7 @@ from actors.environment.protocol import (
     reward_problem,
 )
 from actors.environment.rendering import ChatRenderer, load_renderer
-from actors.environment.settings import GROUP_REWARD
+from actors.environment.settings import GROUP_REWARD, playing
 from actors.environment.task_data import reference_of
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.trainer.tiny.tokenizer import build_tokenizer
@@ -125,6 +126,7 @@ def run_try(request: TryRequest) -> int:
     if has_own_code(config):
         # An import that hangs or ends its process is refused with a sentence.
         tried(config, Trial(begins=False, functions=False), tell=warn)
+    workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     source = open_tasks(config)
     make, renderer = maker(config), _renderer(config)
     count = request.samples_of_task
@@ -179,6 +181,7 @@ def _with_group_rewards(
         return own
 
     async def score() -> Sequence[StepResult | None]:
+        _set_playing(request.config, task)
         async with closing(environment.close):
             call = partial(environment.score_group, task, [text for _, text in played])
             limit_s = request.config.rollouts.turn_deadline_s
@@ -232,6 +235,7 @@ async def _play(
 
     Raises: _Unplayed if it cannot be played to its end; EOFError at the end of typed input.
     """
+    _set_playing(request.config, task)
     limit_s = request.config.rollouts.turn_deadline_s
     environment = make()
     async with closing(lambda: _ended("close", environment.close, limit_s=limit_s)):
@@ -240,6 +244,13 @@ async def _play(
             raise _Unplayed(f"reset returned a {type(start).__name__}, expected an Observation")
         _show_prompt(renderer, start)
         return await _play_turns(request, environment, task, start)
+
+
+def _set_playing(config: Config, task: Task) -> None:
+    """Set what a run sets before it plays a task. Functions run in workers in any case."""
+    member = config.members.get(task.environment, config)
+    playing.set(replace(member.rollouts, inline=False))
+    workers.task_id.set(task.task_id)
 
 
 async def _play_turns(

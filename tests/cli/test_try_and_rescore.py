@@ -18,7 +18,7 @@ from worlds.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.files import write_file
 from actors.journal.record import JournalStep, TrajectoryEntry
-from actors.types import Outcome
+from actors.types import SESSION, Outcome
 from service.cli.rescore import Rescored, describe, run_rescore
 from service.cli.try_out import TryRequest, run_try
 from service.config.file import ConfigError, dump_config, parse_config
@@ -26,6 +26,8 @@ from service.config.tree import Config
 from service.launch.run_dir import RunDir
 
 CODE = '''
+import time
+
 def score(completion, answer):
     right = completion.strip() == answer
     return {"right": float(right), "short": 0.5}
@@ -41,6 +43,9 @@ def step_of(completion, trainer_state):
 
 def lengths(completions):
     return [None if text == "5" else float(len(text)) for text in completions]
+
+def hangs(completion):
+    time.sleep(1000)
 
 def of_messages(completion, messages):
     return 1.0
@@ -194,9 +199,28 @@ def test_a_group_function_is_called_again_beside_those_of_one_answer(
     row = {"task_id": "other", "prompt": "1 + 2?", "answer": "3"}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert run_rescore(run, rewards=[], group_rewards=["of_try.py:breaks"], limit=0) == 1
-    shown = capsys.readouterr()
-    assert "breaks raised KeyError: 'no' (" in shown.out
-    assert "1 of 1 tasks are not in the run's data as they are now, such as one" in shown.err
+    out, err = capsys.readouterr()
+    assert "breaks raised KeyError: 'no' (" in out
+    assert "1 of 1 tasks are not in the run's data as they are now, such as one" in err
+
+
+def test_a_session_is_scored_by_its_last_reply(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = make_turn(tokenizer().encode("1 + 2?"), tokenizer().encode("3"), reward=1.0)
+    session = replace(make_trajectory([turn], rollout_id="g000000.0-0"), environment=SESSION)
+    entry = TrajectoryEntry(trajectory=session, reason=None, baseline_return=1.0, advantages=())
+    step = JournalStep(
+        step=2, term=1, trainer_version=1, max_policy_age=0, group_rule=None,
+        num_packed_trained=0, entries=(entry,),
+    )  # fmt: skip
+    write_file(RunDir(path=run).journal, step)
+    # Its task has no columns.
+    assert run_rescore(run, rewards=["of_try.py:score"], limit=0) == 0
+    shown = capsys.readouterr().out
+    assert "not scored  1; the first: reward function score needs answer" in shown
+    assert run_rescore(run, rewards=["of_try.py:step_of"], limit=0) == 0
+    assert "5 trajectories that were scored" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -211,6 +235,17 @@ def test_functions_that_cannot_score_a_run_again_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run_rescore(run, rewards=names, limit=1)
+
+
+def test_a_task_is_played_with_the_time_limit_of_the_configuration(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of()
+    config = replace(config, rollouts=replace(config.rollouts, reward_limit_s=0.3))
+    tasks = replace(config.tasks, options={"reward": "of_try.py:hangs"})
+    request = TryRequest(config=replace(config, tasks=tasks), num_tasks=1, answer="answer")
+    assert run_try(request) == 1
+    assert "hangs did not answer within 0.3 s" in capsys.readouterr().out
 
 
 def test_a_run_is_not_scored_again_without_a_function(place: Path) -> None:
