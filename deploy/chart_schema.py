@@ -1,6 +1,6 @@
 """Keep what the chart has from elsewhere in step: `python -m deploy.chart_schema`.
 
-helm/values.schema.json is written by hand but for two parts: `properties.config`, which is the
+helm/values.schema.json is written by hand, except two parts: `properties.config`, which is the
 configuration tree's own schema, so that helm refuses a key that Rayloom does not know; and the
 definitions `io.k8s.…`, which are Kubernetes' own and strict, so that helm refuses a typo inside an
 affinity or a volume. helm/files/config-defaults.yaml has the tree's defaults that the templates
@@ -34,10 +34,10 @@ _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
 def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
-    """The chart's schema with the generated parts as they have to be now."""
+    """Return the chart's schema with its generated parts brought up to date."""
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
-    # It begins empty; where it does, the templates say what is missing.
+    # It is empty by default; the templates then name what is missing.
     del config["required"]
     properties = {**schema["properties"], "config": config}
     written = {**schema, "properties": properties, "$defs": own}
@@ -45,7 +45,7 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def defaults_text() -> str:
-    """The tree's defaults, as far as the templates read them."""
+    """Return the defaults of the tree that the templates read."""
     tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
     whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
     read = {section: whole[section] for section in _READ_BY_TEMPLATES}
@@ -57,7 +57,7 @@ def dumped(schema: dict[str, Any]) -> str:
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the schema refers to, and those that these refer to, by name."""
+    """Return the definitions that the schema refers to, directly or through others, by name."""
     folder = f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
     text = files("kubernetes_validate").joinpath(folder, "_definitions.json").read_text("utf-8")
     known = json.loads(text)["$defs"]
@@ -71,7 +71,7 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
-    """Without annotations; the names of properties are no keywords, and stay."""
+    """Return a schema without annotations; properties with such names stay."""
     if isinstance(node, list):
         return [_stripped(item, left_out) for item in node]
     if not isinstance(node, dict):
@@ -86,7 +86,10 @@ def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> 
 
 
 def _without_null(node: Any) -> Any:
-    """A key without a value is a slip in a values file, though Kubernetes takes it for absent."""
+    """Return a schema that refuses null.
+
+    Kubernetes takes a key without a value for absent; in a values file it is a mistake.
+    """
     if isinstance(node, list):
         return [_without_null(item) for item in node]
     if not isinstance(node, dict):

@@ -6,8 +6,8 @@ applications:
     route_prefix: /
     args: {config: {model: ..., tasks: ...}, run_dir: /var/lib/rayloom/runs/demo}
 
-The database of a new run lies in the PostgreSQL that RAYLOOM_DATABASE_URL names on the head node,
-as a Secret gives it; else in state_dir; else in run_dir.
+The database of a new run is stored in the PostgreSQL that RAYLOOM_DATABASE_URL names on the head
+node (usually from a Secret), else in state_dir, else in run_dir.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from service.store.place import StoreOptions
 
 
 def build(args: dict[str, Any]) -> Any:
-    """The API and the run behind it. args: of RunArguments.
+    """Return the application of the API and the run. args: the fields of RunArguments.
 
-    Raises: ValidationError, ConfigError for what cannot run.
+    Raises: ValidationError, ConfigError if the run is refused.
     """
     arguments = RunArguments.model_validate(args)
     config = arguments.read_config()

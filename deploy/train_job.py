@@ -27,10 +27,10 @@ LAST_SCRAPES_S = 120.0
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:
-    """The command line, once the database answers.
+    """Wait until the database answers, and return the command line.
 
-    directory: of the configuration's file, which is written there.
-    Raises: ValidationError, ConfigError, StoreError for what cannot run.
+    directory: where the configuration's file is written.
+    Raises: ValidationError, ConfigError, StoreError if the run is refused.
     """
     arguments = RunArguments.model_validate_json(text)
     file = directory / "config.yaml"

@@ -5,11 +5,8 @@ imperative, with "Whether", or with a noun if the function is a property; that o
 begin with a word that makes it a fragment. `make lint` runs this. A line that has a good reason to
 keep a phrase says so at its end: `# english: the reason`, or `<!-- english: the reason -->`.
 
-Packages that are not clean yet have their number of findings in `plain_english.toml`. The number
-may only fall: more findings fail, and so do fewer, until the file is written again with `--write`.
-
     $ python tests/plain_english.py                  # check the tree
-    $ python tests/plain_english.py actors/trainer   # show the findings of a package
+    $ python tests/plain_english.py actors/trainer   # check a package
 """
 
 from __future__ import annotations
@@ -19,14 +16,11 @@ import io
 import re
 import sys
 import tokenize
-import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-BASELINE = Path(__file__).with_suffix(".toml")
 CODE = ("actors", "service", "deploy", "rayloom", "benchmarks")
 PAGES = ("README.md", "docs")
 # Each phrase with what to write. A phrase is here because it was used for something else than an
@@ -138,12 +132,6 @@ def check_page(path: str, text: str) -> Iterator[Finding]:
     yield from check_text(path, 1, prose, waived)
 
 
-def package_of(path: str) -> str:
-    """Return the package that a file is counted under: two levels of code, or `docs`."""
-    parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] in CODE and len(parts) > 2 else parts[0]
-
-
 def check_tree(root: Path) -> list[Finding]:
     """Return the findings of all code and pages below a directory, in the order of their files."""
     found: list[Finding] = []
@@ -157,26 +145,12 @@ def check_tree(root: Path) -> list[Finding]:
 
 
 def main() -> int:
-    """Print the findings that are new, or those of the packages that are named."""
-    found = check_tree(ROOT)
-    if packages := [argument for argument in sys.argv[1:] if not argument.startswith("-")]:
-        shown = [each for each in found if each.path.startswith(tuple(packages))]
-        print(*shown, sep="\n")
-        return bool(shown)
-    counts = Counter(package_of(each.path) for each in found)
-    if "--write" in sys.argv:
-        lines = [f'"{package}" = {count}\n' for package, count in sorted(counts.items())]
-        BASELINE.write_text("".join(lines))
-        return 0
-    allowed = tomllib.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    wrong = [name for name in {*counts, *allowed} if counts[name] != allowed.get(name, 0)]
-    for name in sorted(wrong):
-        print(f"{name}: {counts[name]} findings; plain_english.toml has {allowed.get(name, 0)}")
-        if counts[name] > allowed.get(name, 0):
-            print(*(each for each in found if package_of(each.path) == name), sep="\n")
-        else:
-            print("fewer than before: run `python tests/plain_english.py --write`")
-    return bool(wrong)
+    """Print the findings of the tree, or only those below the named paths."""
+    named = tuple(sys.argv[1:])
+    found = [each for each in check_tree(ROOT) if not named or each.path.startswith(named)]
+    for each in found:
+        print(each)
+    return bool(found)
 
 
 if __name__ == "__main__":

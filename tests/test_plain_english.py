@@ -69,11 +69,5 @@ def test_waiver_needs_a_reason() -> None:
     assert list(plain_english.check_page("page.md", page)) == []
 
 
-def test_count_is_by_package() -> None:
-    assert plain_english.package_of("actors/merge/step.py") == "actors/merge"
-    assert plain_english.package_of("actors/types.py") == "actors"
-    assert plain_english.package_of("docs/merging.md") == "docs"
-
-
 def test_few_phrases_are_forbidden() -> None:
     assert len(plain_english.PHRASES) <= 25

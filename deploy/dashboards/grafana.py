@@ -41,8 +41,8 @@ SHORTEST_STEP = "1m"
 RUN = 'run="$run"'
 RUN_OF_NAMESPACE = f'{RUN},namespace=~"$namespace"'
 STEP_SECONDS = f"sum(rayloom_train_newest_step_seconds{{{RUN}}})"
-# What [$several_steps] stands for, and for which time of the newest step. Steps of an hour are six
-# to a window; before the first step the shortest serves.
+# The windows of [$several_steps], each with its condition on the seconds of the newest step. Six
+# steps of an hour fit a window; before the first step the shortest window is used.
 WINDOWS = {
     "5m": f"unless on () {STEP_SECONDS} > 60",
     "1h": f"and on () {STEP_SECONDS} > 60 <= 1200",
@@ -79,12 +79,12 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class Look(StrEnum):
-    """How a panel draws its series."""
+    """The form in which a panel draws its series."""
 
     NUMBER = "number"
-    """As it is at the end of the chosen time."""
+    """The value at the end of the chosen time."""
     NAME = "name"
-    """The legends of the series that there are then."""
+    """The legends of the series at the end of the chosen time."""
     LINES = "lines"
     HEATMAP = "heatmap"
 
@@ -93,7 +93,7 @@ HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
 
 
 class Choice(StrEnum):
-    """What a reader chooses, beside the data source, the namespace and the run."""
+    """A variable of a dashboard besides the data source, the namespace and the run."""
 
     ENVIRONMENT = "environment"
     REPLICA = "replica"
@@ -126,30 +126,30 @@ class Panel:
     unit: str = ""
     """One of Grafana's, such as "s", or "suffix: nats"; with statistics it is theirs."""
     statistics: Mapping[str, str] = field(default_factory=dict)
-    """By legend, the name of a statistic; all of one unit."""
+    """The names of statistics by legend; all have one unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
-    """By legend, which is a name or labels as {{label}}, the PromQL; [$several_steps]: WINDOWS.
+    """PromQL by legend. A legend is a name, or labels as {{label}}.
 
-    RUN stands for the run of the chosen namespace.
+    [$several_steps] is replaced by one of WINDOWS, and RUN by the run of the chosen namespace.
     """
     look: Look = Look.LINES
     width: int = 8
-    """Of 24 columns."""
+    """In columns, of 24."""
     height: int = 0
-    """In lines of the grid; 0: what the look has."""
+    """In lines of the grid; 0: the height of the look."""
     is_stacked: bool = False
     is_logarithmic: bool = False
     min: float | None = None
-    """Where the axis begins; none: at the least value."""
+    """Start of the axis; None: the smallest value."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """By colour, from which value on it shows, in ascending order; the first from -.inf on."""
+    """The smallest value of each colour, in ascending order; the first is -.inf."""
     runbooks: tuple[str, ...] = ()
-    """Names of alerts that speak of what the panel shows."""
+    """Names of the alerts about the values of the panel."""
 
     @property
     def series(self) -> dict[str, str]:
-        """By legend, the PromQL of all that the panel shows."""
+        """The PromQL of all series of the panel, by legend."""
         found = {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | {
             legend: _with_window(query) for legend, query in self.queries.items()
         }
@@ -194,7 +194,7 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """The query over the window that fits the newest step."""
+    """Return the query over the window that fits the newest step."""
     if "$several_steps" not in query:
         return query
     return "\nor ".join(
@@ -204,7 +204,7 @@ def _with_window(query: str) -> str:
 
 
 def load_dashboards() -> tuple[Dashboard, ...]:
-    """In the order of their files.
+    """Load all dashboards, in the order of their files.
 
     Raises: pydantic.ValidationError for an unknown key; KeyError for an unknown statistic.
     """
@@ -220,7 +220,7 @@ def to_json(dashboard: Dashboard) -> str:
 
 
 def _mend(tree: dict[str, Any]) -> None:
-    """Where the SDK's output is not what the types of today's Grafana allow."""
+    """Change, in place, what the SDK writes and the types of the current Grafana do not allow."""
     del tree["style"]
     tree["annotations"]["list"] = [_ALERTS]
     for variable in tree["templating"]["list"]:
@@ -232,9 +232,9 @@ def _mend(tree: dict[str, Any]) -> None:
 
 
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
-    """The SDK writes null for what is not set, which Grafana's types refuse.
+    """Remove nulls: the SDK writes them for unset fields, and Grafana's types refuse them.
 
-    keeps: in a step of thresholds null is the least number.
+    keeps: whether to keep them: in a step of thresholds null is the smallest number.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]
@@ -302,7 +302,7 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
-    """One or several values, at first all."""
+    """Return a variable of one or several values; all are chosen at first."""
     return (
         _query(name, label, query)
         .multi(True)
@@ -355,7 +355,7 @@ P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
 
 
 def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
-    """What panels of every look have."""
+    """Set what panels of every look have."""
     builder = (
         builder.id(number)
         .grid_pos(place)

@@ -1,8 +1,8 @@
 """`python -m deploy.stack up|status|down`: a service with what watches it, in the background.
 
-All lies in one directory, build/stack by default: the run, what each process says, and
-processes.json with each one's number and start time, by which `down` ends exactly these. A second
-`up` goes on with the run that is there.
+Everything is stored in one directory, build/stack by default: the run, the output of each process,
+and processes.json with their process ids and start times, by which `down` ends exactly these
+processes. A second `up` continues the run that is there.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Those that run; another process under a number of theirs is none of them."""
+    """Return the running processes, without others that have the id of one that has ended."""
     found = {}
     for name, process in _processes(directory).items():
         try:
@@ -186,7 +186,10 @@ def prometheus_config(
 
 
 def alertmanager_config(*, webhook: str = "") -> str:
-    """webhook: a URL that is told of every alert as it fires and resolves; empty: nobody is."""
+    """Return the configuration of Alertmanager.
+
+    webhook: a URL that receives every alert when it fires and resolves; empty: none.
+    """
     receiver: dict[str, Any] = {"name": "all"}
     if webhook:
         receiver["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
@@ -201,7 +204,7 @@ def alertmanager_config(*, webhook: str = "") -> str:
 
 
 def prometheus_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """directory: with prometheus.yml. address: host:port to listen on."""
+    """Return the command. directory: has prometheus.yml. address: host:port to listen on."""
     return [
         program, f"--config.file={directory / 'prometheus.yml'}",
         f"--storage.tsdb.path={directory / 'prometheus'}", f"--web.listen-address={address}",
@@ -210,7 +213,7 @@ def prometheus_command(program: str, directory: Path, *, address: str) -> list[s
 
 
 def alertmanager_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """directory: with alertmanager.yml. address: host:port to listen on."""
+    """Return the command. directory: has alertmanager.yml. address: host:port to listen on."""
     return [
         program, f"--config.file={directory / 'alertmanager.yml'}",
         f"--storage.path={directory / 'alertmanager'}", f"--web.listen-address={address}",

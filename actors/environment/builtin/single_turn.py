@@ -132,7 +132,7 @@ class SingleTurnEnvironment:
 
     @property
     def group_functions(self) -> tuple[RewardFunction, ...]:
-        """Those of the `functions` that score a group together."""
+        """The functions that score the rollouts of a group together."""
         return self._group_functions
 
     async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
