@@ -24,8 +24,10 @@ CHART = Path(__file__).parents[1] / "helm"
 SCHEMA = CHART / "values.schema.json"
 DEFAULTS = CHART / "files" / "config-defaults.yaml"
 KUBERNETES = "1.36"
-# How many parts a run has, and what each asks for.
-_READ_BY_TEMPLATES = ("run", "rollouts", "inference", "trainer")
+# How many parts a run has, what each asks for, and how many rollouts a task has at least.
+_READ_BY_TEMPLATES = ("run", "rollouts", "algorithm", "inference", "trainer")
+# Sections of which a configuration has one.
+_EITHER = ("tasks", "mixture")
 _REFERENCE = "#/properties/config/$defs/{model}"
 # Of no use to helm; the defaults are the application's own.
 _LEFT_OUT = {"title", "default"}
@@ -39,6 +41,9 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
     # It is empty by default; the templates then name what is missing.
     del config["required"]
+    # A value set that is laid over another one takes its section out by null.
+    for section in _EITHER:
+        config["properties"][section] = {"anyOf": [config["properties"][section], {"type": "null"}]}
     properties = {**schema["properties"], "config": config}
     written = {**schema, "properties": properties, "$defs": own}
     return {**written, "$defs": own | _kubernetes_definitions(written)}

@@ -13,9 +13,13 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 REQUEST_LIMIT_S = 30
+SET_TASK = "set test.task to a task that this environment plays, such as {data: {...}}"
+# Outcomes of rollouts in which nothing was played.
+ERRORS = {"agent_error", "environment_error", "infrastructure_error", "reward_error", "cancelled"}
 POLL_S = 2
 
 
@@ -23,7 +27,14 @@ class Failed(Exception):
     """The text is the reason."""
 
 
-def call(method: str, url: str, *, token: str | None = None, body: Any = None) -> tuple[int, str]:
+def call(
+    method: str,
+    url: str,
+    *,
+    token: str | None = None,
+    body: Any = None,
+    limit_s: float = REQUEST_LIMIT_S,
+) -> tuple[int, str]:
     """The status and the text of the answer. Raises: Failed where nobody answers."""
     headers = {"content-type": "application/json"}
     if token:
@@ -31,7 +42,7 @@ def call(method: str, url: str, *, token: str | None = None, body: Any = None) -
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_LIMIT_S) as answer:
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")
@@ -39,9 +50,16 @@ def call(method: str, url: str, *, token: str | None = None, body: Any = None) -
         raise Failed(f"{url} does not answer: {error}") from error
 
 
-def read(method: str, url: str, *, token: str | None = None, body: Any = None) -> Any:
+def read(
+    method: str,
+    url: str,
+    *,
+    token: str | None = None,
+    body: Any = None,
+    limit_s: float = REQUEST_LIMIT_S,
+) -> Any:
     """The answer's JSON. Raises: Failed for any status but a good one."""
-    status, text = call(method, url, token=token, body=body)
+    status, text = call(method, url, token=token, body=body, limit_s=limit_s)
     if status >= 400:
         raise Failed(f"{method} {url}: status {status}: {text[:300]}")
     return json.loads(text)
@@ -64,24 +82,104 @@ def check_health(told: dict[str, Any]) -> None:
 
 
 def check_rollout(told: dict[str, Any]) -> None:
-    """A task of one rollout is played; then it is taken back, so that nothing is trained on it."""
+    """Play one task, and take it back, so that nothing is trained on it."""
     api, key = told["api"], os.environ["RAYLOOM_API_KEY"]
     task = {**told["task"], "id": f"helm-test-{time.time_ns()}"}
-    body = {"environment": told["environment"], "tasks": [task], "num_samples": 1}
-    read("POST", f"{api}/api/v1/rollouts", token=key, body=body)
+    environment = told["environment"]
+    if "data" not in task:
+        played = read("GET", f"{api}/api/v1/environments/{environment}", token=key)
+        task["data"] = smallest(played["data_schema"], played["data_schema"])
+    body = {"environment": environment, "tasks": [task], "num_samples": told["samples"]}
+    status, text = call("POST", f"{api}/api/v1/rollouts", token=key, body=body)
+    if status >= 400:
+        raise Failed(f"the task is refused: status {status}: {text[:300]}; {SET_TASK}")
     address = f"{api}/api/v1/rollouts/{task['id']}"
+    view = polled(address, lambda view: bool(view["outcomes"]), told, waits_for="a rollout's end")
+    cancel(address)
+    if set(view["outcomes"]) <= ERRORS:
+        raise Failed(f"its rollouts ended as {', '.join(sorted(view['outcomes']))}; {SET_TASK}")
+
+
+def check_session(told: dict[str, Any]) -> None:
+    """Sample one turn of a session, and take its group back, so that nothing is trained on it."""
+    api, key = told["api"], os.environ["RAYLOOM_API_KEY"]
+    group = f"helm-test-{time.time_ns()}"
+    task = told["task"].get("data", {})
+    body = {"id": group, "num_sessions": told["samples"], "task": task}
+    session = read("POST", f"{api}/api/v1/sessions", token=key, body=body)["sessions"][0]
+    address = f"{api}/api/v1/rollouts/{group}"
+    try:
+        polled(
+            f"{api}/api/v1/sessions/{session['id']}",
+            lambda view: view["status"] != "queued",
+            told,
+            waits_for="a session that is open",
+        )
+        turn = {"model": "helm-test", "messages": [{"role": "user", "content": "Hello."}]}
+        chat = f"{api}/sessions/{session['id']}/v1/chat/completions"
+        answer = read("POST", chat, token=session["agent_key"], body=turn, limit_s=told["limit_s"])
+        if not answer.get("choices"):
+            raise Failed(f"a turn was answered without a choice: {answer}")
+    finally:
+        cancel(address)
+
+
+def polled(
+    address: str, is_done: Callable[[Any], bool], told: dict[str, Any], *, waits_for: str
+) -> Any:
+    """Return the view at the address once it is done. Raises: Failed at the time limit."""
     deadline = time.monotonic() + told["limit_s"]
     while True:
-        view = read("GET", address, token=key)
-        if view["outcomes"]:
-            break
+        view = read("GET", address, token=os.environ["RAYLOOM_API_KEY"])
+        if is_done(view):
+            return view
         if time.monotonic() > deadline:
-            raise Failed(f"no rollout has ended after {told['limit_s']} s: {view}")
+            raise Failed(f"waited {told['limit_s']} s for {waits_for}: {view}")
         time.sleep(POLL_S)
-    status, text = call("POST", f"{address}/cancel", token=key)
+
+
+def cancel(address: str) -> None:
+    """Take a task or a group of sessions back. Raises: Failed."""
+    status, text = call("POST", f"{address}/cancel", token=os.environ["RAYLOOM_API_KEY"])
     # 409: a step has taken it already.
     if status not in (200, 202, 204, 409):
         raise Failed(f"it cannot be taken back: status {status}: {text[:300]}")
+
+
+def smallest(schema: Any, root: dict[str, Any]) -> Any:
+    """Return a small value that the schema describes; a task may need data, and none is given.
+
+    The environment may still refuse it: then test.task has to name a task.
+    """
+    schema = schema if isinstance(schema, dict) else {}
+    if "$ref" in schema:
+        found: Any = root
+        for name in filter(None, schema["$ref"].removeprefix("#").split("/")):
+            found = found[name]
+        return smallest(found, root)
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("enum", "examples"):
+        for first in schema.get(key, ()):
+            return first
+    for key in ("anyOf", "oneOf", "allOf"):
+        for first in schema.get(key, ()):
+            return smallest(first, root)
+    return _of_kind(schema, root)
+
+
+def _of_kind(schema: dict[str, Any], root: dict[str, Any]) -> Any:
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        properties = schema.get("properties", {})
+        return {name: smallest(properties.get(name), root) for name in schema.get("required", ())}
+    if kind == "array":
+        return [smallest(schema.get("items"), root)] * schema.get("minItems", 0)
+    if kind in ("integer", "number"):
+        return schema.get("minimum", 1)
+    return {"boolean": False, "null": None}.get(kind, "1" * max(1, schema.get("minLength", 1)))
 
 
 def check_metrics(told: dict[str, Any]) -> None:
@@ -135,6 +233,7 @@ def check_serve(told: dict[str, Any]) -> None:
 CHECKS = {
     "health": check_health,
     "rollout": check_rollout,
+    "session": check_session,
     "metrics": check_metrics,
     "pods": check_pods,
     "serve": check_serve,

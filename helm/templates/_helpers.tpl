@@ -105,10 +105,14 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- default (randAlphaNum 48 | b64enc) $kept -}}
 {{- end -}}
 
-{{/* The configuration as it is sent: your own, and where a pod listens. */}}
+{{/* The configuration as it is sent: your own without sections that are null, and where a pod listens. */}}
 {{- define "rayloom.sentConfig" -}}
+{{- $own := deepCopy .Values.config -}}
+{{- range $section, $settings := .Values.config -}}
+{{- if kindIs "invalid" $settings }}{{- $_ := unset $own $section }}{{- end -}}
+{{- end -}}
 {{- $listens := dict "service" (dict "host" "0.0.0.0" "port" 8000) "metrics" (dict "host" "0.0.0.0" "port" 9400) -}}
-{{- mergeOverwrite $listens (deepCopy .Values.config) | toYaml -}}
+{{- mergeOverwrite $listens $own | toYaml -}}
 {{- end -}}
 
 {{/* The same with the tree's defaults, for the templates to read. */}}

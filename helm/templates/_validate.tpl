@@ -135,8 +135,8 @@
 {{- /* Nothing is started by the chart. */}}
 {{- else if not .Values.config }}
 - "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
-{{- else if not (and .Values.config.model .Values.config.tasks) }}
-- "config: has no model or no tasks, expected both; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
+{{- else if not (and .Values.config.model (or .Values.config.tasks .Values.config.mixture)) }}
+- "config: has no model, or neither tasks nor a mixture, expected a model and one of the two; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
 {{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}
 - {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}

@@ -65,6 +65,8 @@ class Release:
                 if self.asks_for_key and token != KEY:
                     return 401, "no key"
                 return self.rollouts(method, rest, body)
+            case "GET", ["api", "v1", "environments", name]:
+                return 200, {"id": name, "data_schema": {"type": "object"}}
             case "GET", ["metrics"]:
                 return 200, self.metrics
             case "GET", ["api", "v0", "nodes"]:
@@ -141,7 +143,7 @@ def test_a_release_that_does_what_it_should_passes_and_nothing_is_trained_on(
     assert code == 0, said
     assert said.split() == "ok health ok rollout ok metrics ok pods ok serve".split()
     [body] = release.submitted
-    assert (body.environment, body.num_samples, body.tasks[0].seed) == ("guessing", 1, 7)
+    assert (body.environment, body.num_samples, body.tasks[0].seed) == ("guessing", 2, 7)
     assert release.cancelled == [body.tasks[0].id]
 
 
@@ -159,7 +161,7 @@ def test_without_an_api_the_pods_are_compared(release: Release, address: str, ch
     [
         ({"is_ready": False}, "FAILED health: /readyz is 503 after 1 s: starting: engines"),
         ({"asks_for_key": False}, "FAILED health: a request without a key is answered with 404"),
-        ({"outcomes": {}}, "FAILED rollout: no rollout has ended after 1 s"),
+        ({"outcomes": {}}, "FAILED rollout: waited 1 s for a rollout's end"),
         ({"metrics": "up 1\n"}, "FAILED metrics: "),
         ({"status": "UNHEALTHY"}, "FAILED serve: the application is UNHEALTHY with the same"),
         ({"arguments": {"run_dir": "/x"}}, "FAILED serve: the application is RUNNING with other"),
