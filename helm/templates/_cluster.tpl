@@ -35,7 +35,7 @@ headGroupSpec:
     num-cpus: "0"
     dashboard-host: 0.0.0.0
     object-store-memory: {{ include "rayloom.objectStore" .Values.head.shmSize | quote }}
-    resources: {{ include "rayloom.role" "control" }}
+    resources: {{ include "rayloom.roles" (list "control") }}
   labels:
     rayloom/template: {{ include "rayloom.templateHash" (dict "context" . "name" "head") | quote }}
   template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head") | nindent 4 }}
@@ -51,7 +51,11 @@ workerGroupSpecs:
       num-cpus: {{ $group.rayCpus | quote }}
       num-gpus: {{ $group.gpus | quote }}
       object-store-memory: {{ include "rayloom.objectStore" $group.shmSize | quote }}
-      resources: {{ include "rayloom.role" (eq $name "environment" | ternary "environments" $name) }}
+      {{- $roles := list (eq $name "environment" | ternary "environments" $name) }}
+      {{- if and (eq $name "inference") (eq (include "rayloom.isColocated" $) "true") }}
+      {{- $roles = append $roles "trainer" }}
+      {{- end }}
+      resources: {{ include "rayloom.roles" $roles }}
     labels:
       rayloom/template: {{ include "rayloom.templateHash" (dict "context" $ "name" $name) | quote }}
     template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name) | nindent 6 }}

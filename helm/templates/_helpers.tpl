@@ -10,9 +10,18 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The groups of workers, as JSON. */}}
+{{/* The groups of workers that have pods, as JSON. */}}
 {{- define "rayloom.workers" -}}
-["inference", "trainer", "environment"]
+{{- $groups := list -}}
+{{- range $name := list "inference" "trainer" "environment" -}}
+{{- if gt (int (index $.Values $name).replicas) 0 }}{{- $groups = append $groups $name -}}{{- end -}}
+{{- end -}}
+{{- $groups | toJson -}}
+{{- end -}}
+
+{{/* Whether the ranks run on the pods of the engines, as where both share a GPU. */}}
+{{- define "rayloom.isColocated" -}}
+{{- eq (int .Values.trainer.replicas) 0 -}}
 {{- end -}}
 
 {{/* The names of the ports that Prometheus reads, as JSON; all but the first are the head's alone. */}}
@@ -150,7 +159,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 
 {{/* What a group offers to the parts of its role (service/launch/placement.py), as the operator hands
-     it to `ray start` through a shell. Takes: the role. */}}
-{{- define "rayloom.role" -}}
-{{- printf "%q" (printf "{\"rayloom_%s\": 1}" .) | squote -}}
+     it to `ray start` through a shell. Takes: the roles. */}}
+{{- define "rayloom.roles" -}}
+{{- $offered := list -}}
+{{- range . }}{{- $offered = append $offered (printf "\"rayloom_%s\": 1" .) -}}{{- end -}}
+{{- printf "%q" (printf "{%s}" (join ", " $offered)) | squote -}}
 {{- end -}}

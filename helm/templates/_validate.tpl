@@ -106,27 +106,48 @@
       (dict "group" "trainer" "part" "ranks" "count" $config.trainer.num_ranks
             "cpus" 1 "gpus" $config.trainer.gpus_per_rank
             "keys" "trainer.num_ranks, gpus_per_rank")
-      (dict "group" "environment" "part" "environment actors" "count" $config.rollouts.num_actors
+      (dict "group" "environment" "part" "environment actors"
+            "count" (eq (include "rayloom.testedBy" .) "session" | ternary 0 $config.rollouts.num_actors)
             "cpus" 1 "gpus" 0
             "keys" "rollouts.num_actors") -}}
 {{- /* A development cluster may be larger or smaller than any run. */}}
 {{- range $part := ternary $parts (list) (and (ne .Values.mode "cluster") (not (empty .Values.config))) }}
-{{- $group := index $.Values $part.group }}
-{{- $room := 10000 }}
-{{- range list (list $part.cpus $group.rayCpus) (list $part.gpus $group.gpus) }}
-{{- $asked := float64 (index . 0) }}
-{{- if gt $asked 0.0 }}
-{{- /* Ray counts in units of 1e-4. */}}
-{{- $room = min $room (int (floor (addf (divf (index . 1) $asked) 1e-6))) }}
-{{- end }}
-{{- end }}
+{{- $isShared := and (eq $part.part "ranks") (eq (include "rayloom.isColocated" $) "true") }}
+{{- $name := ternary "inference" $part.group $isShared }}
+{{- $group := index $.Values $name }}
+{{- $room := include "rayloom.room" (dict "part" $part "cpus" $group.rayCpus "gpus" $group.gpus) | int }}
 {{- $places := mul $room $group.replicas }}
+{{- if $isShared }}
+{{- /* Beside the engines, which fill one pod after the other. */}}
+{{- $engines := first $parts }}
+{{- $beside := include "rayloom.room" (dict "part" $engines "cpus" $group.rayCpus "gpus" $group.gpus) | int | max 1 }}
+{{- $places = 0 }}
+{{- range $pod := until (int $group.replicas) }}
+{{- $here := min $beside (max 0 (sub (int $engines.count) (mul $pod $beside))) }}
+{{- $cpus := subf $group.rayCpus (mulf $here $engines.cpus) }}
+{{- $gpus := subf $group.gpus (mulf $here $engines.gpus) }}
+{{- $places = add $places (include "rayloom.room" (dict "part" $part "cpus" $cpus "gpus" $gpus) | int) }}
+{{- end }}
+{{- end }}
 {{- if gt (int $part.count) (int $places) }}
-- {{ printf "%s: %d pods of %v CPUs and %v GPUs have room for %d %s of %v CPUs and %v GPUs, config asks for %d; raise replicas, rayCpus or gpus of the group, or lower config.%s" $part.group (int $group.replicas) $group.rayCpus $group.gpus (int $places) $part.part $part.cpus $part.gpus (int $part.count) $part.keys | quote }}
-{{- else if and $group.gpus (eq (float64 $part.gpus) 0.0) }}
+- {{ printf "%s: %d pods of %v CPUs and %v GPUs have room for %d %s of %v CPUs and %v GPUs%s, config asks for %d; raise replicas, rayCpus or gpus of the group, or lower config.%s" $name (int $group.replicas) $group.rayCpus $group.gpus (int $places) $part.part $part.cpus $part.gpus (ternary " beside the engines (trainer.replicas is 0)" "" $isShared) (int $part.count) $part.keys | quote }}
+{{- else if and $group.gpus (eq (float64 $part.gpus) 0.0) (not $isShared) }}
 - {{ printf "%s.gpus: reserves %v GPUs a pod, and config gives %s none; set gpus to 0, or ask for some by config.%s" $part.group $group.gpus $part.part $part.keys | quote }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* How many of a part have room on a pod. Takes: part, cpus and gpus (of the pod). */}}
+{{- define "rayloom.room" -}}
+{{- $room := 10000 }}
+{{- range list (list .part.cpus .cpus) (list .part.gpus .gpus) }}
+{{- $asked := float64 (index . 0) }}
+{{- if gt $asked 0.0 }}
+{{- /* Ray counts in units of 1e-4. */}}
+{{- $room = min $room (max 0 (int (floor (addf (divf (index . 1) $asked) 1e-6)))) }}
+{{- end }}
+{{- end }}
+{{- $room -}}
 {{- end -}}
 
 {{- define "rayloom.configProblems" -}}
