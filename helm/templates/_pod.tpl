@@ -145,7 +145,7 @@ capabilities:
 - name: HF_HOME
   value: {{ $values.modelCache.mountPath | quote }}
 {{- end }}
-{{- if and $values.modelCache.enabled (include "rayloom.hubModels" .context | fromJsonArray) }}
+{{- if and $values.modelCache.enabled (include "rayloom.hubContents" .context | fromJsonArray) }}
 # Only the head's init container asks the hub, and has its token.
 - name: HF_HUB_OFFLINE
   value: "1"
@@ -293,7 +293,7 @@ capabilities:
 
 {{/* The models that the configuration names by a hub's name, as JSON. */}}
 {{- define "rayloom.hubModels" -}}
-{{- $config := .Values.config -}}
+{{- $config := include "rayloom.sentConfig" . | fromYaml -}}
 {{- $models := list -}}
 {{- range list (dig "model" "path" "" $config) (dig "algorithm" "reference" "" $config) (dig "algorithm" "critic" "model" "" $config) -}}
 {{- if and . (not (regexMatch "^[/.~]" .)) -}}{{- $models = append $models . -}}{{- end -}}
@@ -301,25 +301,59 @@ capabilities:
 {{- uniq $models | toJson -}}
 {{- end -}}
 
+{{/* The splits of data sets that the configuration names by a hub's name, as JSON: name, subset and split of each.
+     As service/config/tasks.py reads tasks, the parts of a mixture and the sets of evaluations. */}}
+{{- define "rayloom.hubDataSets" -}}
+{{- $config := include "rayloom.sentConfig" . | fromYaml -}}
+{{- $own := dig "tasks" dict $config -}}
+{{- $all := list $own -}}
+{{- range $part := dig "mixture" dict $config }}{{- $all = append $all (dig "tasks" dict $part) -}}{{- end -}}
+{{- range $set := dig "evaluation" "sets" dict $config -}}
+{{- if and (not $set.file) (or $set.dataset $set.subset $set.split $set.columns) -}}
+{{- $all = append $all (dict
+      "dataset" (default $own.dataset $set.dataset)
+      "subset" (default (ternary nil $own.subset (not (empty $set.dataset))) $set.subset)
+      "split" (default $own.split $set.split)) -}}
+{{- end -}}
+{{- end -}}
+{{- $found := list -}}
+{{- range $tasks := $all -}}
+{{- if and $tasks.dataset (regexMatch "^[A-Za-z0-9][^/]*(/[^/]+)?$" $tasks.dataset) (not (regexMatch "(?i)[.](jsonl|ndjson|json|csv|tsv|parquet)([.]gz)?$" $tasks.dataset)) -}}
+{{- range $split := compact (list (default "train" $tasks.split) $tasks.evaluation_split) -}}
+{{- $found = append $found (dict "name" $tasks.dataset "subset" (default "" $tasks.subset) "split" $split) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- uniq $found | toJson -}}
+{{- end -}}
+
+{{/* What is fetched from a hub, as JSON: with the revision of each. */}}
+{{- define "rayloom.hubContents" -}}
+{{- $found := list -}}
+{{- range $name := include "rayloom.hubModels" . | fromJsonArray }}{{- $found = append $found (dict "name" $name) -}}{{- end -}}
+{{- $revisions := .Values.modelCache.revisions -}}
+{{- $pinned := list -}}
+{{- range $each := concat $found (include "rayloom.hubDataSets" . | fromJsonArray) -}}
+{{- $pinned = append $pinned (merge (dict "revision" (get $revisions $each.name)) $each) -}}
+{{- end -}}
+{{- $pinned | toJson -}}
+{{- end -}}
+
 {{/* The head's init container, as a list: workers start once the head is there. It ends within its
      deadline, and is then started again by Kubernetes, each time later. It has the pod's own variables and
      volumes (a proxy, certificates), and starts after the pod's own init containers, which may bring them. */}}
 {{- define "rayloom.modelDownload" -}}
-{{- $models := include "rayloom.hubModels" .context | fromJsonArray -}}
+{{- $contents := include "rayloom.hubContents" .context -}}
 {{- $cache := .context.Values.modelCache -}}
-{{- if and (eq .name "head") $cache.enabled $models }}
+{{- if and (eq .name "head") $cache.enabled (ne $contents "[]") }}
 - name: fetch-models
   image: {{ include "rayloom.image" .context | quote }}
   imagePullPolicy: {{ .context.Values.image.pullPolicy }}
   securityContext: {{- include "rayloom.containerSecurity" .group | nindent 4 }}
   command: [timeout, --kill-after=30, {{ $cache.downloadTimeoutSeconds | quote }}, python, -c]
   args:
-    - |-
-      import sys
-      from huggingface_hub import snapshot_download
-      for name in sys.argv[1:]:
-          print(snapshot_download(name), flush=True)
-    {{- toYaml $models | nindent 4 }}
+    - {{ .context.Files.Get "files/fetch.py" | toJson }}
+    - {{ $contents | toJson }}
   env:
     {{- include "rayloom.home" . | nindent 4 }}
     - name: HF_HOME

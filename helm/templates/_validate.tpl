@@ -223,9 +223,19 @@
 {{- $outside := list }}
 {{- if .Values.database.existingSecret }}{{- $outside = append $outside "the database" }}{{- end }}
 {{- if eq .Values.gcs.backend "redis" }}{{- $outside = append $outside "Redis" }}{{- end }}
-{{- if include "rayloom.hubModels" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
+{{- if include "rayloom.hubContents" . | fromJsonArray }}{{- $outside = append $outside "the model hub" }}{{- end }}
 {{- if and .Values.networkPolicy.enabled $outside (not .Values.networkPolicy.egress) }}
 - {{ printf "networkPolicy.egress: got none with networkPolicy.enabled; the pods could not reach %s: expected rules that allow it" (join ", " $outside) | quote }}
+{{- end }}
+{{- $named := list }}
+{{- range include "rayloom.hubContents" . | fromJsonArray }}{{- $named = append $named .name }}{{- end }}
+{{- range $name, $_ := .Values.modelCache.revisions }}
+{{- if not (has $name $named) }}
+- {{ printf "modelCache.revisions: got %s, expected names of a hub that config has (%s); correct the name, or take it out" $name (join ", " (uniq $named) | default "none") | quote }}
+{{- end }}
+{{- end }}
+{{- if and .Values.modelCache.revisions (not .Values.modelCache.enabled) }}
+- "modelCache.revisions: got some without modelCache.enabled, with which alone they are fetched; set it to true, or take them out"
 {{- end }}
 {{- $model := dig "model" "path" "" .Values.config }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.environmentEgress) (not .Values.modelCache.enabled) (has $model (include "rayloom.hubModels" . | fromJsonArray)) }}

@@ -17,7 +17,7 @@ DOCUMENT = CHART.parent / "docs" / "deploy.md"
 EFFECT = r" \| (in place|at the next resume|refused)"
 ROW = re.compile(r"^\| (`[^|]+)" + 3 * r" \| ?(yes|)" + EFFECT)
 # Keys of the user's own choice: the map as a whole is the value.
-OPEN_MAPS = ("labels", "annotations", "operatorLabels")
+OPEN_MAPS = ("labels", "annotations", "operatorLabels", "revisions")
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -149,6 +149,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "modelCache.keep": (False, CACHE),
     "modelCache.mountPath": ("/other", CACHE),
     "modelCache.downloadTimeoutSeconds": (9, CACHE),
+    "modelCache.revisions": ({"a/b": "0" * 40}, CACHE),
     "hub.existingSecret": ("a", {}),
     "hub.key": ("other", {"hub": {"existingSecret": "a"}}),
     "workspace.files": ({"a": "c"}, FILES),

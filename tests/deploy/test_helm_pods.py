@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import signal
@@ -14,7 +15,9 @@ import pytest
 import yaml
 from worlds.helm_chart import (
     CHART,
+    PRODUCTION,
     VARIANTS,
+    HelmError,
     Manifest,
     arguments_of,
     cluster_of,
@@ -137,9 +140,12 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     greet, fetch = everything["head"]["spec"]["initContainers"]
     assert (greet["name"], fetch["name"]) == ("greet", "fetch-models")
     assert fetch["command"][:3] == ["timeout", "--kill-after=30", "900"]
-    script, *models = fetch["args"]
+    script, wanted = fetch["args"]
     ast.parse(script)
-    assert models == ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"]
+    assert json.loads(wanted) == [
+        {"name": "Qwen/Qwen3-0.6B", "revision": ""},
+        {"name": "Qwen/Qwen3-0.6B-Base", "revision": ""},
+    ]
     assert by_name(fetch["env"])["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {
         "name": "hugging-face",
         "key": "token",
@@ -163,6 +169,74 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         if group != "head":
             assert "fetch-models" not in by_name(template["spec"]["initContainers"])
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def fetched(config: dict[str, Any], **cache: Any) -> list[dict[str, str]]:
+    """What fetch-models is told to fetch, under values-production."""
+    values = {"config": config, "modelCache": {"enabled": True, **cache}}
+    head = pod_templates(rendered(values, PRODUCTION))["head"]
+    found: list[dict[str, str]] = json.loads(
+        by_name(head["spec"]["initContainers"])["fetch-models"]["args"][1]
+    )
+    return found
+
+
+def test_data_sets_of_a_hub_are_fetched_with_the_models_each_split_at_its_revision() -> None:
+    gsm8k = {"name": "openai/gsm8k", "subset": "main", "revision": COMMIT}
+    found = fetched(
+        {
+            "tasks": {"dataset": "openai/gsm8k", "subset": "main", "evaluation_split": "test"},
+            "evaluation": {
+                "sets": {
+                    "hard": {"dataset": "HuggingFaceH4/MATH-500", "split": "test"},
+                    "again": {"split": "train"},
+                    "local": {"file": "/workspace/held.jsonl"},
+                    "own": {"samples": 4},
+                }
+            },
+        },
+        revisions={"openai/gsm8k": COMMIT, "Qwen/Qwen3-0.6B": COMMIT},
+    )
+    assert found == [
+        {"name": "Qwen/Qwen3-0.6B", "revision": COMMIT},
+        {**gsm8k, "split": "train"},
+        {**gsm8k, "split": "test"},
+        {"name": "HuggingFaceH4/MATH-500", "subset": "", "split": "test", "revision": ""},
+    ]
+
+
+def test_each_part_of_a_mixture_has_its_data_set_fetched() -> None:
+    parts = {
+        "a": {"tasks": {"environment": "single_turn", "dataset": "squad"}},
+        "b": {"tasks": {"environment": "single_turn", "dataset": "./rows"}},
+        "c": {"tasks": {"environment": "single_turn", "dataset": "rows.JSONL.gz"}},
+        "d": {"tasks": {"environment": "single_turn", "dataset": "/data/rows"}},
+    }
+    [_, only] = fetched({"tasks": None, "mixture": parts})
+    assert only == {"name": "squad", "subset": "", "split": "train", "revision": ""}
+
+
+def test_pods_are_offline_also_if_only_a_data_set_is_of_a_hub() -> None:
+    values = {"config": {"tasks": {"dataset": "a/b"}}, "modelCache": {"enabled": True}}
+    for name, template in pod_templates(rendered(values)).items():
+        assert by_name(ray_container(template)["env"])["HF_HUB_OFFLINE"]["value"] == "1"
+        assert ("initContainers" in template["spec"]) == (name == "head")
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        ({"enabled": True, "revisions": {"a/b": COMMIT}}, "got a/b, expected names of a hub"),
+        ({"enabled": False, "revisions": {"x/y": COMMIT}}, "without modelCache.enabled"),
+        ({"enabled": True, "revisions": {"x/y": "main"}}, "revisions"),
+    ],
+)
+def test_a_revision_that_would_not_be_fetched_is_refused(cache: dict[str, Any], words: str) -> None:
+    with pytest.raises(HelmError, match=words):
+        rendered({"config": {"tasks": {"dataset": "x/y"}}, "modelCache": cache})
 
 
 def test_without_a_cache_every_pod_has_the_token_because_each_loads_the_tokenizer() -> None:
