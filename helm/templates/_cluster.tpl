@@ -36,6 +36,10 @@ headGroupSpec:
     dashboard-host: 0.0.0.0
     object-store-memory: {{ include "rayloom.objectStore" .Values.head.shmSize | quote }}
     resources: {{ include "rayloom.roles" (list "control") }}
+    {{- $head := include "rayloom.group" (dict "context" . "name" "head") | fromYaml }}
+    {{- range $option, $value := $head.rayStartParams }}
+    {{ $option }}: {{ $value | quote }}
+    {{- end }}
   labels:
     rayloom/template: {{ include "rayloom.templateHash" (dict "context" . "name" "head") | quote }}
   template: {{- include "rayloom.podTemplate" (dict "context" . "name" "head") | nindent 4 }}
@@ -56,6 +60,10 @@ workerGroupSpecs:
       {{- $roles = append $roles "trainer" }}
       {{- end }}
       resources: {{ include "rayloom.roles" $roles }}
+      {{- $whole := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
+      {{- range $option, $value := $whole.rayStartParams }}
+      {{ $option }}: {{ $value | quote }}
+      {{- end }}
     labels:
       rayloom/template: {{ include "rayloom.templateHash" (dict "context" $ "name" $name) | quote }}
     template: {{- include "rayloom.podTemplate" (dict "context" $ "name" $name) | nindent 6 }}

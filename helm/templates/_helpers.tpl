@@ -40,7 +40,9 @@ suspend: true
 {{- define "rayloom.rayMetadata" -}}
 {{- $queue := .Values.kueue.queueName -}}
 {{- $labels := ternary (dict "kueue.x-k8s.io/queue-name" $queue) (dict) (ne $queue "") -}}
-{{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" (include "rayloom.digests" . | fromYaml)) -}}
+{{- $labels = mergeOverwrite (deepCopy .Values.labels) $labels -}}
+{{- $annotations := mergeOverwrite (deepCopy .Values.annotations) (include "rayloom.digests" . | fromYaml) -}}
+{{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" $annotations) -}}
 {{- end -}}
 
 {{/* Of the two halves of the operator's object, by which the next upgrade sees what it changes. */}}
@@ -68,20 +70,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- define "rayloom.metadata" -}}
 name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
 namespace: {{ .context.Release.Namespace | quote }}
-labels: {{- mergeOverwrite (include "rayloom.labels" .context | fromYaml) (default dict .labels) | toYaml | nindent 2 }}
+labels: {{- mergeOverwrite (deepCopy .context.Values.commonLabels) (include "rayloom.labels" .context | fromYaml) (default dict .labels) | toYaml | nindent 2 }}
 {{- with .annotations }}
 annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{- define "rayloom.image" -}}
-{{- with .Values.image -}}
-{{- if .digest -}}
-{{ .repository }}@{{ .digest }}
-{{- else -}}
-{{ .repository }}:{{ .tag }}
-{{- end -}}
-{{- end -}}
+{{/* The image of a group and when it is pulled: its own keys over those of image. A repository or a tag of its own
+     takes the place of a digest of image. Takes: context, name (of the group). */}}
+{{- define "rayloom.imageOf" -}}
+{{- $own := index .context.Values .name "image" | default dict -}}
+{{- $image := deepCopy .context.Values.image -}}
+{{- if or $own.repository $own.tag }}{{- $_ := set $image "digest" "" -}}{{- end -}}
+{{- $image = mergeOverwrite $image $own -}}
+name: {{ ternary (printf "%s@%s" $image.repository $image.digest) (printf "%s:%s" $image.repository $image.tag) (ne $image.digest "") | quote }}
+pullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 
 {{/* Environments may run code that nobody vouches for: they get nothing of what the account may do, nor

@@ -34,8 +34,8 @@ spec:
   enableServiceLinks: false
   # On the head the run ends first, and then Ray's node.
   terminationGracePeriodSeconds: {{ add (mul $values.drain.timeoutSeconds (ternary 2 1 $isHead)) 30 }}
-  securityContext: {{- include "rayloom.podSecurity" . | nindent 4 }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
+  securityContext: {{- include "rayloom.podSecurity" $group.podSecurityContext | nindent 4 }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsConfig" "hostAliases" }}
   {{- with index $group $key }}
   {{ $key }}: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -56,8 +56,9 @@ spec:
   {{- end }}
   containers:
     - name: {{ ternary "ray-head" "ray-worker" $isHead }}
-      image: {{ include "rayloom.image" $root | quote }}
-      imagePullPolicy: {{ $values.image.pullPolicy }}
+      {{- $image := include "rayloom.imageOf" $pod | fromYaml }}
+      image: {{ $image.name | quote }}
+      imagePullPolicy: {{ $image.pullPolicy }}
       securityContext: {{- include "rayloom.containerSecurity" $group | nindent 8 }}
       env: {{- include "rayloom.variables" $pod | nindent 8 }}
       {{- with $group.envFrom }}
@@ -101,12 +102,14 @@ spec:
 app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 
+{{/* An id that is null is the platform's to choose. Takes: a group's podSecurityContext. */}}
 {{- define "rayloom.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: 1000
-runAsGroup: 1000
-fsGroup: 1000
-fsGroupChangePolicy: OnRootMismatch
+{{- range $key, $value := . }}
+{{- if not (kindIs "invalid" $value) }}
+{{ $key }}: {{ toJson $value }}
+{{- end }}
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
@@ -347,8 +350,9 @@ capabilities:
 {{- $cache := .context.Values.modelCache -}}
 {{- if and (eq .name "head") $cache.enabled (ne $contents "[]") }}
 - name: fetch-models
-  image: {{ include "rayloom.image" .context | quote }}
-  imagePullPolicy: {{ .context.Values.image.pullPolicy }}
+  {{- $image := include "rayloom.imageOf" . | fromYaml }}
+  image: {{ $image.name | quote }}
+  imagePullPolicy: {{ $image.pullPolicy }}
   securityContext: {{- include "rayloom.containerSecurity" .group | nindent 4 }}
   command: [timeout, --kill-after=30, {{ $cache.downloadTimeoutSeconds | quote }}, python, -c]
   args:

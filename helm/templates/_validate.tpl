@@ -15,6 +15,9 @@
 {{- end -}}
 
 {{- define "rayloom.nameProblems" -}}
+{{- if and (hasKey .Values "enabled") (not .Values.enabled) }}
+- "enabled: got false, which is read by an umbrella chart whose condition it is; expected true here: leave the chart out, or take the pods away by suspend"
+{{- end }}
 {{- $name := include "rayloom.fullname" . -}}
 {{- if gt (len $name) 47 }}
 - {{ printf "fullnameOverride: the name %s has %d characters, expected at most 47, as the operator lengthens it; choose a shorter release name or set fullnameOverride" $name (len $name) | quote }}
@@ -87,7 +90,8 @@
 {{- range $name, $_ := merge (deepCopy $requests) $limits }}
 {{- $request := get $requests $name }}
 {{- $limit := get $limits $name }}
-{{- if and (contains "/" $name) (ne (toString $request) (toString $limit)) }}
+{{- /* A limit without a request is the request. */}}
+{{- if and (contains "/" $name) (hasKey $requests $name) (ne (toString $request) (toString $limit)) }}
 - {{ printf "%s.resources: got a request of %v and a limit of %v for %s, expected the same twice: Kubernetes does not overcommit it" $where (default "none" $request) (default "none" $limit) $name | quote }}
 {{- else if and (hasKey $requests $name) (hasKey $limits $name) (gt (include "rayloom.quantity" $request | float64) (include "rayloom.quantity" $limit | float64)) }}
 - {{ printf "%s.resources.requests.%s: got %v, expected at most the limit, %v; lower the first or raise the second" $where $name $request $limit | quote }}

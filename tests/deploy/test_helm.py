@@ -398,7 +398,7 @@ def test_the_schema_is_in_step_with_the_tree_and_with_kubernetes() -> None:
 def test_every_value_has_a_default_and_every_default_a_place_in_the_schema() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text("utf-8"))
     schema = json.loads(SCHEMA.read_text("utf-8"))
-    assert set(values) == set(schema["properties"]) - {"global"}
+    assert set(values) == set(schema["properties"]) - {"global", "enabled"}
     assert schema["additionalProperties"] is False
     # What every pod may have, each group may have.
     pods = schema["properties"]["pods"]["properties"]

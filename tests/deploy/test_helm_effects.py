@@ -17,7 +17,14 @@ DOCUMENT = CHART.parent / "docs" / "deploy.md"
 EFFECT = r" \| (in place|at the next resume|refused)"
 ROW = re.compile(r"^\| (`[^|]+)" + 3 * r" \| ?(yes|)" + EFFECT)
 # Keys of the user's own choice: the map as a whole is the value.
-OPEN_MAPS = ("labels", "annotations", "operatorLabels", "revisions")
+OPEN_MAPS = (
+    "labels",
+    "annotations",
+    "operatorLabels",
+    "revisions",
+    "commonLabels",
+    "rayStartParams",
+)
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -64,6 +71,9 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "suspend": (True, {}),
     "nameOverride": ("other", {}),
     "fullnameOverride": ("other", {}),
+    "commonLabels": ({"a": "b"}, {}),
+    "labels": ({"a": "b"}, {}),
+    "annotations": ({"a": "b"}, {}),
     "image.repository": ("other", {}),
     "image.tag": ("other", {}),
     "image.digest": ("sha256:" + "0" * 64, {}),
@@ -108,6 +118,13 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "pods.priorityClassName": ("a", {}),
     "pods.runtimeClassName": ("a", {}),
     "pods.schedulerName": ("a", {}),
+    "pods.dnsConfig": ({"searches": ["a.example"]}, {}),
+    "pods.hostAliases": ([{"ip": "10.0.0.1", "hostnames": ["a"]}], {}),
+    "pods.podSecurityContext.runAsUser": (None, {}),
+    "pods.podSecurityContext.runAsGroup": (2000, {}),
+    "pods.podSecurityContext.fsGroup": (2000, {}),
+    "pods.podSecurityContext.fsGroupChangePolicy": ("Always", {}),
+    "pods.rayStartParams": ({"node-manager-port": "6380"}, {}),
     "pods.gpuResource": ("amd.com/gpu", GPUS),
     "pods.readOnlyRootFilesystem": (False, {}),
     "pods.tmpSize": ("1Gi", {}),
@@ -226,7 +243,8 @@ def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[str]:
 def parts(manifests: list[Manifest]) -> tuple[Any, Any, Any]:
     """The run's arguments, the cluster, and all the rest without keys that each rendering draws."""
     own = json.loads(json.dumps(ray_object(manifests)))
-    own["metadata"].pop("annotations")
+    for digest in [each for each in own["metadata"]["annotations"] if each.startswith("rayloom/")]:
+        del own["metadata"]["annotations"][digest]
     spec = own["spec"]
     run = spec.pop("serveConfigV2", None) or spec.pop("entrypoint", None)
     cluster = spec.pop("rayClusterConfig", None) or spec.pop("rayClusterSpec", None)

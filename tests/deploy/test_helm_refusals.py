@@ -54,6 +54,9 @@ pytestmark = [pytest.mark.proof, pytest.mark.chart]
             ["pods.volumes.0", "emptydir", "not allowed"],
         ),
         ({"pods": {"labels": {"ray.io/cluster": "x"}}}, ["ray.io.cluster"]),
+        ({"pods": {"rayStartParams": {"num-cpus": "4"}}}, ["num-cpus"]),
+        ({"labels": {"app.kubernetes.io/name": "x"}}, ["app.kubernetes.io.name"]),
+        ({"pods": {"podSecurityContext": {"runAsUser": 0}}}, ["podSecurityContext.runAsUser"]),
         ({"head": {"sidecars": [{"image": "x"}]}}, ["head.sidecars.0", "name"]),
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
@@ -127,9 +130,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["head.resources.requests.cpu: got 1500m", "the limit, 1;"],
         ),
         (
-            {"trainer": {"resources": {"limits": {"rdma/hca": 1}}}},
-            ["trainer.resources: got a request of none and a limit of 1 for rdma/hca"],
+            {"trainer": {"resources": {"requests": {"rdma/hca": 1}}}},
+            ["trainer.resources: got a request of 1 and a limit of none for rdma/hca"],
         ),
+        ({"enabled": False}, ["enabled: got false", "umbrella chart"]),
         (
             {"trainer": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
             ["trainer.resources: has nvidia.com/gpu", "set trainer.gpus"],
