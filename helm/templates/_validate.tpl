@@ -4,6 +4,10 @@
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
+      (include "rayloom.valueProblems" . | fromYamlArray)
+      (include "rayloom.imageProblems" . | fromYamlArray)
+      (include "rayloom.labelProblems" . | fromYamlArray)
+      (include "rayloom.mountProblems" . | fromYamlArray)
       (include "rayloom.podProblems" . | fromYamlArray)
       (include "rayloom.placeProblems" . | fromYamlArray)
       (include "rayloom.configProblems" . | fromYamlArray)
@@ -24,6 +28,95 @@
 {{- end }}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
 - {{ printf "fullnameOverride: got the name %s, expected small letters, digits and hyphens, beginning with a letter; choose another release name or set fullnameOverride" $name | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Helm reads each number as a float of 64 bits, and would change larger integers without a word. */}}
+{{- define "rayloom.valueProblems" -}}
+{{- range $key := list "config" "test" "extraManifests" -}}
+{{- include "rayloom.largeIntegers" (dict "path" $key "value" (index $.Values $key)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rayloom.largeIntegers" -}}
+{{- if or (kindIs "map" .value) (kindIs "slice" .value) -}}
+{{- $path := .path -}}
+{{- range $key, $value := .value -}}
+{{- include "rayloom.largeIntegers" (dict "path" (printf "%s.%v" $path $key) "value" $value) -}}
+{{- end -}}
+{{- else if or (kindIs "float64" .value) (kindIs "int64" .value) (kindIs "int" .value) -}}
+{{- $number := float64 .value -}}
+{{- if or (ge $number 9007199254740992.0) (le $number -9007199254740992.0) }}
+- {{ printf "%s: got %.0f, expected a number between -2^53 and 2^53: helm cannot tell larger integers apart, and this one may be another than you wrote; write it as a text, or choose a smaller one" .path $number | quote }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rayloom.imageProblems" -}}
+{{- range $key := list "" "head" "inference" "trainer" "environment" }}
+{{- $image := $.Values.image }}
+{{- if $key }}{{- $image = index $.Values $key "image" | default dict }}{{- end }}
+{{- $where := ternary "image" (printf "%s.image" $key) (eq $key "") }}
+{{- $name := default "" $image.repository }}
+{{- if or (contains "@" $name) (contains ":" (base $name)) }}
+- {{ printf "%s.repository: got %s, expected a repository without a tag or a digest; put that into %s.tag or %s.digest" $where $name $where $where | quote }}
+{{- else if and $name (not (regexMatch "^[a-z0-9._:/-]+$" $name)) }}
+- {{ printf "%s.repository: got %s, expected small letters, digits and . _ - / alone; correct it" $where $name | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What no API server takes as a label, of a pod that the operator would then try to create for ever. */}}
+{{- define "rayloom.labelProblems" -}}
+{{- $maps := dict "commonLabels" .Values.commonLabels "labels" .Values.labels
+      "kueue.queueName" (dict "kueue.x-k8s.io/queue-name" .Values.kueue.queueName) -}}
+{{- range $kind := list "podMonitor" "rules" "dashboards" }}
+{{- $_ := set $maps (printf "monitoring.%s.labels" $kind) (index $.Values.monitoring $kind).labels }}
+{{- end }}
+{{- range $group := list "pods" "head" "inference" "trainer" "environment" }}
+{{- range $key := list "labels" "nodeSelector" }}
+{{- $_ := set $maps (printf "%s.%s" $group $key) (index $.Values $group $key | default dict) }}
+{{- end }}
+{{- end }}
+{{- range $where, $labels := $maps }}
+{{- range $name, $value := $labels }}
+{{- if or (gt (len (toString $value)) 63) (not (regexMatch "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$" (toString $value))) }}
+- {{ printf "%s: got the value %q of %s, expected at most 63 letters, digits, . _ and -, with a letter or a digit at both ends; shorten or correct it" $where $value $name | quote }}
+{{- end }}
+{{- if not (regexMatch "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$" $name) }}
+- {{ printf "%s: got the name %q, expected PREFIX/NAME or NAME, with at most 63 letters, digits, . _ and - in NAME; correct it" $where $name | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Volumes over what the image, Kubernetes and Ray have there. The volume of checkpoints is every pod's: two pods
+     with one session directory of Ray, or one /dev/shm, would break each other. */}}
+{{- define "rayloom.mountProblems" -}}
+{{- $own := list -}}
+{{- range $key := list "checkpoints" "modelCache" "workspace" }}
+{{- $own = append $own (dict "where" (printf "%s.mountPath" $key) "path" (index $.Values $key).mountPath) }}
+{{- end }}
+{{- range $group := list "pods" "head" "inference" "trainer" "environment" }}
+{{- $scratch := list }}
+{{- range concat $.Values.pods.volumes (index $.Values $group "volumes" | default list) }}
+{{- if or (hasKey . "emptyDir") (hasKey . "ephemeral") (hasKey . "hostPath") }}{{- $scratch = append $scratch .name }}{{- end }}
+{{- end }}
+{{- range index $.Values $group "volumeMounts" | default list }}
+{{- $own = append $own (dict "where" (printf "%s.volumeMounts" $group) "path" .mountPath "isScratch" (has .name $scratch)) }}
+{{- end }}
+{{- end }}
+{{- $needed := list "/tmp" "/tmp/ray" "/dev/shm" "/home/rayloom" "/opt/rayloom" "/database" "/bin" "/dev" "/etc" "/lib" "/lib64" "/proc" "/sbin" "/sys" "/usr" "/var" }}
+{{- range $mount := $own }}
+{{- $path := clean $mount.path }}
+{{- range $place := $needed }}
+{{- $isOver := or (eq $path $place) (hasPrefix (printf "%s/" (trimSuffix "/" $path)) $place) }}
+{{- /* A scratch volume of each pod may take what Ray spills. */}}
+{{- $isIn := and (has $place (list "/tmp/ray" "/dev/shm" "/opt/rayloom" "/database" "/proc" "/sys")) (hasPrefix (printf "%s/" $place) $path) }}
+{{- if and (or $isOver $isIn) (not (and $mount.isScratch (hasPrefix "/tmp/ray" $path))) (not (and (eq $path "/tmp") (eq $place "/tmp/ray"))) }}
+- {{ printf "%s: got %s, where the pod needs %s of its own; expected a directory that nothing else uses, such as /data; choose another" $mount.where $path $place | quote }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -49,6 +142,10 @@
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.initContainers or sidecars" $name) "names" $containers) }}
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
+{{- end }}
+{{- /* Of which 80% are the store's, and Ray does not start with less than 75 MiB. */}}
+{{- if lt (include "rayloom.quantity" $group.shmSize | float64) 98304000.0 }}
+- {{ printf "%s.shmSize: got %v, expected at least 94Mi: 80%% of it is Ray's object store, of which Ray needs 75 MiB; raise it" $name $group.shmSize | quote }}
 {{- end }}
 {{- $memory := get $group.resources.limits "memory" }}
 {{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
@@ -162,6 +259,16 @@
 - "config: got none, expected Rayloom's configuration; begin with one of the chart's own, by --values helm/values-cpu-dev.yaml, values-gpu-small.yaml or values-production.yaml"
 {{- else if not (and .Values.config.model (or .Values.config.tasks .Values.config.mixture)) }}
 - "config: has no model, or neither tasks nor a mixture, expected a model and one of the two; take a whole configuration, such as of the chart's values-cpu-dev.yaml"
+{{- end }}
+{{- $model := dig "model" dict .Values.config }}
+{{- $given := list }}
+{{- range $key := list "path" "tiny" }}
+{{- if and (hasKey $model $key) (not (kindIs "invalid" (index $model $key))) }}{{- $given = append $given $key }}{{- end }}
+{{- end }}
+{{- if gt (len $given) 1 }}
+- {{ printf "config.model: got path %s and tiny, expected one of them; a value set below may name the other: take it out by null, such as {tiny: null}" $model.path | quote }}
+{{- else if and $model (not $given) }}
+- "config.model: got neither path nor tiny, expected one of them; name a model as path, or {tiny: {}} for the built-in one"
 {{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}
 - {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}

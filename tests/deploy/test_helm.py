@@ -167,7 +167,7 @@ def test_the_defaults_hold_no_recipe() -> None:
     assert "0 chart(s) failed" in lint()
     with pytest.raises(HelmError, match=r"config: got none.*values-cpu-dev\.yaml"):
         helm("template", "demo", CHART)
-    with pytest.raises(HelmError, match="config: has no model or no tasks"):
+    with pytest.raises(HelmError, match="config: has no model, or neither tasks nor a mixture"):
         helm("template", "demo", CHART, "--set", "config.model.path=x")
 
 

@@ -123,6 +123,21 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
 SECTIONS = list(SCHEMA["properties"])
 
 
+def check(values: dict[str, Any], section: str) -> None:
+    """The run is told this configuration, and in addition where a pod listens."""
+    groups = {
+        "inference": {**LARGE, "gpus": 8 if section == "inference" else 0},
+        "trainer": {**LARGE, "gpus": 8 if section == "trainer" else 0},
+        "environment": LARGE,
+    }
+    found = arguments_of(rendered({**groups, **values}, FEW))["config"]
+    listens = {
+        "service": {"host": "0.0.0.0", "port": 8000},
+        "metrics": {"host": "0.0.0.0", "port": 9400},
+    }
+    assert found == laid_over(listens, values["config"])
+
+
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
     given: dict[str, Any] = {}
@@ -132,22 +147,15 @@ def test_a_value_of_each_setting_reaches_the_run(section: str) -> None:
             assert value != default_of(path), path
             given = laid_over(given, nested(path, value))
     config = laid_over(yaml.safe_load(CPU_DEV.read_text("utf-8"))["config"], given)
+    # One of the two names the model.
+    if section == "model":
+        check({"config": {**config, "model": {**config["model"], "path": None}}}, section)
+        config["model"]["tiny"] = None
     # Ports of a pod, and not the metrics' under the API's.
     for name, port in (("service", 8100), ("metrics", 9500)):
         if name in given:
             config[name] |= {"port": port, "host": "::"}
-    groups = {
-        "inference": {**LARGE, "gpus": 8 if section == "inference" else 0},
-        "trainer": {**LARGE, "gpus": 8 if section == "trainer" else 0},
-        "environment": LARGE,
-    }
-    found = arguments_of(rendered({**groups, "config": config}, FEW))["config"]
-    # Where a pod listens is added if it is not given.
-    listens = {
-        "service": {"host": "0.0.0.0", "port": 8000},
-        "metrics": {"host": "0.0.0.0", "port": 9400},
-    }
-    assert found == laid_over(listens, config)
+    check({"config": config}, section)
 
 
 # A value set without a configuration, so that none is laid under the walk's.

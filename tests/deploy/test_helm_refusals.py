@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from ray._private import ray_constants
 from worlds.helm_chart import CHART, HelmError, rendered
 
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
@@ -134,6 +135,86 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["trainer.resources: got a request of 1 and a limit of none for rdma/hca"],
         ),
         ({"enabled": False}, ["enabled: got false", "umbrella chart"]),
+        *(
+            (values, [f'{where}: got the value "{value}" of {name}', "correct it"])
+            for value in ("a b", "x" * 64, "-a", "a/b")
+            for where, name, values in (
+                ("pods.labels", "team", {"pods": {"labels": {"team": value}}}),
+                ("trainer.labels", "team", {"trainer": {"labels": {"team": value}}}),
+                ("commonLabels", "team", {"commonLabels": {"team": value}}),
+                ("labels", "team", {"labels": {"team": value}}),
+                ("head.nodeSelector", "zone", {"head": {"nodeSelector": {"zone": value}}}),
+                (
+                    "monitoring.rules.labels",
+                    "team",
+                    {"monitoring": {"rules": {"labels": {"team": value}}}},
+                ),
+            )
+        ),
+        ({"kueue": {"queueName": "q" * 64}}, ["kueue.queueName: got the value"]),
+        ({"pods": {"labels": {"a b": "c"}}}, ['pods.labels: got the name "a b"']),
+        ({"pods": {"labels": {"x" * 64: "c"}}}, ["pods.labels: got the name"]),
+        *(
+            ({group: {"shmSize": size}}, [f"{group}.shmSize: got {size}", "at least 94Mi"])
+            for group in ("head", "inference", "trainer", "environment")
+            for size in ("10Mi", "93Mi", 1000)
+        ),
+        (
+            {"image": {"repository": "registry.example/rayloom:1", "tag": "2"}},
+            ["image.repository: got registry.example/rayloom:1", "put that into image.tag"],
+        ),
+        (
+            {"environment": {"image": {"repository": "envs@sha256:12"}}},
+            ["environment.image.repository: got envs@sha256:12, expected a repository without"],
+        ),
+        (
+            {"image": {"repository": "Registry/Rayloom"}},
+            ["image.repository: got Registry/Rayloom", "small letters"],
+        ),
+        *(
+            ({key: {"mountPath": path}}, [f"{key}.mountPath: got {path}, where the pod needs"])
+            for key in ("checkpoints", "workspace", "modelCache")
+            for path in (
+                "/tmp",
+                "/tmp/ray",
+                "/tmp/ray/session_latest",
+                "/dev",
+                "/dev/shm",
+                "/home",
+                "/home/rayloom",
+                "/opt",
+                "/opt/rayloom",
+                "/opt/rayloom/lib",
+                "/usr",
+                "/etc",
+                "/database",
+            )
+        ),
+        (
+            {
+                "pods": {
+                    "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "v"}}],
+                    "volumeMounts": [{"name": "v", "mountPath": "/tmp/ray"}],
+                }
+            },
+            ["pods.volumeMounts: got /tmp/ray, where the pod needs /tmp/ray of its own"],
+        ),
+        *(
+            (
+                {"config": {"tasks": {"options": {"a": [{"high": number}]}}}},
+                [f"config.tasks.options.a.0.high: got {number}, expected a number between"],
+            )
+            for number in (2**53, -(2**53), 2**60)
+        ),
+        (
+            {"test": {"task": {"seed": 2**53}}},
+            ["test.task.seed: got 9007199254740992, expected a number between"],
+        ),
+        (
+            {"config": {"model": {"path": "Qwen/Qwen3-0.6B"}}},
+            ["config.model: got path Qwen/Qwen3-0.6B and tiny, expected one of them"],
+        ),
+        ({"config": {"model": {"tiny": None}}}, ["config.model: got neither path nor tiny"]),
         (
             {"trainer": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
             ["trainer.resources: has nvidia.com/gpu", "set trainer.gpus"],
@@ -270,6 +351,40 @@ def test_values_that_do_not_agree_are_refused_with_what_got_and_remedy(
         rendered(values)
     for word in ("these values are refused", *words):
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pods": {"labels": {"example.org/team": "a.b_c-1", "empty": ""}}},
+        {"trainer": {"shmSize": "94Mi"}},
+        {"image": {"repository": "registry.example:5000/team/rayloom"}},
+        {"config": {"tasks": {"options": {"high": 2**53 - 1}}}},
+        {"checkpoints": {"mountPath": "/mnt/runs"}},
+        {"modelCache": {"enabled": True, "mountPath": "/checkpoints/models"}},
+        # Certificates; and a disk of each pod for what Ray spills.
+        {
+            "pods": {
+                "volumes": [
+                    {"name": "certificates", "configMap": {"name": "c"}},
+                    {"name": "scratch", "hostPath": {"path": "/nvme"}},
+                ],
+                "volumeMounts": [
+                    {"name": "certificates", "mountPath": "/etc/ssl/own"},
+                    {"name": "scratch", "mountPath": "/tmp/ray"},
+                ],
+            }
+        },
+    ],
+    ids=json.dumps,
+)
+def test_values_near_those_that_are_refused_are_accepted(values: dict[str, Any]) -> None:
+    rendered(values)
+
+
+def test_the_least_shared_memory_is_what_rays_least_store_needs() -> None:
+    assert ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES == 75 * 1024**2
+    assert 0.8 * 93 * 1024**2 < 75 * 1024**2 <= 0.8 * 94 * 1024**2
 
 
 def test_all_that_does_not_agree_is_told_at_once() -> None:
