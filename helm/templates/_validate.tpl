@@ -12,6 +12,7 @@
       (include "rayloom.placeProblems" . | fromYamlArray)
       (include "rayloom.configProblems" . | fromYamlArray)
       (include "rayloom.accessProblems" . | fromYamlArray)
+      (include "rayloom.alertProblems" . | fromYamlArray)
       (include "rayloom.runningProblems" . | fromYamlArray) -}}
 {{- if $problems -}}
 {{- fail (printf "these values are refused:\n  - %s" (join "\n  - " $problems)) -}}
@@ -354,6 +355,23 @@
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.operatorNamespace) }}
 - "networkPolicy.operatorNamespace: got none with networkPolicy.enabled; without it the operator could not reach the head: name the namespace that it runs in"
+{{- end }}
+{{- end -}}
+
+{{- define "rayloom.alertProblems" -}}
+{{- $chosen := .Values.monitoring.rules -}}
+{{- $alerts := list -}}
+{{- range $path, $_ := .Files.Glob "files/rules/*.yaml" }}
+{{- range ($.Files.Get $path | fromYaml).groups }}
+{{- range .rules }}{{- if .alert }}{{- $alerts = append $alerts .alert }}{{- end }}{{- end }}
+{{- end }}
+{{- end }}
+{{- range $key, $names := dict "disabled" $chosen.disabled "labelsOf" (keys $chosen.labelsOf | sortAlpha) }}
+{{- range $name := $names }}
+{{- if not (has $name $alerts) }}
+- {{ printf "monitoring.rules.%s: got %s, which is no alert, expected one of %s; correct it, or take it out" $key $name (join ", " (sortAlpha $alerts)) | quote }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -13,6 +13,7 @@ from worlds.helm_chart import (
     CHART,
     CPU_DEV,
     VARIANTS,
+    HelmError,
     Manifest,
     helm,
     one,
@@ -77,6 +78,8 @@ def test_the_policy_holds_for_every_pod_in_both_directions_and_no_rule_is_open()
     assert {(port["port"], port["protocol"]) for port in names["ports"]} == {
         (53, "UDP"),
         (53, "TCP"),
+        (5353, "UDP"),
+        (5353, "TCP"),
     }
 
 
@@ -213,6 +216,58 @@ def test_without_an_address_of_the_runbooks_alerts_have_no_link_and_the_notes_sa
             "--set", f"monitoring.{option}",
         )  # fmt: skip
         assert ("monitoring.rules.runbooks" in notes) == is_said
+
+
+def without(rules: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [rule for rule in rules if rule["alert"] != name]
+
+
+@pytest.mark.parametrize("runbooks", ["", "https://wiki.example/rayloom"])
+def test_any_single_alert_can_be_switched_off_and_nothing_else_changes(runbooks: str) -> None:
+    chosen: dict[str, Any] = {"enabled": True, "runbooks": runbooks}
+    whole = rendered({"monitoring": {"rules": chosen}})
+    names = [rule["alert"] for rule in alerts(whole)]
+    assert len(names) > 20
+    for name in names[:: len(names) // 3]:
+        less = rendered({"monitoring": {"rules": {**chosen, "disabled": [name]}}})
+        check_core(less)
+        assert alerts(less) == without(alerts(whole), name)
+        assert recorded(less) == recorded(whole)
+        assert [m for m in less if m["kind"] == "Service"] == [
+            m for m in whole if m["kind"] == "Service"
+        ]
+
+
+def recorded(manifests: list[Manifest]) -> list[dict[str, Any]]:
+    groups = one(manifests, "PrometheusRule")["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"] if "record" in rule]
+
+
+def test_alerts_have_the_labels_that_are_given_to_all_or_to_one() -> None:
+    before = alerts(rendered({"monitoring": {"rules": {"enabled": True}}}))
+    name = before[0]["alert"]
+    chosen = {
+        "enabled": True,
+        "alertLabels": {"team": "rl", "cluster": "a"},
+        "labelsOf": {name: {"severity": "info", "cluster": "b"}},
+    }
+    manifests = rendered({"monitoring": {"rules": chosen}})
+    check_core(manifests)
+    after = alerts(manifests)
+    for old, new in zip(before, after, strict=True):
+        own = chosen["labelsOf"].get(old["alert"], {})
+        assert new == {**old, "labels": {**old["labels"], **chosen["alertLabels"], **own}}
+    # A recorded series has no labels of an alert.
+    assert recorded(manifests) == recorded(rendered({"monitoring": {"rules": {"enabled": True}}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("disabled", ["RayloomNoSuch"]), ("labelsOf", {"RayloomNoSuch": {"a": "b"}})]
+)
+def test_the_name_of_no_alert_is_refused(key: str, value: Any) -> None:
+    words = f"monitoring.rules.{key}: got RayloomNoSuch, which is no alert, expected one of Rayloom"
+    with pytest.raises(HelmError, match=words):
+        rendered({"monitoring": {"rules": {"enabled": True, key: value}}})
 
 
 def test_each_file_of_rules_is_a_prometheus_rule_with_its_templates_untouched(
