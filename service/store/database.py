@@ -383,9 +383,10 @@ def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
         "keepalives_count": 3,
         "tcp_user_timeout": 20_000,
     }
-    given = {key: value for key, value in defaults.items() if key not in url.query}
+    connection = with_password(url.difference_update_query(["schema"]))
+    given = {key: value for key, value in defaults.items() if key not in connection.query}
     engine = create_engine(
-        with_password(url.difference_update_query(["schema"])),
+        connection,
         connect_args={**given, "prepare_threshold": None},
         isolation_level="READ COMMITTED",
         pool_pre_ping=True,

@@ -1,9 +1,10 @@
 """The location of a run's database, as a URL without a password, chosen and recorded at its start.
 
 sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN: each run has
-its own schema. Each process that connects reads the password again, from RAYLOOM_DATABASE_URL or
-from the sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass), so that no file, log,
-message or process title of ours contains it.
+its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again, whose server, user,
+password and TLS options take the place of the recorded ones; or it reads the password from the
+sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no file, log, message or
+process title of ours contains a password.
 """
 
 from __future__ import annotations
@@ -138,19 +139,21 @@ def check_local(url: str | URL) -> None:
 
 
 def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL with the environment's password for the same user of the same database."""
+    """Return the URL to connect with: the recorded one, or the environment's for the same database.
+
+    The server, its port, the user, the password and the TLS options may change between two starts;
+    the name of the database and the schema are the run's. The environment's password is only sent
+    to the environment's server.
+    """
     given = environ.get(VARIABLE)
     if not given or url.password is not None:
         return url
     own = _parsed(given, source=VARIABLE)
-    if (own.username, own.host, own.port or 5432, own.database) == (
-        url.username,
-        url.host,
-        url.port or 5432,
-        url.database,
-    ):
-        return url.set(password=_password_of(own))
-    return url
+    if own.database != url.database:
+        return url
+    connection = _without_password(own).set(drivername=url.drivername, password=_password_of(own))
+    schema = {"schema": url.query["schema"]} if "schema" in url.query else {}
+    return connection.difference_update_query(["schema"]).update_query_dict(schema)
 
 
 def _parsed(text: str, *, source: str) -> URL:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from sqlalchemy import make_url
@@ -96,11 +97,74 @@ def test_the_record_of_a_url_has_no_password(
     url = chosen_url(tmp_path, "rayloom-r-1", StoreOptions())
     assert make_url(url) == make_url(RECORDED)
     assert with_password(make_url(url)).password == "geheim"
-    # Another server, and another user of the same one, are not told it.
-    for other in (url.replace("db.example", "evil.example"), url.replace("user@", "root@")):
-        assert with_password(make_url(other)).password is None
+    # The password goes to the environment's server alone, and not for another database.
+    moved = with_password(make_url(url.replace("db.example", "evil.example")))
+    assert (moved.host, moved.password) == ("db.example", "geheim")
+    assert with_password(make_url(url.replace("/runs", "/other"))).password is None
     (tmp_path / "store.json").write_text(json.dumps({"url": url}))
     assert make_url(recorded_url(tmp_path / "store.json")) == make_url(RECORDED)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "postgresql://user:p1@db.example:5432/runs",
+        "postgresql://v-k8s-def:p2@db.example:6432/runs",
+        "postgresql://user:p1@other.example:6432/runs",
+        "postgresql://user:p1@db.example/runs",
+        "postgresql://user:p1@db.example:6432/runs?sslmode=verify-full&sslrootcert=/ca.pem",
+        "postgres://user:p1@db.example:6432/runs?schema=of-another-run",
+        "postgresql://db.example/runs?user=x&password=p3",
+    ],
+)
+def test_the_environment_names_the_server_the_user_and_tls_and_the_record_the_schema(
+    given: str,
+) -> None:
+    found = with_password(make_url(RECORDED), {"RAYLOOM_DATABASE_URL": given})
+    own = make_url(given)
+    assert (found.host, found.port, found.username) == (own.host, own.port, own.username)
+    assert found.database == "runs" and found.drivername == "postgresql+psycopg"
+    assert found.password == (own.password or own.query.get("password"))
+    tls = {key: value for key, value in own.query.items() if key not in ("password", "schema")}
+    assert dict(found.query) == {**tls, "schema": "rayloom-r-1"}
+
+
+@pytest.mark.parametrize("given", ["", "postgresql://user:p@db.example:6432/other"])
+def test_the_url_of_another_database_changes_nothing(given: str) -> None:
+    environ = {"RAYLOOM_DATABASE_URL": given} if given else {}
+    assert with_password(make_url(RECORDED), environ) == make_url(RECORDED)
+
+
+def test_a_run_is_continued_by_another_user_at_another_server(
+    tmp_path: Path, postgresql_server: PostgresqlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = RunDir(path=tmp_path / "run")
+    place.path.mkdir()
+    url = postgresql_server.url
+    monkeypatch.setenv("RAYLOOM_DATABASE_URL", url.replace("@", f":{quote(PASSWORD)}@"))
+    place_store(place, "rayloom-rotated-1", StoreOptions())
+    store = RunStore(place.database_url)
+    store.release(store.acquire_lease(owner="a").term)
+    store.close()
+    with postgresql_server.connect() as connection:
+        connection.execute("CREATE ROLE rotated LOGIN SUPERUSER PASSWORD 'geheim'")
+    try:
+        record = json.loads(place.store_file.read_text())
+        # As after a restore: nobody answers at the recorded address.
+        record["url"] = record["url"].replace(f":{postgresql_server.port}/", ":1/")
+        place.store_file.write_text(json.dumps(record))
+        moved = url.replace("runs@", "rotated:geheim@") + "?sslmode=prefer"
+        monkeypatch.setenv("RAYLOOM_DATABASE_URL", moved)
+        assert place.has_run()
+        store = RunStore(place.database_url)
+        lease = store.acquire_lease(owner="b")
+        assert lease.term == 2
+        store.release(lease.term)
+        store.close()
+        assert "geheim" not in place.store_file.read_text()
+    finally:
+        with postgresql_server.connect() as connection:
+            connection.execute("DROP OWNED BY rotated CASCADE; DROP ROLE rotated")
 
 
 def test_a_directory_that_is_named_goes_before_the_environment(
