@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         ToolSchema,
     )
     from actors.types import Task
-    from rayloom.training import Result, TrainingFailed, train
+    from rayloom.training import Result, TrainingFailed, evaluate, serve, train
+    from service.api.schemas import TaskBody
     from service.client import Client
     from service.config.file import ConfigError, load_config
     from service.config.tree import Config
@@ -42,7 +43,8 @@ _MODULES = {
         "ToolSchema",
     ),
     "actors.types": ("Task",),
-    "rayloom.training": ("Result", "TrainingFailed", "train"),
+    "rayloom.training": ("Result", "TrainingFailed", "evaluate", "serve", "train"),
+    "service.api.schemas": ("TaskBody",),
     "service.client": ("Client",),
     "service.config.file": ("ConfigError", "load_config"),
     "service.config.tree": ("Config",),
@@ -62,10 +64,13 @@ __all__ = [
     "RewardError",
     "StepResult",
     "Task",
+    "TaskBody",
     "ToolCall",
     "ToolSchema",
     "TrainingFailed",
+    "evaluate",
     "load_config",
+    "serve",
     "train",
 ]
 

@@ -1,4 +1,4 @@
-"""`rayloom.train`: the command `rayloom train` for scripts and notebooks.
+"""`rayloom.train`, `serve` and `evaluate`: the commands for scripts and notebooks.
 
 The run has a process of its own. A running event loop, a Ray that the caller has initialised and an
 earlier run do not disturb it, and the memory of a run is free again when it has ended.
@@ -21,16 +21,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import cloudpickle
 import yaml
 
+from service.api.settings import KEY_VARIABLE
+from service.client import Client
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir, check_new
 from service.launch.signals import EXIT_INTERRUPTED
@@ -38,13 +43,15 @@ from service.launch.signals import EXIT_INTERRUPTED
 EXIT_OK, EXIT_REFUSED = 0, 2
 RUNS = Path("runs")
 _MAX_REASON_LINES = 20
+# What `rayloom serve` prints before the address.
+_LISTENS = "the API listens on "
 
 Named = str | Callable[..., Any]
 """A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
 
 
 class TrainingFailed(Exception):
-    """The run ended with an error; the text is what it printed last."""
+    """The run or the evaluation ended with an error; the text is what it printed last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,121 @@ def train(
         )
         ```
     """
+    with _arguments(
+        config, model=model, dataset=dataset, reward=reward, group_reward=group_reward,
+        tools=tools, run_dir=run_dir, resume=resume, **settings,
+    ) as (directory, arguments):  # fmt: skip
+        _run("train", *arguments)
+    summary = json.loads(RunDir(path=directory).summary_file.read_text(encoding="utf-8"))
+    return Result(run_dir=directory.resolve(), summary=summary)
+
+
+@contextmanager
+def serve(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Client]:
+    """Train on the tasks that are submitted, and enter with a client of the API.
+
+    At the end of the block the run finishes the current step and leaves a checkpoint.
+
+    Args:
+        config: As for `train`.
+        options: The other arguments of `train`, and sections of the configuration.
+
+    Raises:
+        ConfigError: If the configuration, the data or a function is refused; nothing has started.
+        TrainingFailed: If the run has ended with an error.
+
+    Example:
+        ```python
+        with rayloom.serve("deploy/configs/guessing-cpu.yaml") as client:
+            client.submit("guessing", [rayloom.TaskBody(id="task-1")])
+            print(client.wait("task-1").reward)
+        ```
+    """
+    with _arguments(config, **options) as (_, arguments), _start("serve", *arguments) as process:
+        addresses: Queue[str | None] = Queue()
+        last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
+
+        def show_lines() -> None:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                last.append(line)
+                if _LISTENS in line:
+                    addresses.put(line.partition(_LISTENS)[2].split()[0])
+            addresses.put(None)
+
+        showing = Thread(target=show_lines, daemon=True)
+        showing.start()
+        try:
+            if (address := addresses.get()) is not None:
+                with Client(address, key=os.environ.get(KEY_VARIABLE)) as client:
+                    yield client
+        finally:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            process.wait()
+            showing.join()
+        if process.returncode != EXIT_INTERRUPTED:
+            _check(process.returncode, last)
+
+
+def evaluate(
+    source: str | os.PathLike[str],
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | None = None,
+    on: str | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    tasks: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Play the held-out tasks with a checkpoint or a model, without training.
+
+    Args:
+        source: A run's directory, or a YAML file with `model`.
+        checkpoint: Name or directory of a checkpoint. None: the run's newest.
+        model: Directory or hub's name of a model, instead of a checkpoint.
+        on: Name of one of evaluation.sets. None: the held-out tasks.
+        samples: Rollouts of each task. None: the configuration's.
+        temperature: Temperature of the sampling. None: the configuration's.
+        tasks: Number of the first tasks to play. None: all.
+        out: File for the rollouts and their tokens. None: evaluate-….jsonl.
+        settings: Sections of the configuration.
+
+    Returns:
+        The numbers of the evaluation: reward_mean, its standard error, pass@k and others.
+
+    Raises:
+        ConfigError: If something is refused; nothing has started.
+        TrainingFailed: If rollouts are missing or none was scored.
+    """
+    options = {
+        "checkpoint": checkpoint, "model": model, "on": on, "samples": samples,
+        "temperature": temperature, "tasks": tasks, "out": out,
+    }  # fmt: skip
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    lines = _run("evaluate", os.fspath(source), *given, *_set(settings))
+    result: dict[str, Any] = json.loads(next(line for line in lines if line.startswith("{")))
+    return result
+
+
+@contextmanager
+def _arguments(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
+    reward: Named | Sequence[Named] = (),
+    group_reward: Named | Sequence[Named] = (),
+    tools: Named | Sequence[Named] = (),
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Iterator[tuple[Path, list[str]]]:
+    """Enter with a run's directory and the arguments of its command. Raises: ConfigError."""
     functions = {
         "reward": _listed(reward),
         "group-reward": _listed(group_reward),
@@ -131,16 +253,18 @@ def train(
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
             arguments += ["--model", os.fspath(model)]
-        arguments += [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
+        arguments += _set(settings)
         with _removed_if_refused(directory) as store:
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
             for option, each in functions.items():
                 for function in each:
                     arguments += [f"--{option}", _name_of(function, store, what=option)]
-            _run(arguments)
-    summary = json.loads(RunDir(path=directory).summary_file.read_text(encoding="utf-8"))
-    return Result(run_dir=directory.resolve(), summary=summary)
+            yield directory, arguments
+
+
+def _set(settings: Mapping[str, Any]) -> list[str]:
+    return [f"--set={path}={json.dumps(value)}" for path, value in _leaves(settings)]
 
 
 def _listed(given: Named | Sequence[Named]) -> list[Named]:
@@ -264,16 +388,15 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
     return f"{module}:{name}"
 
 
-def _run(arguments: Sequence[str]) -> None:
-    """Run the command to its end, and print what it prints. Raises: as `train`."""
-    # Not `-m`, which puts the working directory in front of the installed packages. The run ends in
-    # order if the caller dies.
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    """Start the command in a session of its own; it ends in order if the caller dies."""
+    # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
         f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; main()"
     )
-    command = subprocess.Popen(
-        [sys.executable, "-P", "-c", start, "train", *arguments],
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", start, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -284,21 +407,35 @@ def _run(arguments: Sequence[str]) -> None:
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths()), "PYTHONUNBUFFERED": "1"},
     )
+
+
+def _run(*arguments: str) -> deque[str]:
+    """Run the command to its end, and print what it prints.
+
+    Returns: its last lines. Raises: as `train`.
+    """
     interrupted = False
-    last: list[str] = []
-    with command as process:
+    last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
+    with _start(*arguments) as process:
         assert process.stdout is not None
         while process.returncode is None:
             try:
                 for line in process.stdout:
                     print(line, end="", flush=True)
-                    last = [*last[1 - _MAX_REASON_LINES :], line]
+                    last.append(line)
                 process.wait()
             except KeyboardInterrupt:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
-    code = process.returncode
-    if interrupted or code == EXIT_INTERRUPTED:
+    if interrupted:
+        raise KeyboardInterrupt
+    _check(process.returncode, last)
+    return last
+
+
+def _check(code: int, last: Iterable[str]) -> None:
+    """Raise the error of a command that ended with a code. last: the lines that it printed last."""
+    if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     text = "".join(last)
     reason = text[text.rfind("rayloom: ") :].strip()

@@ -108,3 +108,15 @@ def test_a_method_is_stored_with_its_instance(tmp_path: Path) -> None:
     assert training._name_of(RunDir(path=tmp_path).has_run, store, what="reward").startswith(
         "given_"
     )
+
+
+def test_serve_and_evaluate_are_refused_as_the_commands_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(rayloom.ConfigError, match=r"run\.stepz"):
+        with rayloom.serve({"run": {"stepz": 1}}):
+            pytest.fail("it did not start")
+    with pytest.raises(rayloom.ConfigError, match=r"nothing\.yaml is not there"):
+        rayloom.evaluate("nothing.yaml", tasks=2)
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`rayloom.train` as in a notebook: a running event loop, a Ray that is there, several calls."""
+"""`rayloom.train`, `evaluate` and `serve` as in a notebook: beside an event loop and a Ray."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ray
 from worlds.run_driver import SMALL
 
 import rayloom
+from service.api.schemas import TaskBody
 from service.launch.run_dir import RunDir
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(1200)]
@@ -55,3 +56,19 @@ async def test_a_function_by_value_is_trained_by_twice_and_continued(
     stored = RunDir(path=further.run_dir)
     assert list(stored.functions.glob("given_*.py")) and (stored.functions / "rows.jsonl").is_file()
     assert json.loads(stored.sources_file.read_text())["modules"]
+
+
+async def test_a_run_serves_tasks_and_its_checkpoint_is_evaluated(
+    tmp_path: Path, small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = copy.deepcopy(SMALL)
+    config["model"].update(tiny=None, path=small_model)
+    config["service"] = {"port": 0}
+    with rayloom.serve(config, run_dir="served", run={"steps": 2}) as client:
+        client.submit("guessing", [TaskBody(id=f"task-{number}") for number in range(8)])
+        found = [client.wait(f"task-{number}") for number in range(2)]
+    assert all(each.reward is not None for each in found)
+    result = rayloom.evaluate("served", tasks=3, out="played.jsonl")
+    assert (result["num_tasks"], result["temperature"]) == (3, 0)
+    assert Path("played.jsonl").is_file()
