@@ -249,7 +249,7 @@ def test_an_environment_of_ones_own_is_tried_too(place: Path, name: str, words: 
     ("name", "words"),
     [
         ("Scores", "score_group of of_trial:Scores gave .*a float for an answer, expected a Step"),
-        ("Blocks", "score_group is no coroutine, expected `async def score_group"),
+        ("Blocks", "score_group is not a coroutine, expected `async def score_group"),
     ],
 )
 def test_an_environments_score_of_a_group_is_tried_too(place: Path, name: str, words: str) -> None:
