@@ -48,7 +48,8 @@ def test_the_image_runs_as_the_user_that_the_chart_names(file: Path) -> None:
     lines = instructions(file)
     assert [line for line in lines if line.startswith("USER ")] == ["USER 1000:1000"]
     assert lines.index("USER 1000:1000") > lines.index("FROM ${BASE_IMAGE}")
-    assert "runAsUser: 1000\n" in (CHART / "templates" / "_pod.tpl").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["pods"]["podSecurityContext"]["runAsUser"] == 1000
 
 
 @every_dockerfile
@@ -58,7 +59,7 @@ def test_what_is_copied_is_there_and_let_in(file: Path) -> None:
     names = {name for names in copied for name in names if not name.startswith("-")} - {
         "/opt/rayloom"
     }
-    assert {"pyproject.toml", "actors", "service", "deploy"} <= names
+    assert {"pyproject.toml", "actors", "service", "deploy", "rayloom"} <= names
     for name in names:
         assert (ROOT / name).exists() and f"!{name}" in let_in, name
 
