@@ -1,0 +1,71 @@
+"""The commands of `rayloom` on the pages: options, settings and files that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer._click.exceptions import UsageError
+from worlds.run_driver import ROOT
+
+from deploy.reference import configuration_page
+from service.cli.main import app
+
+BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SETTINGS = set(re.findall(r"^\| `([\w.]+)` \|", configuration_page(), re.MULTILINE))
+# The keys below these are names of the user's own.
+NAMED = ("tasks.options", "tasks.columns", "rollouts.outcomes", "mixture", "evaluation.sets")
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words after `rayloom` of each command in a page's blocks."""
+    for block in BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                words = ["&&", *shlex.split(line[2:], comments=True)]
+                ends = [at for at, word in enumerate(words) if word in ("&&", "|", ";", "&", ">")]
+                for begin, end in zip(ends, [*ends[1:], len(words)], strict=True):
+                    if end > begin + 1 and Path(words[begin + 1]).name == "rayloom":
+                        yield words[begin + 2 : end]
+
+
+ALL = [
+    pytest.param(
+        words, id=f"{page.name} {' '.join(words)}"[:90].encode("ascii", "replace").decode()
+    )
+    for page in PAGES
+    for words in commands(page.read_text(encoding="utf-8"))
+]
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """Parse a command without running it. Returns: its parameters. Raises: UsageError."""
+    command: Any = typer.main.get_command(app)
+    parent = None
+    while isinstance(command, typer.core.TyperGroup):
+        parent = command.make_context("rayloom", words[:1], parent=parent)
+        _, command, words = command.resolve_command(parent, list(words))
+    parameters: dict[str, Any] = command.make_context(command.name, words, parent=parent).params
+    return parameters
+
+
+@pytest.mark.parametrize("words", ALL)
+def test_a_command_on_a_page_is_one_of_the_command_line(words: list[str]) -> None:
+    for override in parsed(words).get("overrides") or ():
+        key, sign, _ = override.partition("=")
+        assert sign and (key in SETTINGS or key.startswith(NAMED)), override
+    for word in words:
+        if word.startswith(("deploy/", "docs/")):
+            assert (ROOT / word).exists(), word
+
+
+def test_an_option_that_there_is_not_would_be_found() -> None:
+    assert len(ALL) > 50
+    with pytest.raises(UsageError, match="--datasets"):
+        parsed(["train", "--datasets", "a.jsonl"])
