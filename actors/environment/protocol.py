@@ -37,7 +37,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a chat."""
+    """One message of a chat.
+
+    Example: Message(role="user", content="What is 17 + 25?")
+    """
 
     role: Role
     content: str
@@ -243,7 +246,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The environment's answer to one action."""
+    """The environment's answer to one action.
+
+    Example: StepResult(messages=(Message(role="user", content="Higher."),), reward=-0.1)
+    """
 
     messages: tuple[Message, ...] = ()
     """Only new messages, of role user or tool."""
@@ -322,6 +328,27 @@ class Environment(Protocol):
     may give the JSON schema of its tasks' data (`task_data`); without it any object is accepted. A
     method `first_messages(data)` may return a task's first messages without beginning it, and an
     attribute `tools` the tools: then tasks with too long prompts are left out before the start.
+
+    Example:
+        ```python
+        # The policy doubles a number until it is above 20.
+        class Doubling:
+            async def reset(self, task: Task) -> Observation:
+                self.number = 1 + task.seed % 5
+                text = f"Double the number: {self.number}"
+                return Observation(messages=(Message(role="user", content=text),))
+
+            async def step(self, action: Action) -> StepResult:
+                self.number *= 2
+                if action.text.strip() != str(self.number):
+                    return StepResult(terminated=True)
+                if self.number > 20:
+                    return StepResult(reward=1.0, terminated=True)
+                again = Message(role="user", content="Again.")
+                return StepResult(messages=(again,), reward=0.1)
+
+            async def close(self) -> None: ...
+        ```
     """
 
     async def reset(self, task: Task) -> Observation:
