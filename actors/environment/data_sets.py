@@ -284,7 +284,7 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
         if not path.is_dir() and looks_local:
             raise BadTaskFile(
                 f"{what}: not found; expected a file, a directory, or a hub's name such as "
-                "openai/gsm8k"
+                "openai/gsm8k; correct it"
             )
         return load_dataset(str(path) if path.is_dir() else source, subset, split=split)
     except (*_UNREADABLE, DatasetsError) as error:

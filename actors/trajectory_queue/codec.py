@@ -49,7 +49,10 @@ def encode(trajectories: Sequence[Trajectory]) -> TrajectoryBlock:
 def decode(block: TrajectoryBlock, row: int) -> Trajectory:
     """Read one trajectory back. Raises: IndexError when the block has no such row."""
     if not 0 <= row < block.num_rows:
-        raise IndexError(f"codec: row {row} of a block of {block.num_rows} trajectories")
+        raise IndexError(
+            f"codec: got row {row} of a block of {block.num_rows} trajectories, expected one below "
+            f"{block.num_rows}"
+        )
     message = block.data[block.offsets[row] : block.offsets[row + 1]]
     return with_shared(_TRAJECTORIES.decode(message.data))
 

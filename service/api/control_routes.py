@@ -132,7 +132,8 @@ class EvaluationBody(StrictBody):
             raise ValueError(problem)
         if (most := max(self.ks or [1])) > self.num_samples:
             raise ValueError(
-                f"ks has {most}, expected at most num_samples, which is {self.num_samples}"
+                f"ks has {most}, expected at most num_samples, which is {self.num_samples}; raise "
+                "num_samples, or leave it out of ks"
             )
         return self
 

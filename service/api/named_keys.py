@@ -8,6 +8,7 @@ from fastapi import FastAPI, Path, Response
 from pydantic import Field, model_validator
 
 from service.access.keys import (
+    MAX_KEYS,
     NAME_PATTERN,
     KeyLimits,
     NamedKey,
@@ -89,8 +90,8 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
             raise Problem(
                 409,
                 "key-exists",
-                f"the run has, or had, a key with the name {body.name!r}, or its maximum of keys; "
-                "choose another name",
+                f"the name {body.name!r} is or was taken, or the run has its maximum of "
+                f"{MAX_KEYS:,} keys; choose another name, or use an existing key",
                 headers={"x-should-retry": "false"},
             )
         response.headers["Cache-Control"] = "no-store"

@@ -76,7 +76,10 @@ def _storable(data: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(data, allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:
-        raise ValueError(f"expected plain JSON with finite numbers, in UTF-8 ({error})") from error
+        raise ValueError(
+            f"got a value that plain JSON cannot hold ({error}), expected finite numbers and text "
+            "in UTF-8; correct it"
+        ) from error
     return data
 
 
@@ -126,8 +129,8 @@ class SubmitBody(StrictBody):
     def requests(self, *, num_samples: int, caller: Caller) -> list[RolloutRequest]:
         """Convert the tasks of a request.
 
-        Args: num_samples: of a task if neither it nor the batch names a number. caller: their
-        owner.
+        Args: num_samples: rollouts of a task for which neither it nor the request gives a number.
+        caller: the owner of the tasks.
         """
         return [
             RolloutRequest.of(

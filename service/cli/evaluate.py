@@ -165,8 +165,8 @@ def _chosen_set(
     if (request.num_tasks or 0) > len(found.tasks):
         raise ConfigError(
             f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, the size of the "
-            "set; raise tasks.evaluation_tasks (without an evaluation_split, tasks of a file "
-            "beyond a run's own value were trained on)"
+            "set; play fewer, or raise tasks.evaluation_tasks (without an evaluation_split, a run "
+            "with a smaller value has trained on the additional tasks)"
         )
     return replace(found, tasks=found.tasks[: request.num_tasks])
 

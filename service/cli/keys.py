@@ -9,7 +9,15 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from service.access.keys import KeyLimits, NamedKey, Scope, check_key, digest_of, new_key
+from service.access.keys import (
+    MAX_KEYS,
+    KeyLimits,
+    NamedKey,
+    Scope,
+    check_key,
+    digest_of,
+    new_key,
+)
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
@@ -37,8 +45,8 @@ def create(run: Path, *, name: str, scope: Scope, tenant: str, limits: KeyLimits
     with _opened(run) as store:
         if not add_key(store, key):
             raise ConfigError(
-                f"keys create: the run has, or had, a key with the name {name!r}, or its maximum "
-                "of keys; choose another name"
+                f"keys create: the name {name!r} is or was taken, or the run has its maximum "
+                f"of {MAX_KEYS:,} keys; choose another name, or use an existing key"
             )
     return raw
 

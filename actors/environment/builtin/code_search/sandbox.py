@@ -114,7 +114,8 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     if not walls:
         raise NotConfined(
             "neither a network namespace nor a filter of system calls is available on this "
-            f"{processor}; expected one of them"
+            f"{processor}; expected one of them: use Linux with seccomp on x86-64 or AArch64, or "
+            "allow user namespaces"
         )
     return walls
 
