@@ -35,7 +35,7 @@ RETURN_BUCKETS = (
 
 
 class Part(StrEnum):
-    """A part that is replaced when it dies. TERM: every part that a term starts, all at once."""
+    """A part that is replaced when it dies. TERM: all parts of a term, replaced at once."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
     GATEWAY = "gateway"
@@ -111,8 +111,10 @@ class StoredHistograms(Collector):
             self._values = {"": ((), 0.0)}
 
     def show(self, values: Mapping[str, tuple[Sequence[int], float]]) -> None:
-        """Show, by the label's value, the count of each bucket, the last above all bounds, and the
-        sum.
+        """Replace the shown values.
+
+        values: by the label's value, the count of each bucket, of which the last is above all
+        bounds, and the sum.
         """
         self._values = dict(values)
 

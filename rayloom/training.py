@@ -102,14 +102,16 @@ def train(
         group_reward: Functions that score the rollouts of a group together.
         tools: Functions that the policy may call, or classes of tools.
         run_dir: Directory of a new run. None: runs/NAME-TIME.
-        resume: Directory of a run to continue; nothing else but settings is given with it.
+        resume: Directory of a run to continue, with its own data and functions; they and run_dir
+            cannot be given with it.
         settings: Sections of the configuration, as in run={"steps": 20}.
 
     Raises:
         ConfigError: If the configuration, the data or a function is refused; nothing has started.
         TrainingFailed: If the run ends with an error.
-        KeyboardInterrupt: After an interruption, when the run has finished the current step and
-            has left a checkpoint. A second interruption ends the run at once.
+        KeyboardInterrupt: If the run was interrupted, or stopped by `rayloom stop`. If it had
+            begun, it has finished the current step and left a checkpoint, unless a second
+            interruption ended it at once.
 
     Example:
         ```python
@@ -193,22 +195,25 @@ def evaluate(
     """Play the held-out tasks with a checkpoint or a model, without training.
 
     Args:
-        source: A run's directory, or a YAML file with `model`.
-        checkpoint: Name or directory of a checkpoint. None: the run's newest.
+        source: A run's directory, or a YAML file.
+        checkpoint: Name or directory of a checkpoint. None: the run's newest; for a YAML file, the
+            model itself.
         model: Directory or hub's name of a model, instead of a checkpoint.
         on: Name of one of evaluation.sets. None: the held-out tasks.
         samples: Rollouts of each task. None: the configuration's.
         temperature: Temperature of the sampling. None: the configuration's.
         tasks: Number of the first tasks to play. None: all.
-        out: File for the rollouts and their tokens. None: evaluate-….jsonl.
+        out: File for the rollouts and their tokens. None: evaluate-….jsonl in the run's directory
+            evaluations, or in the current directory.
         settings: Sections of the configuration.
 
     Returns:
-        The numbers of the evaluation: reward_mean, its standard error, pass@k and others.
+        The last line that the command prints, such as reward_mean, standard_error and pass_at.
 
     Raises:
         ConfigError: If something is refused; nothing has started.
-        TrainingFailed: If rollouts are missing or none was scored.
+        TrainingFailed: If the engines do not start, rollouts are missing, or none was scored.
+        KeyboardInterrupt: After an interruption, which ends the evaluation.
     """
     options = {
         "checkpoint": checkpoint, "model": model, "on": on, "samples": samples,

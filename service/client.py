@@ -94,8 +94,12 @@ class Client:
     ) -> None:
         """Connect to an API.
 
-        Args: url: up to the run's own prefix, without /api. key: of the API; None: it requires
-        none. patience_s: how long a request without an answer is sent again.
+        Args:
+            url: Address of the service, with the run's prefix if it has one, without /api.
+            key: Key of the API. None: it requires none.
+            patience_s: Seconds for which a request is repeated if nothing answers.
+            transport: As for httpx.Client; None: the default. For tests.
+            sleep: Called with the seconds of each pause. For tests.
         """
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(

@@ -323,11 +323,10 @@ class RewardFunction:
 
 
 def _values(found: Any, takes_lists: bool) -> Any:
-    """Return the value of a function with lists as a list, because TRL iterates over it.
+    """Convert what a reward function returned to a list, if the function takes lists.
 
-    Arrays, tensors and series are converted by their `tolist`; a generator runs here. Return the
-    value unchanged if it is not iterable, if its values have no order, or if the function takes no
-    lists.
+    TRL iterates over the returned value, so arrays, tensors, series and generators are accepted
+    too. Return the value unchanged if it is not iterable, or if its values have no order.
     """
     if not takes_lists:
         return found

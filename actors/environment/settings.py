@@ -34,7 +34,7 @@ class History(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """Settings for playing episodes, and for the failed ones."""
+    """Settings of the rollouts: environment actors, limits, and the handling of failures."""
 
     __pydantic_config__ = STRICT
 

@@ -184,11 +184,11 @@ def turn_advantages(
 def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
     """Remove the KL of earlier tokens from each token's advantage.
 
-    A_t = A - sum_{i<t} k_i, k_i = -beta KL_i, A the return with all of them: the result is the
-    reward minus beta times the KL from t onwards. A token cannot change what was sampled before it.
+    A_t = A - sum_{i<t} k_i with k_i = -beta KL_i. A includes every k_i, so A_t is the reward minus
+    beta times the KL from token t onwards: a token cannot change what was sampled before it.
     Source: REINFORCE++, arXiv 2501.03262, equation 8.
 
-    Args: advantage: A, with baseline none. kl_rewards: [N], as `Member.kl_rewards`.
+    Args: advantage: A, the return (algorithm.baseline: none). kl_rewards: [N], k_i.
     Returns: [N] float64.
     Example: reward 1, KL .4 and .1, beta 1: A = .5 -> [.5, .9]
     """

@@ -167,10 +167,10 @@ def _size_of(members: Sequence[Member]) -> UpdateSize:
 def weigh_updates(
     members: Sequence[Member], settings: StepSettings, *, trainer_version: int
 ) -> list[list[list[WeightedSample]]]:
-    """Split the trained members into the step's updates, and give their tokens their weights.
+    """Split the trained members into the step's updates, and weight their tokens.
 
-    Each update counts a share of the tokens without signal, in proportion to the tokens that it
-    trains.
+    Members without signal are not trained, but count in the denominators of the loss. Each update
+    counts a share of them, in proportion to what it trains (`share_of`).
 
     Args: members: all members of the step, in its order.
     Returns: for each update, by trajectory, its samples that hold a trained token.

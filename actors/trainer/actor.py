@@ -152,7 +152,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="save")
     def finish_save(self) -> Path:
-        """Finish the checkpoint, as the rank's method."""
+        """Wait for the checkpoint that was begun last; return its directory."""
         return self._joined.finish_save()
 
     def score_rows(self, shard: RankShard) -> ObjectRef:

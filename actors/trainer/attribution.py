@@ -47,16 +47,17 @@ class SplitGradient:
 def split_gradient(
     group_ids: Sequence[str], gradient: Callable[[int], list[Tensor]]
 ) -> SplitGradient:
-    """Measure each row's gradient, each group's, and the whole's.
+    """Measure the gradient of each row, of each group and of all rows together.
 
-    Args: group_ids: [N], the group of each row; those of a group stand together. gradient: of a
-    row, all of one layout; asked twice for each, and its tensors may be changed.
+    Args: group_ids: [N], the group of each row; the rows of a group are adjacent. gradient:
+    computes the gradient of a row; it is called twice for each row, and its result may be changed
+    in place.
     """
     norms: list[float] = []
     group_norms: dict[str, float] = {}
     whole: list[Tensor] = []
     for group_id, indices in groupby(range(len(group_ids)), key=group_ids.__getitem__):
-        assert group_id not in group_norms, "the rows of a group stand together"
+        assert group_id not in group_norms, "the rows of a group are adjacent"
         of_group: list[Tensor] = []
         for index in indices:
             own = gradient(index)

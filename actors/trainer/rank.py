@@ -235,9 +235,9 @@ class TrainerRank:
         return replace(stats, statistics={**stats.statistics, **used})
 
     def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Score the targets of rows, one row after the other: [N] float32, nats.
+        """Return the log-probabilities of the rows' targets, row after row: [N] float32, nats.
 
-        rows: empty: `weights.board.check_tokens` at temperature 1, 16 scores.
+        rows: if empty, score the fixed text `weights.board.check_tokens` at temperature 1.
         """
         rows = rows or (scoring_row(check_tokens(self.shape.vocab_size)),)
         scores = [

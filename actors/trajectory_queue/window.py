@@ -21,7 +21,7 @@ from actors.algorithm import AlgorithmSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSnapshot:
-    """The state of the window."""
+    """The state of the admission window, as a checkpoint stores it."""
 
     loaded_version: int = 0
     """The newest version that every ready engine held."""

@@ -272,7 +272,10 @@ def _groups(
 
 
 def _share(parts: Sequence[tuple[GradientPart, float]], *, num_updates: int) -> Share:
-    """Compute a share. parts: in each update that has the part, with that update's |G|."""
+    """Return the share of a part, such as a trajectory, in the step's updates.
+
+    parts: for each update that has the part: the part's gradient, and the norm |G| of the update's.
+    """
     return Share(
         norm=_mean(part.norm for part, _ in parts),
         share=math.fsum(_ratio(part.dot, whole**2) for part, whole in parts) / num_updates,

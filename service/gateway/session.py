@@ -596,5 +596,5 @@ class Session:
 
 
 def stopping() -> Refused:
-    """Return the refusal of a gateway that stops: the next one will answer."""
+    """Return the refusal of a stopping gateway; if the client retries, the next one answers."""
     return unavailable("the gateway is being stopped; send the request again")

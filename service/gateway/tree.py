@@ -402,7 +402,7 @@ class SessionTree:
         return node.turn
 
     def note_request(self, digest: str) -> None:
-        """Record that a request has come; call `answered` for it before."""
+        """Record a request as the newest. Call `answered` first: it needs the previous one."""
         self._newest_digest, self._has_noted_requests = digest, True
 
     def answered(

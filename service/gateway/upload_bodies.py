@@ -108,7 +108,7 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 class GroupBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A group that is complete with `members` trajectories, or (`close`) with those it has now."""
+    """A group: it is complete with `members` trajectories, or now if `close` is true."""
 
     id: GroupName
     members: Annotated[int, Meta(ge=1)] | None = None

@@ -248,8 +248,11 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 
 
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
-    """Count missing members. Example: two in a group with the members 0, 1 and 4; three in one with
-    0 and 1 if most groups of the step have five.
+    """Return the number of missing members of all groups.
+
+    A group should have members up to the highest number that it has, or the number that most groups
+    have, if that is more. Example: 2 for members 0, 1 and 4; 3 for members 0 and 1 if most groups
+    have five.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:

@@ -106,7 +106,7 @@ def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str
 
 @dataclass
 class CollectiveInitInfo(WeightTransferInitInfo):
-    """A seat in a broadcast (`actors.weights.board.Seat`), and this machine's address and files."""
+    """Arguments with which the workers of an engine join a broadcast and check its groups."""
 
     seat: dict[str, Any]
     """The fields of the seat; the rank is that of the engine's first worker."""

@@ -131,7 +131,7 @@ class RunDir:
 
     @property
     def functions(self) -> Path:
-        """Functions and rows that `rayloom.train` was given by value."""
+        """Directory of the functions and rows that `rayloom.train` stores by value."""
         return self.path / "functions"
 
     @property

@@ -348,7 +348,7 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Return the texts without the first and last lines, and without the marker, that all share.
+    """Remove from each text the first lines, the last lines and the end marker that all share.
 
     Example: _differing_lines(["to\\n1 + 1?<|end|>", "to\\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """

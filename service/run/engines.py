@@ -423,7 +423,10 @@ class Publisher:
         return check.after(earlier)
 
     def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
-        """Compare the engines' scores of the text with the trainer's, alone and packed."""
+        """Compare the engines' scores of the text with the trainer's.
+
+        At the start the trainer scores the text twice: by itself, and packed with other rows.
+        """
         scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
         if not scores or self._text is NO_TEXT:
             return None

@@ -318,9 +318,10 @@ class RunFailed(Exception):
 
 
 class FaultCount:
-    """Counts faults in a row: until the run makes progress, and for a day at most.
+    """Counts the faults of the last day since the run last made progress.
 
-    A service without submissions makes no progress, but its faults weeks apart are not in a row.
+    The limit of a day is for a service without submissions: it makes no progress, and its faults
+    may be weeks apart.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:

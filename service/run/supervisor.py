@@ -62,7 +62,7 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 class WhenHeld(Enum):
-    """The choices of a start if the run has an owner that is alive."""
+    """The reaction of a start to a live process that already owns the run."""
 
     REFUSE = "refuse"
     WAIT = "wait"

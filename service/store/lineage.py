@@ -144,7 +144,7 @@ class StoredRecord:
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the surviving records after these positions, in the order in which they were made.
 
-    Of a kind without a position, return all kept records.
+    If a kind has no position, all its kept records are returned.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:

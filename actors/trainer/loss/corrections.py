@@ -133,8 +133,8 @@ def truncated_sequence_weight(log_ratio: Tensor, trajectory_index: Tensor, *, ca
 def keep_token_band(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
     """Keep tokens whose ratio is in [low, high].
 
-    Source: IcePop, Ling team 2025, arXiv 2510.18855 (deviation: only the mask; its weight, the
-    ratio itself, is the correction truncate_token).
+    Source: IcePop, Ling team 2025, arXiv 2510.18855 (deviation: only the mask; IcePop also
+    multiplies the kept tokens by their ratio, as algorithm.loss.correction: truncate_token does).
 
     Args: log_ratio: [M] float32, nats. 0 < low <= 1 <= high.    Returns: [M] bool.
     Example: log-ratios [ln .4, 0, ln 6], low .5, high 5 -> [False, True, False]

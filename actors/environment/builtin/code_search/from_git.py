@@ -54,9 +54,9 @@ def tasks_of_repository(
 ) -> list[Task]:
     """Write the repository's files at HEAD as `archive` (.tar.gz), and make tasks about them.
 
-    Args: count: most tasks to make, of the newest commits or the first modules. max_files: most
-    files of a true answer.
-    Returns: tasks whose data name the archive by its file's name.
+    Args: count: maximum number of tasks, of the newest commits or the first modules. max_files:
+    maximum number of files in a right answer.
+    Returns: tasks whose `data` name the archive by its file name.
     Raises: GitFailed; ValueError if there is no question; OSError.
     """
     archive.write_bytes(_git(repository, "archive", "--format=tar.gz", "HEAD"))

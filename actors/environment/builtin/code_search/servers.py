@@ -127,7 +127,11 @@ class ServerThreads:
     """A server for each thread of a pool; any thread may end them all."""
 
     def __init__(self, program: str, *, retires_after_cpu_s: float) -> None:
-        """Prepare servers of a program for `start_program` whose answers have the key `cpu_s`."""
+        """Prepare the servers; each starts at its thread's first request.
+
+        Args: program: as the name in `start_program`; its answers report their CPU seconds so far
+        in `cpu_s`. retires_after_cpu_s: a server that has used them is replaced.
+        """
         self._program = program
         self._retires_after_cpu_s = retires_after_cpu_s
         self._own = threading.local()
