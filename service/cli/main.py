@@ -457,6 +457,19 @@ def stop(
 
 
 @app.command()
+def nodes(
+    host: Annotated[
+        str, typer.Argument(help="address of the head, as the other machines reach it")
+    ],
+    port: Annotated[int, typer.Option(min=1024, max=65535, help="port of the head")] = 6379,
+) -> None:
+    """Print the commands that start a Ray cluster on several machines, with its token."""
+    from service.cli.nodes import cluster_commands
+
+    typer.echo(cluster_commands(host, port=port))
+
+
+@app.command()
 def check(
     config: PlainConfigPath = None,
     model: ModelOption = None,
