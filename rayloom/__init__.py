@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actors.types import Task
     from rayloom.training import Result, TrainingFailed, evaluate, serve, train
     from service.api.schemas import TaskBody
-    from service.client import Client
+    from service.client import ApiError, Client, NoAnswer
     from service.config.file import ConfigError, load_config
     from service.config.tree import Config
 
@@ -45,7 +45,7 @@ _MODULES = {
     "actors.types": ("Task",),
     "rayloom.training": ("Result", "TrainingFailed", "evaluate", "serve", "train"),
     "service.api.schemas": ("TaskBody",),
-    "service.client": ("Client",),
+    "service.client": ("ApiError", "Client", "NoAnswer"),
     "service.config.file": ("ConfigError", "load_config"),
     "service.config.tree": ("Config",),
 }  # fmt: skip
@@ -54,11 +54,13 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 
 __all__ = [
     "Action",
+    "ApiError",
     "Client",
     "Config",
     "ConfigError",
     "Environment",
     "Message",
+    "NoAnswer",
     "Observation",
     "Result",
     "RewardError",
