@@ -44,9 +44,9 @@ class PoolKind:
     id_prefix: str
     """An actor's id is this, the term and a number: gateway-2-0."""
     resumption: str
-    """What a successor does with a dead actor's rollouts: text between `7 rollouts` and its id."""
+    """The words between `7 rollouts` and the successor's id in the message about a dead actor."""
     why_blocked: str
-    """Why the event loop may not answer."""
+    """The likely reason why an actor's event loop does not answer, for messages."""
 
 
 ENVIRONMENT_ACTORS = PoolKind(
@@ -90,9 +90,10 @@ class ActorPool:
     ) -> None:
         """Start the actors.
 
-        Args: start_actor: starts an actor, given its id. term: part of the ids, which never repeat.
-        frozen_after_s: an actor that answers nothing for this time is replaced. show_answering:
-        called with the number of answering actors whenever it changes.
+        Args: start_actor: function that starts the actor with the given id. term: number of the
+        term, part of each id, so that ids never repeat. frozen_after_s: seconds without an answer
+        after which an actor is replaced. show_answering: function that is called with the number of
+        answering actors whenever this number changes.
         """
         self._start_actor = start_actor
         self._kind = kind
@@ -108,7 +109,7 @@ class ActorPool:
 
     @property
     def actors(self) -> tuple[ActorHandle, ...]:
-        """The current actors, by slot; one may be starting, or dead and not replaced yet."""
+        """The current actors, by slot; an actor may be starting, or dead and not yet replaced."""
         return tuple(member.actor for member in self._members)
 
     async def watch(self) -> None:

@@ -1,8 +1,9 @@
-"""An operator's control of a run: pauses, checkpoints, returns to them, evaluations, policies.
+"""Let an operator control a run: pause parts, write or restore checkpoints, and evaluate.
 
-There is one per supervisor, for all its terms; lasting state is in the store. Invariants: a pause
-is stored before the answer, and holds in every later term; a return to a checkpoint takes effect
-when the next lease names it, in the same transaction; nothing here waits for a training step.
+Each supervisor has one `Control` for all its terms; the store keeps all state that must last.
+Invariants: a pause is stored before the call returns, and holds in every later term; a return to a
+checkpoint takes effect in the transaction in which the next lease names the checkpoint; no call
+waits for a training step.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Control(ControlPort):
     ) -> None:
         """Start without pauses; `begin_term` restores them.
 
-        checkpoints: their directory. read_queue: returns the queue's latest known state.
+        checkpoints: directory of the checkpoints. read_queue: returns the queue's latest known
+        state.
         """
         self._run_store, self._store, self._thread = store, ControlStore(store), thread
         self._recorder, self._engines = recorder, engines
@@ -97,7 +99,7 @@ class Control(ControlPort):
         """Set when the running term must end, to return to a checkpoint."""
         self._return: OperationAnswer | None = None
         self._evaluating = ""
-        """The id of the current evaluation; empty: none."""
+        """The id of the current evaluation; empty if there is none."""
         self._operations: OrderedDict[str, OperationAnswer] = OrderedDict()
         self._numbers = itertools.count(1)
         self._changing = asyncio.Lock()
@@ -108,12 +110,15 @@ class Control(ControlPort):
 
     @property
     def returns_to(self) -> str:
-        """The checkpoint that the next lease must return to; empty: none."""
+        """The checkpoint that the next lease must return to; empty if there is none."""
         asked = self._return
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin the term of a new lease: end a return, restore pauses. Raises: StoreError."""
+        """Begin the term of a new lease: finish a requested return and restore the pauses.
+
+        Raises: StoreError.
+        """
         asked, self._return = self._return, None
         self.returning.clear()
         if asked is not None:
@@ -133,7 +138,7 @@ class Control(ControlPort):
                 )
 
     def close(self, reason: str) -> None:
-        """End all operations as failed, since the run has ended."""
+        """Mark all unfinished operations as failed, because the run has ended."""
         for operation in list(self._operations.values()):
             if operation.status is OperationStatus.RUNNING:
                 self._end(operation, f"the run has ended: {reason}", is_failed=True)
@@ -170,7 +175,7 @@ class Control(ControlPort):
         return await self.view()
 
     async def resume(self, part: Pausable) -> ControlAnswer:
-        """Resume a part; do nothing if it is not paused. Raises: as `pause`."""
+        """Resume a part; do nothing if it is not paused. Raises the same errors as `pause`."""
         self._check_is_running()
         async with self._changing:
             if self.pauses.find(part) is not None:
@@ -253,9 +258,9 @@ class Control(ControlPort):
         return self._begin("checkpoint", work, detail="after the current step")
 
     async def go_back(self, checkpoint_id: str) -> OperationAnswer:
-        """End the term; the next one continues from this checkpoint. checkpoint_id: or its step.
+        """End the term, and continue from this checkpoint in the next term.
 
-        Raises: ControlRefused, StoreError.
+        checkpoint_id: the checkpoint's id or its step. Raises: ControlRefused, StoreError.
         """
         self._check_is_running()
         views = [
@@ -415,7 +420,7 @@ class Control(ControlPort):
     # -- policies and calls ---------------------------------------------------------------------
 
     async def policies(self) -> PoliciesAnswer:
-        """Return the versions in use, and where. Raises: StoreError."""
+        """Return the policy versions in use and the places that use them. Raises: StoreError."""
         term, status = self.term, await self._board_status()
         by_version: dict[int, list[str]] = {}
         for each in await self.checkpoints():
@@ -432,7 +437,7 @@ class Control(ControlPort):
         )
 
     async def note_call(self, call: AdminCall) -> None:
-        """Record a call of an operator. Raises: LeaseLost, StoreError."""
+        """Record an operator's call. Raises: LeaseLost, StoreError."""
         log.info(
             "admin call: caller=%r call=%r status=%d body=%r answer=%r",
             call.caller,
@@ -444,7 +449,7 @@ class Control(ControlPort):
         await self._thread.call(self._store.add_call, call, term=self._recorder.term)
 
     async def calls(self, limit: int) -> Sequence[AdminCall]:
-        """Return the recorded calls, newest first. Raises: StoreError."""
+        """Return the recorded calls of operators, newest first. Raises: StoreError."""
         return await asyncio.to_thread(self._store.calls, limit=limit)
 
     async def _board_status(self) -> BoardStatus | None:
@@ -453,7 +458,7 @@ class Control(ControlPort):
         return None
 
     def _check_is_running(self) -> None:
-        """Raise ControlRefused if the run ends, or has not begun."""
+        """Raise ControlRefused if the run has not started yet, or is ending."""
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(
@@ -467,7 +472,7 @@ class Control(ControlPort):
             )
 
     def _training_term(self, what: str) -> Term:
-        """Return the term that trains. Raises: ControlRefused if none does."""
+        """Return the term if it is training. Raises: ControlRefused if no term is training."""
         self._check_is_running()
         if self.term is None or not self.term.is_training or self.returning.is_set():
             raise ControlRefused(
@@ -479,7 +484,10 @@ class Control(ControlPort):
 
 
 def chosen_tasks(held_out: Sequence[Task], request: EvaluationRequest) -> list[Task]:
-    """Return the tasks to evaluate. Raises: ControlRefused if not held out, or too many."""
+    """Return the tasks to evaluate.
+
+    Raises: ControlRefused if a requested task is not held out, or if there are too many tasks.
+    """
     if not held_out:
         raise ControlRefused(
             RefusalCode.CONFLICT,
@@ -524,9 +532,9 @@ def policies_view(
     checkpoints: dict[int, list[str]],
     now: float,
 ) -> PoliciesAnswer:
-    """Return every version that the trainer, an engine or a checkpoint has.
+    """Return every policy version that the trainer, an engine or a checkpoint has.
 
-    checkpoints: ids, by version. now: seconds since 1970.
+    checkpoints: the ids of checkpoints by version. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
     # After a return, another term's version with the same number is another policy.
@@ -563,7 +571,7 @@ def policies_view(
 
 
 def _size_of(directory: Path) -> int | None:
-    """Return the bytes of a directory's files; None: it does not exist, or is being removed."""
+    """Return the bytes of a directory's files; None if it does not exist or is being removed."""
     try:
         found = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
     except OSError:

@@ -1,9 +1,10 @@
-"""The weight board and the inference deployment of one run, and how weights reach them.
+"""Start a run's weight board and inference engines, and publish weights to them.
 
-Both outlive the run's terms: after a return to a checkpoint the engines load the older weights as
-a newer term's. They also outlive a supervisor that is replaced within `run.orphan_timeout_s`: the
-next one finds the board by its name. If the board dies, the engines wait as long for the next one,
-which has the same name. They are started again only for other settings.
+Board and engines outlive the run's terms: after a return to a checkpoint, the engines load the
+older weights under the number of the newer term. They also outlive a supervisor if another one
+replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
+board dies, the engines wait equally long for a new board with the same name. The engines are
+restarted only if their settings change.
 """
 
 from __future__ import annotations
@@ -78,16 +79,19 @@ LOADED_CHECK_S = 10.0
 
 
 class Engines:
-    """The engines of a run, started or taken over by `open_term`, ready after a publication."""
+    """The engines of a run.
+
+    `open_term` starts them or takes them over; they are ready after a publication.
+    """
 
     def __init__(
         self, settings: EngineSettings, *, run_id: str, orphan_timeout_s: float, has_api: bool
     ) -> None:
         """Start nothing yet.
 
-        Args: run_id: the same for every process of this run. orphan_timeout_s: as in the
-        configuration. has_api: the run's API outlives the run; the board ends it after the
-        supervisor.
+        Args: run_id: the same in every process of this run. orphan_timeout_s: the configured value.
+        has_api: whether the run has an API that outlives the supervisor; the board ends it
+        afterwards.
         """
         self.settings = settings
         self.app_name = ""
@@ -108,13 +112,13 @@ class Engines:
 
     @property
     def make_policy(self) -> PolicyFactory:
-        """The function that makes a client of the deployment, in any process."""
+        """The function that creates a client of the deployment, in any process."""
         return partial(ServePolicyClient, self.app_name)
 
     async def open_term(self, term: int, *, resources: Mapping[str, float]) -> None:
         """Make the board refuse older terms; start board and deployment if they are missing.
 
-        resources: an engine's Ray resources besides CPUs and GPUs. Raises: StaleTerm.
+        resources: an engine's Ray resources other than CPUs and GPUs. Raises: StaleTerm.
         """
         self._term, self._resources = term, resources
         if not await self._take_over():
@@ -137,18 +141,18 @@ class Engines:
         self._were_ready = True
 
     async def status(self) -> BoardStatus | None:
-        """Return the weight board's status; None without a board. Raises: ActorLost."""
+        """Return the weight board's status; None if there is no board. Raises: ActorLost."""
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Have every engine, also later ones, hold its turns or resume. Raises: ActorLost."""
+        """Have every current and later engine hold its turns, or resume them. Raises: ActorLost."""
         if self._board is not None:
             await self._board_handle().hold(is_held)
 
     async def stop(self) -> None:
-        """End the deployment and the board, within a time limit, also during the start.
+        """End the deployment and the board within a time limit; this also works during their start.
 
-        If a newer term has taken them over, they stay.
+        If a newer term has taken them over, leave them running.
         """
         if self._board is None:
             return
@@ -174,7 +178,7 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Use the board and engines of an earlier term. Returns: whether there are any."""
+        """Take over the board and engines of an earlier term. Returns: whether there were any."""
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
@@ -228,7 +232,7 @@ class Engines:
         return await retry(start, on=ValueError, limit_s=NAME_LIMIT_S)
 
     async def _beat_forever(self) -> None:
-        """Send the board signs of life of this term."""
+        """Send heartbeats of this term to the board."""
         while True:
             with suppress(ActorLost, StaleTerm):
                 await self._board_handle().status(self._term)
@@ -241,8 +245,8 @@ class Engines:
 async def watch_board(board: ActorHandle) -> None:
     """Watch the board forever, and raise ActorLost once it has died.
 
-    A board that is slow, frozen or unreachable is waited for. Without this check a loop that waits
-    for rollouts would not notice that the board, and with it the engines, has ended.
+    Wait for a board that is slow, frozen or unreachable. Without this check, a loop that waits for
+    rollouts would not notice that the board, and the engines with it, have ended.
     """
     while True:
         await asyncio.sleep(BEAT_EVERY_S)
@@ -267,13 +271,14 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """Brings weights from the trainer to the engines, and compares how both score a text.
+    """Publishes the trainer's weights to the engines, and compares the log-probabilities of both.
 
-    The first publication of a term has the whole check (`check_start`): the trainer scores the text
-    alone and packed, and the engines' continuations. Each later one checks the far end of the text,
-    and one in `check_every` checks all of it. The later checks take at most COST_SHARE of the time
-    since the start: if a publication's text would exceed this, it checks the beginning of the text,
-    or nothing. Only after a check beyond its bound is the same text checked again at any cost.
+    The first publication of a term runs the full check (`check_start`): the trainer scores the text
+    by itself and packed with other rows, and then scores the engines' continuations. Each later
+    publication checks the end of the text; every `check_every`-th one checks all of it. These later
+    checks may take at most COST_SHARE of the time since the start: if the text would exceed this,
+    the publication checks only the beginning of the text, or nothing. After a check beyond its
+    bound, the same text is checked again regardless of the cost.
     """
 
     def __init__(
@@ -292,11 +297,11 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        Args: quiet_limit_s: how long all engines may make no progress with their start or load.
-        measure: entered around each phase of a publish. text: text of the first check; None: a
-        fixed one of 17 tokens in all checks. most_tokens: an engine's limit of a prompt.
-        check_every: one in this number of later checks has all of the text; 0: never. dtype:
-        selects the bounds. clock: returns seconds.
+        Args: quiet_limit_s: how long the engines may go without any progress in starting or
+        loading. measure: context manager for each phase of a publication. text: text of the first
+        check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
+        prompt tokens. check_every: one in this number of later checks uses all of the text; 0: none
+        does. dtype: selects the bounds. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -306,29 +311,28 @@ class Publisher:
         self._text = text
         self._is_start = text is not None
         self._is_text_sent = False
-        """Whether the board has this text; before that, it may have an earlier term's."""
+        """Whether the board has this text; until then it may have the text of an earlier term."""
         self._later_text: CheckText | None = None
-        """The first text with a continuation; None before `check_start`, and without a text."""
+        """The first text with a continuation; None before `check_start`, or if there is no text."""
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._spent_short_s = 0.0
-        """Time of all checks after publications; time of the short ones among them."""
+        """Seconds of all checks after publications; seconds of the short checks among them."""
         self._long_s = self._short_s = 0.0
-        """Time of the last check of the text's end, initially the first check's; of its beginning.
-        """
+        """Seconds of the last long check (at first of `check_start`); of the last short check."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
-        """Whether the next long check has all of the text; whether the last check failed."""
+        """Whether the next long check uses all of the text; whether the last check failed."""
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """The first check, until a step's check has included it."""
+        """The first check, until the check of a step has been joined with it."""
 
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
 
-        Raises: WeightsMoved if the trainer's weights are another version now; ActorLost.
+        Raises: WeightsMoved if the trainer's weights now have another version; ActorLost.
         """
         if self._later_text is not None:
             self._choose(self._next_text(self._later_text))
@@ -354,7 +358,7 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Choose the text that the current publication can afford."""
+        """Choose the longest text that the current publication has time to check."""
         self._num_published += 1
         if self._was_beyond and self._text is not None:
             return self._text
@@ -369,10 +373,12 @@ class Publisher:
         return text if is_all_due else far_end(text)
 
     async def check_start(self, version: int) -> LogprobCheck | None:
-        """Wait as `wait_until_loaded` does and compare everything; the next check includes this.
+        """Wait as `wait_until_loaded` does, and run the full check.
 
-        Returns: None without an engine's answer.
-        Raises: as `wait_until_loaded`.
+        The result is also joined with that of the next check.
+
+        Returns: the comparison; None if no engine answered.
+        Raises: the errors of `wait_until_loaded`.
         """
         with self._measure(PublishPhase.LOAD):
             status = await self._until_loaded(version)
@@ -398,13 +404,13 @@ class Publisher:
         return check
 
     async def wait_until_loaded(self, version: int) -> LogprobCheck | None:
-        """Wait until every live engine, and at least one, has the version published last.
+        """Wait until at least one engine is live and all live engines have the published version.
 
         Engines that join, leave or are replaced meanwhile do not end the term: a new engine loads
-        the version before it is ready. Without a live engine it waits for a new one.
+        the version before it is ready. If no engine is live, wait for a new one.
 
-        Returns: how trainer and engines score the text, joined with the first check if this is the
-            next one; None without an engine's answer, and without a check.
+        Returns: the comparison of the scores of trainer and engines, joined with the first check if
+            this is the next one; None if no engine answered or nothing was checked.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):
@@ -425,7 +431,7 @@ class Publisher:
     def _compared(self, replicas: Sequence[ReplicaReport]) -> LogprobCheck | None:
         """Compare the engines' scores of the text with the trainer's.
 
-        At the start the trainer scores the text twice: by itself, and packed with other rows.
+        In the first check the trainer scores the text twice: by itself, and packed with other rows.
         """
         scores = [each.check_logprobs for each in replicas if each.check_logprobs is not None]
         if not scores or self._text is NO_TEXT:
@@ -445,7 +451,10 @@ class Publisher:
         )
 
     async def _until_loaded(self, version: int) -> BoardStatus:
-        """Return the board's status once the version is loaded. Raises: as `wait_until_loaded`."""
+        """Return the board's status once the version is loaded.
+
+        Raises: the errors of `wait_until_loaded`.
+        """
         board = board_handle(self._board, deadline_s=LOADED_CHECK_S + RPC_DEADLINE_S)
         while True:
             try:
@@ -470,7 +479,10 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare scores of sampled tokens. own: the trainer's, of all samples in their order."""
+    """Compare scores of sampled tokens.
+
+    own: the trainer's scores of all samples, in the order of the samples.
+    """
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [
         compare(sampled_name(each.temperature), scores, each.logprobs)
@@ -479,7 +491,7 @@ def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comp
 
 
 def _in_thread(call: Callable[..., Any], *arguments: Any, **named: Any) -> asyncio.Future[Any]:
-    """Run a blocking call in a thread; its error is logged even if it is never awaited."""
+    """Run a blocking call in a thread; log its error even if no one awaits the call."""
     work = asyncio.ensure_future(asyncio.to_thread(call, *arguments, **named))
     work.add_done_callback(_log_error)
     return work

@@ -42,8 +42,8 @@ class EnvironmentPool(ActorPool):
     ) -> None:
         """Start the actors, as ActorPool does.
 
-        evaluation_idle_s: an evaluation in which no rollout ends for this time is abandoned. files:
-        where its rollouts are stored.
+        evaluation_idle_s: seconds without an ended rollout after which an evaluation is abandoned.
+        files: stores the rollouts of evaluations.
         """
         super().__init__(
             num_actors,
@@ -90,7 +90,7 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Return `EnvironmentActor.opening_prompts` of one actor; empty without an answer."""
+        """Call `EnvironmentActor.opening_prompts` of one actor; empty without an answer."""
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S
@@ -112,7 +112,8 @@ def start_environment_actor(
 ) -> ActorHandle:
     """Start an environment actor.
 
-    model: for its tokenizer. queue: gives it rollouts; None: it plays only evaluations.
+    model: the model whose tokenizer it uses. queue: the source of its rollouts; None for an actor
+    that only plays evaluations.
     """
     actor_class = ray.remote(EnvironmentActor).options(
         num_cpus=1,
@@ -138,6 +139,6 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the time within which an episode ends unless its actor is frozen."""
+    """Return the seconds within which an episode ends unless its actor is frozen."""
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

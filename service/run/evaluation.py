@@ -1,9 +1,9 @@
 """Play evaluations on environment actors, and store their rollouts in files.
 
-A share whose actor dies is left out: an evaluation is a measurement, not work to preserve. Its file
-is for people: if it cannot be written, there is one notice, and the run continues. Lines are read
-one by one from the object store, so that memory holds only one. Called by `EnvironmentPool` and by
-`rayloom evaluate`.
+If an actor dies, the rollouts of its share are missing from the evaluation, because an evaluation
+is a measurement and not work to preserve. The file is meant for people: if it cannot be written,
+the user gets one notice and the run continues. Lines are read one by one from the object store, so
+that memory holds only one line. Used by `EnvironmentPool` and by `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PlaySettings:
 
     sampling: Sampling
     idle_s: float
-    """A share in which no rollout ends for this time is abandoned."""
+    """Seconds without an ended rollout after which a share is abandoned."""
     slots_share: float = 1.0
-    """As in `EnvironmentActor.evaluate`."""
+    """The `slots_share` of `EnvironmentActor.evaluate`."""
     keeps_tokens: bool = False
 
 
@@ -48,9 +48,9 @@ async def play(
     *,
     notice: Callable[[str], None],
 ) -> list[Played]:
-    """Play in shares, one for each actor. notice: called for each share that is missing.
+    """Divide the plays among the actors, and play them. notice: called for each lost share.
 
-    Returns: one result for each play of the other shares, in the order of the plays.
+    Returns: a result for each play of the shares that were not lost, in the order of the plays.
     """
     size = len(members)
     shares = [range(index, len(plays), size) for index in range(size)]
@@ -76,7 +76,10 @@ async def play(
 async def _play_share(
     member: Member, share: Sequence[Play], settings: PlaySettings
 ) -> list[Played]:
-    """Play a share on an actor. Raises: ActorLost if it dies, or no rollout ends for too long."""
+    """Play a share on an actor.
+
+    Raises: ActorLost if the actor dies, or if no rollout ends for `idle_s`.
+    """
     playing = member.actor.evaluate.remote(
         share,
         temperature=settings.sampling.temperature,
@@ -105,12 +108,13 @@ async def _play_share(
 
 
 class EvaluationFiles:
-    """The newest evaluations of a run, a file of JSON lines each."""
+    """The newest evaluations of a run, each in a file of JSON lines."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
-        """Write nothing yet. keep: number of newest files to keep; 0: none is written.
+        """Write nothing yet.
 
-        notice: called once, if a file cannot be written.
+        keep: number of newest files to keep; 0 writes none. notice: called once if a file cannot be
+        written.
         """
         self._directory = directory
         self.keep = keep
@@ -118,7 +122,7 @@ class EvaluationFiles:
         self._has_failed = False
 
     async def write(self, name: str, played: Sequence[Played]) -> None:
-        """Write the lines, and remove the oldest files."""
+        """Write the lines to a file, and remove the oldest files."""
         try:
             await asyncio.to_thread(self._write, name, played)
         except (OSError, RayError) as error:
@@ -140,9 +144,10 @@ class EvaluationFiles:
 
 
 def write_lines(path: Path, played: Sequence[Played]) -> int:
-    """Write the lines to a temporary file and rename it. Returns: their number.
+    """Write the lines to a temporary file and rename it. Returns: the number of lines.
 
-    Raises: OSError; RayError if a line's actor has died; then no file is left.
+    Raises: OSError; RayError if the actor that owns a line has died. After an error no file is
+    left.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     lines = [each.line for each in played if each.line is not None]

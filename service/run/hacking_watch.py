@@ -1,8 +1,8 @@
-"""A thread that checks each stored step's journal for patterns of reward hacking.
+"""Check each stored step's journal for patterns of reward hacking, in a thread.
 
-Nothing waits for it, and its failures end no run: each kind causes one notice. A shadow verifier is
-the user's code: it runs in a separate process with the lowest priority, and if it is slower than
-the run, it skips steps. Owned by the recorder.
+Nothing waits for this thread, and its failures do not end the run: each kind of failure causes one
+notice. A shadow verifier is the user's code: it runs in a separate process with the lowest
+priority, and skips steps if it is slower than the run. The recorder owns the thread.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ SHADOW_START_S = 120.0
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
-"""Return the verdicts on a journal file, by its path. Raises: RayError; ConfigError."""
+"""Returns the verdicts on the journal file with the given path. Raises: RayError, ConfigError."""
 
 
 class HackingWatch:
     """The audit for reward hacking; only `close` blocks.
 
-    Call `begin_term` first, `stored` after each step, `close` last.
+    Call `begin_term` first, `stored` after each step, and `close` last.
     """
 
     def __init__(self, run_dir: RunDir, *, ask: Ask | None = None) -> None:
-        """Prepare the thread. ask: the shadow verifier; None: there is none."""
+        """Prepare the thread. ask: calls the shadow verifier; None if there is none."""
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """A term and a step of it; without a step the term begins. None: the end."""
+        """Terms with a stored step, or with None when the term begins; None ends the thread."""
         self._notice: Callable[[str], None] = log.warning
         self._detector = Detector()
         self._findings: tuple[Finding, ...] = ()
         self._problems: set[str] = set()
-        """Kinds of failures that caused a notice."""
+        """The kinds of failures for which the user has had a notice."""
         self._thread = threading.Thread(target=self._run, name="hacking", daemon=True)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Findings of the surviving steps, in the order in which they were found."""
+        """The findings in the surviving steps, in the order of their discovery."""
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Begin a term. notice: gives the user a notice; called in the thread."""
+        """Begin a term. notice: shows a notice to the user; the thread calls it."""
         self._notice = notice
         self._todo.put((term, None))
         if self._thread.ident is None:
@@ -78,7 +78,7 @@ class HackingWatch:
         self._todo.put((term, step))
 
     def close(self, *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Check what is stored, and end. Blocks, limit_s at most."""
+        """Check what is stored, then end the thread. Blocks for at most `limit_s` seconds."""
         self._todo.put(None)
         if self._thread.is_alive():
             self._thread.join(limit_s)
@@ -97,7 +97,7 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read the surviving steps of earlier terms again, and their findings."""
+        """Read the surviving steps of earlier terms and their findings again."""
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return
@@ -170,7 +170,7 @@ class _Shadow:
 
 
 def asking_apart(config: Config, *, model: str) -> Ask | None:
-    """Return the run's shadow verifier; its actor starts with the first call; None: it has none."""
+    """Return the run's shadow verifier; None if there is none. The first call starts its actor."""
     name = config.audit.shadow
     if name is None:
         return None

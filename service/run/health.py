@@ -1,8 +1,8 @@
-"""A run's status, whether it can serve, and when it has failed. Pure.
+"""A run's status, its readiness, and the rules by which it has failed. Pure.
 
-Called by the supervisor and its loop. The command line reads a RunStatus twice a second and gives
-it to a display; of lists that only grow (records, evaluations, notices) it has the kept items since
-the caller's cursor.
+Used by the supervisor and its loop. The command line reads a RunStatus twice a second for its
+display. Records, evaluations and notices are lists that only grow: a RunStatus has only the kept
+items that follow the caller's cursor.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Tail(Generic[Item]):
         return self._items[-1] if self._items else None
 
     def since(self, position: int) -> tuple[Item, ...]:
-        """Return the kept items from this position of the list on."""
+        """Return the kept items from this position of the whole list onwards."""
         num_left_out = len(self._items) - (self.length - position)
         return tuple(islice(self._items, max(num_left_out, 0), None))
 
@@ -137,7 +137,7 @@ class RunStatus:
     """A few words, such as "starting 2 engines"."""
 
     records: tuple[StepRecord, ...] = ()
-    """New records, in order; after a recovery the later of two records of one step counts."""
+    """New records, in order; if a recovery repeats a step, its later record counts."""
 
     evaluations: tuple[EvaluationRecord, ...] = ()
     """New evaluations, in order."""
@@ -147,10 +147,10 @@ class RunStatus:
     queue_bytes: int = 0
 
     rollouts_done: int = 0
-    """Trajectories that ended in this process."""
+    """Number of trajectories that ended in this process."""
 
     sampled_tokens: int = 0
-    """Sampled tokens of these trajectories."""
+    """Number of sampled tokens in these trajectories."""
 
     engines_ready: int = 0
 
@@ -158,7 +158,7 @@ class RunStatus:
     """New notices, in order."""
 
     stages: tuple[str, ...] = ()
-    """Newly ended stages of a start, in order, one line each."""
+    """The stages of a start that have ended since the cursor, in order, one line each."""
 
     cursor: Cursor = Cursor()
     """The cursor for the next call."""
@@ -167,17 +167,17 @@ class RunStatus:
     """Step of the newest committed checkpoint."""
 
     metrics_address: str | None = None
-    """A URL; None if nothing listens."""
+    """URL of the metrics; None if no server listens."""
 
     supervisor: str = ""
-    """HOST:PID, as in its lease."""
+    """HOST:PID of the supervisor, as its lease has it."""
 
     run_dir: str = ""
 
     is_done: bool = False
 
     exit_reason: str | None = None
-    """One sentence, only once is_done."""
+    """One sentence; set only if `is_done`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +187,9 @@ class Ending:
     reason: str
     has_report: bool
     was_stopped: bool = False
-    """A stop was requested."""
+    """Whether a stop was requested."""
     peak_memory_bytes: int | None = None
-    """The same number as in the summary."""
+    """Peak memory in bytes; the summary has the same number."""
 
 
 def readiness(
@@ -203,11 +203,12 @@ def readiness(
     publish_limit_s: float,
     store_away_s: float,
 ) -> ReadyAnswer:
-    """Return whether the run can serve, and why not.
+    """Return whether the run is ready to serve, with the reason if it is not.
 
-    behind_s: how long an engine has lacked the current version; a publish may take some time, and
-    this is a reason only while the run trains, since other phases have their own.
-    store_away_s: how long the database has not answered; 0: it answers.
+    behind_s: seconds for which an engine has lacked the current version. A publication may take
+    some time, so this is a reason only after `publish_limit_s` and while the run trains; other
+    phases have their own reasons. store_away_s: seconds since the database last answered; 0 if it
+    answers.
     """
     reasons = []
     if store_away_s:
@@ -234,23 +235,23 @@ def readiness(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChange:
-    """The changes of engines since the last check."""
+    """The changes among the engines since the last check."""
 
     num_lost: int = 0
     """Number of lost engines."""
     text: str = ""
-    """A sentence for the user; empty without a change."""
+    """A sentence for the user; empty if nothing changed."""
 
 
 class EngineWatch:
-    """Counts the engines that were lost or came back, and how long one has been behind.
+    """Counts the engines that were lost or came back, and measures how long one has been behind.
 
-    An engine counts once it first has the current version. An engine that lacks a version that was
-    just published is not lost, nor is one that ended in order because fewer engines were requested.
-    Replicas never return under the name of a dead one.
+    An engine counts from the time at which it first has the current version. It is not lost if it
+    lacks a version that was just published, or if it was stopped because fewer engines were
+    requested. A replica never returns under the name of a dead one.
 
-    num_expected: initially the requested number; it rises if more come, and falls if some end in
-    order.
+    num_expected: initially the requested number of engines; it rises when more engines appear, and
+    falls when engines are stopped on request.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -261,9 +262,9 @@ class EngineWatch:
         self.num_current = 0
 
     def check(self, status: BoardStatus | None, *, now: float) -> EngineChange:
-        """Compare with the last check. status: None while the board does not answer.
+        """Return the changes since the last check.
 
-        now: monotonic, seconds.
+        status: the board's status; None while the board does not answer. now: monotonic seconds.
         """
         current = status.holders if status is not None else frozenset()
         self.num_current = len(current)
@@ -291,7 +292,7 @@ class EngineWatch:
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
 
     def behind_s(self, now: float) -> float:
-        """Return how long an engine has lacked the current version."""
+        """Return the seconds for which an engine has lacked the current version."""
         return 0.0 if self._behind_since is None else now - self._behind_since
 
 
@@ -300,7 +301,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """The new ranks have other bits: publish `version` before any other call of the trainer."""
+    """The new ranks' weights differ: publish `version` before any other call of the trainer."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)
@@ -314,13 +315,13 @@ class WeightsMoved(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot continue; the text says what failed, how often, and the remedy."""
+    """The run cannot continue; the message says what failed, how often, and the remedy."""
 
 
 class FaultCount:
-    """Counts the faults of the last day since the run last made progress.
+    """Counts the faults since the run last made progress, but only those of the last day.
 
-    The limit of a day is for a service without submissions: it makes no progress, and its faults
+    The limit of a day serves a run that waits for submissions: it makes no progress, and its faults
     may be weeks apart.
     """
 
@@ -341,7 +342,7 @@ class FaultCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureLimits:
-    """The parts of the configuration that limit failures."""
+    """The failure limits of the configuration."""
 
     rollouts: RolloutSettings
     algorithm: AlgorithmSettings
@@ -350,23 +351,23 @@ class FailureLimits:
 
 
 class FailureWatch:
-    """Ends a run that makes no progress. One per term; called after each drain and each step.
+    """Ends a run that makes no progress. Each term has one; it is called after each drain and step.
 
-    A service calls it only after each step: untrainable groups of clients are not its failure.
-    A run fails if the last `max_failed_groups` groups in a row could not be trained and this has
-    lasted for `failed_groups_grace_s`, so that a server's short absence does not end it. Failures
-    while no engine is ready do not count: the environment did not cause them. It also fails if no
-    update of `max_skipped_steps` steps in a row was finite, or if the merge actor refused every
-    trajectory of as many steps.
+    A run with submissions calls it only after each step, because untrainable groups of clients are
+    not a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups
+    in a row could not be trained, and this has lasted for `failed_groups_grace_s`, so that a short
+    outage of a server does not end the run; failures while no engine is ready do not count, because
+    the environment did not cause them. Second, no update was finite in `max_skipped_steps` steps in
+    a row. Third, the merge actor refused every trajectory in as many steps.
     """
 
     def __init__(self, limits: FailureLimits) -> None:
         self._limits = limits
         self._streak: int | None = None
-        """`num_usable_before` of the counted failures; None: there are none."""
+        """`num_usable_before` of the counted failures; None if there are none."""
         self._failing_since = 0.0
         self._num_uncounted = 0
-        """Number of these groups that failed while no engine was ready, or before that."""
+        """Number of these groups that failed before or while no engine was ready."""
         self._away_since: float | None = None
         """Time since which no engine has been ready."""
         self._num_skipped = 0
@@ -378,9 +379,9 @@ class FailureWatch:
         self._is_share_low = False
 
     def untrained_tokens(self, step: int, report: StepReport) -> str | None:
-        """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained.
+        """Return a notice if less than LOW_SHARE of the last steps' sampled tokens was trained on.
 
-        Returned once for each stretch of SHARE_STEPS steps and more.
+        The notice is returned at most once in SHARE_STEPS steps.
         """
         self._tokens.append(report.tokens)
         if len(self._tokens) < SHARE_STEPS:
@@ -399,9 +400,9 @@ class FailureWatch:
         )
 
     def constant_reward(self, step: int, report: StepReport) -> str | None:
-        """Return a notice if no group of the last CONSTANT_STEPS steps had returns that differ.
+        """Return a notice if all groups of the last CONSTANT_STEPS steps had equal returns.
 
-        Returned once for each such stretch: with equal returns all advantages are 0.
+        With equal returns all advantages are 0. The notice is returned once for each such stretch.
         """
         is_constant = 0 < report.num_groups <= report.num_zero_variance_groups
         self._num_constant = self._num_constant + 1 if is_constant else 0
@@ -416,9 +417,9 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Count a check that is beyond its bound. Returns: a notice; empty if all agree.
+        """Count a check that is beyond its bound. Returns: a notice; empty if all scores agree.
 
-        check: the one after the step's publication; None: no engine has answered.
+        check: the check after the step's publication; None if no engine answered.
         """
         if check is None:
             return ""
@@ -427,7 +428,7 @@ class FailureWatch:
         return self._last_unequal
 
     def check_logprobs(self) -> None:
-        """Raise RunFailed after too many checks beyond the bound; called between two steps."""
+        """Raise RunFailed after too many checks beyond the bound. Called between two steps."""
         limit = self._limits.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(
@@ -437,7 +438,7 @@ class FailureWatch:
             )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
-        """Raise RunFailed if too many steps were refused. notices: of the merge actor."""
+        """Raise RunFailed if too many steps were refused. notices: those of the merge actor."""
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0
@@ -450,7 +451,7 @@ class FailureWatch:
             )
 
     def check_step(self, step: int, *, was_trained: bool) -> None:
-        """Raise RunFailed if too many steps were skipped. was_trained: an update was finite."""
+        """Raise RunFailed after too many skipped steps. was_trained: an update was finite."""
         self._num_skipped = 0 if was_trained else self._num_skipped + 1
         if self._num_skipped >= self._limits.trainer.max_skipped_steps:
             raise RunFailed(
@@ -464,9 +465,9 @@ class FailureWatch:
     def check_groups(
         self, failed: FailedGroups | None, *, num_engines_ready: int, now: float
     ) -> None:
-        """Raise RunFailed if too many groups have failed. now: monotonic, seconds.
+        """Raise RunFailed if too many groups have failed. now: monotonic seconds.
 
-        Raises: ActorLost if no engine is ready for too long.
+        Raises: ActorLost if no engine has been ready for too long.
         """
         if failed is None:
             self._streak = self._away_since = None
@@ -497,7 +498,7 @@ class FailureWatch:
 
 
 def _percent(share: float | None) -> str:
-    """Format a share for a notice; displays would escape a space that does not break."""
+    """Format a share with an ordinary space, because displays escape a non-breaking one."""
     return units.percent(share).replace("\u00a0", " ")
 
 

@@ -1,15 +1,16 @@
-"""The training loop: admit groups, collect a step, merge, train, publish, and again.
+"""The training loop: admit groups, collect a step, merge, train, publish, and repeat.
 
 Synchronous and asynchronous training use the same code: only the queue's admission window decides
-how far rollouts run ahead. Two loops run concurrently: `_admit` gives open group numbers their
-tasks; `_train` takes closed groups through the merge actor and the trainer, and publishes the
-weights. With a lag, the engines load a version while the next step is collected and trained; a
-checkpoint is always written meanwhile. Invariants: a version is published only when the engines
-have the one before it; a checkpoint is committed with the queue's state of its own step, and, while
-a service waits for a step, again with a later state, which makes evictions durable. Version = step,
-except for versions that a restarted trainer published again (`RestartableTrainer`). One per term.
-An operator's pauses (`service.run.pauses`) hold the two loops at their gates: between two
-admissions, and between two steps. Every call of a handle may raise `ActorLost`.
+how far rollouts run ahead. Two loops run concurrently: `_admit` assigns tasks to open group
+numbers; `_train` passes closed groups through the merge actor and the trainer, and publishes the
+weights. If rollouts may lag, the engines load a version while the next step is collected and
+trained; a checkpoint is always written during the next step. Invariants: a version is published
+only after the engines have loaded the version before it; a checkpoint is committed with the
+queue's state after the same step. While a service waits for a step, it commits the checkpoint
+again with the queue's newer state, so that evictions become durable. A version has the number of
+its step, except for versions that a restarted trainer published again (`RestartableTrainer`). Each
+term has one loop. If an operator pauses a part (`service.run.pauses`), the two loops wait at their
+gates: between two admissions, and between two steps. Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -69,27 +70,30 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """The loop's parts of the configuration, and the point from which this term continues."""
+    """The loop's settings, and the point from which this term continues."""
 
     term: int
 
     run: RunSettings
     algorithm: AlgorithmSettings
     first_step: int
-    """The checkpoint's step + 1, or 1."""
+    """First step of this term: the checkpoint's step + 1, or 1."""
     failures: FailureLimits
     has_clients: bool = False
-    """Clients bring the tasks: groups that cannot be trained do not end the run."""
+    """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
     checkpoint: str = ""
-    """The name of the checkpoint that this term continues from; empty for a fresh start."""
+    """Name of the checkpoint from which this term continues; empty for a fresh start."""
     max_uncommitted: int = 1000
-    """While a service waits for a step, evictions are committed after this number of rollouts, or
-    after `commit_after_s`; after FILES_FACTOR times either if files must be written."""
+    """Number of evicted rollouts after which a waiting service commits the evictions.
+
+    It also commits them after `commit_after_s`. If files must be written, both limits are
+    multiplied by FILES_FACTOR.
+    """
     commit_after_s: float = 60.0
 
 
 class Merge(Protocol):
-    """The merge actor's calls. Raises: PayloadsLost; ScoresLost (`build`)."""
+    """The merge actor's calls. They raise PayloadsLost; `build` also raises ScoresLost."""
 
     async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]: ...
     async def build(
@@ -116,24 +120,24 @@ class Handles:
     pauses: Pauses
 
     prune_checkpoints: Callable[[], Awaitable[None]]
-    """Removes the oldest checkpoints; called when a newer one is committed."""
+    """Removes the oldest checkpoints; called after a newer one is committed."""
 
     curriculum: Curriculum | None = None
-    """That of `tasks`; it gets each step's groups, and is stored with each checkpoint."""
+    """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A step whose weights are published, but perhaps not yet loaded by the engines."""
+    """A step whose weights are published, but which the engines may not have loaded yet."""
 
     step: int
     version: int
-    """The version as which its weights were published."""
+    """The version under which its weights were published."""
     report: StepReport
     stats: StepStats
 
     stages: StageSeconds
-    """How long the loop waited at each stage, without what overlaps the next step."""
+    """Seconds that the loop waited at each stage, without work that overlaps the next step."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,7 +145,7 @@ class _AskedSave:
     """A requested checkpoint that a caller waits for."""
 
     step: int
-    """The last finished step when it was requested; a checkpoint of a later step serves too."""
+    """The last finished step when it was requested; a later step's checkpoint is accepted too."""
     answer: asyncio.Future[Commit]
 
 
@@ -168,7 +172,7 @@ class Stopwatch:
 
 
 class Loop:
-    """One term of a run. The engines hold version `first_step - 1` when it starts."""
+    """The loop of one term. When it starts, the engines have version `first_step - 1`."""
 
     def __init__(self, handles: Handles, settings: LoopSettings) -> None:
         self._handles = handles
@@ -181,25 +185,25 @@ class Loop:
         )
         self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
-        """Waits until the engines have the last version, then records its step; None: done."""
+        """Waits until the engines have the last version, then records its step; None if done."""
         self._committed_at = time.monotonic()
         self._saving: asyncio.Task[None] | None = None
-        """Waits until the last checkpoint is written, then commits it; None: done."""
+        """Waits until the last checkpoint is written, then commits it; None if done."""
         self._save_watch = Stopwatch()
-        """Started with the last checkpoint."""
+        """Started when the last checkpoint was begun."""
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self._evaluated_step: int | None = None
         self._step_in_hand: int | None = None
         self._paused_s = 0.0
-        """Seconds that training was paused while waiting for this step."""
+        """Seconds for which training was paused while the loop waited for this step."""
         self._asked_saves: list[_AskedSave] = []
         self._is_over = False
 
     @property
     def step_in_hand(self) -> int | None:
-        """The step that is being trained; None while one is collected."""
+        """The step that is being trained; None while a step is collected."""
         return self._step_in_hand
 
     @property
@@ -215,20 +219,21 @@ class Loop:
         return self._step <= self._settings.run.steps and not self.is_solved
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Finish the current step, leave a checkpoint, and return from `run`.
+        """Finish the current step, write a checkpoint, and return from `run`.
 
-        grace_s: a step that is not trained by then is abandoned, and its rollouts stay in the queue
-        for the resume; None: no limit.
+        grace_s: seconds after which an untrained step is abandoned; its rollouts stay in the queue
+        and are used after a resume. None sets no limit.
         """
         self._is_stopping.set()
         if grace_s is not None:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Commit:
-        """Have the last finished step committed, after the current step, and wait for it.
+        """Commit the last finished step after the current step, and wait for the commit.
 
-        If its checkpoint exists, return at once. A checkpoint that is being written is finished
-        first; one that fails with a rank is begun again. Raises: ActorLost if the term ends first.
+        If its checkpoint exists, return at once. If a checkpoint is being written, finish it first;
+        if it fails because a rank is lost, begin it again. Raises: ActorLost if the term ends
+        first.
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
@@ -237,7 +242,7 @@ class Loop:
         return await asked.answer
 
     async def run(self) -> None:
-        """Train until the last step or `stop`; end with nothing in flight and a checkpoint.
+        """Train until the last step or `stop`; leave a checkpoint and no unfinished work.
 
         Raises: RunFailed, after leaving a checkpoint as a stop does; ActorLost.
         """
@@ -312,7 +317,7 @@ class Loop:
         self._failures.check_logprobs()
 
     async def _collect(self) -> StepInput | None:
-        """Wait for a step's closed groups; None if stopped, or solved, meanwhile."""
+        """Wait for a step's closed groups; None if the run is stopped or solved meanwhile."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
             await self._save_as_asked()
@@ -329,7 +334,7 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait a moment for a step's closed groups or, if training is paused, for its resume."""
+        """Wait a moment for a step's closed groups; if training is paused, wait for its resume."""
         gate = self._handles.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
             if is_open:
@@ -342,7 +347,7 @@ class Loop:
         return None
 
     async def _save_as_asked(self) -> None:
-        """Begin a requested checkpoint, unless one is being written."""
+        """Begin a requested checkpoint, unless a checkpoint is being written."""
         if not self._asked_saves or (self._saving is not None and not self._saving.done()):
             return
         await self._join_loading()
@@ -355,7 +360,7 @@ class Loop:
             await self._commit_when_written(done)
 
     def _answer_asked(self) -> None:
-        """Answer the requests for checkpoints that the newest one serves."""
+        """Answer the checkpoint requests that the newest checkpoint satisfies."""
         served = [each for each in self._asked_saves if each.step <= self._committed.step]
         self._asked_saves = [each for each in self._asked_saves if each not in served]
         for asked in served:
@@ -363,10 +368,10 @@ class Loop:
                 asked.answer.set_result(self._committed)
 
     def _is_commit_due(self, begun_at: float) -> bool:
-        """Whether enough was evicted, or for long enough, while a service waits for a step.
+        """Return whether a waiting service must commit its evictions, by their number or the time.
 
-        Clients may submit what is evicted without a limit; other runs end with their failures.
-        begun_at: when the waiting began.
+        Clients may submit any number of rollouts that are evicted; in other runs the failure limits
+        end the run. begun_at: time at which the loop began to wait.
         """
         # The last step's record is stored before its checkpoint.
         is_busy = self._loading is not None or self._saving is not None
@@ -396,7 +401,10 @@ class Loop:
         return self._committed.step == step and bool(self._committed.directory)
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Build a step. Returns: it, and the trainer's seconds of scoring. Raises: PayloadsLost."""
+        """Build a step. Returns: the step, and the seconds of the trainer's scoring.
+
+        Raises: PayloadsLost.
+        """
         merge, trainer = self._handles.merge, self._handles.trainer
         if not self._settings.algorithm.scores_first:
             return await merge.build(step_input, trainer.version, (), trainer.republished), 0.0
@@ -460,7 +468,10 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await a call that may be dropped when half done. Raises: StepAbandoned."""
+        """Await a call that may be cancelled before it is finished.
+
+        Raises: StepAbandoned if the grace of a stop ends first.
+        """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
                 # The ranks may be busy with it, but are needed for a checkpoint.
@@ -470,14 +481,14 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """After the grace, have the ranks abandon their step, if no update of it is done."""
+        """After the grace, make the ranks abandon their step if no update of it is done."""
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Call the trainer; if it was replaced with other bits, give them to the engines first."""
+        """Call the trainer; if its replacement has different weights, publish these first."""
         while True:
             try:
                 return await call()
@@ -487,7 +498,7 @@ class Loop:
                 await self._handles.publisher.wait_until_loaded(await self._publish())
 
     async def _publish(self) -> int:
-        """Publish the trainer's weights. Returns: their version."""
+        """Publish the trainer's weights. Returns: the version under which they were published."""
         while True:
             version = self._handles.trainer.version
             with suppress(WeightsMoved):
@@ -495,14 +506,14 @@ class Loop:
                 return version
 
     def _is_any_due(self, step: int) -> bool:
-        """Whether an evaluation or a checkpoint must see exactly this step's version."""
+        """Return whether an evaluation or a checkpoint needs exactly this step's version."""
         return self._is_evaluation_due(step) or step % self._settings.run.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
         return step % self._settings.run.evaluate_every == 0 or step == self._settings.run.steps
 
     async def _join_loading(self) -> None:
-        """Wait until the engines have the version published last, and its step is recorded."""
+        """Wait until the engines have the version published last and its step is recorded."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading
@@ -530,7 +541,7 @@ class Loop:
     async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
         """Wait until every engine has a step's version, then let the queue admit groups by it.
 
-        Returns: as Publisher.wait_until_loaded.
+        Returns: the result of `Publisher.wait_until_loaded`.
         """
         check = await self._handles.publisher.wait_until_loaded(trained.version)
         # The window counts steps: a version that was published again does not move it.
@@ -592,16 +603,16 @@ class Loop:
         return summaries
 
     async def _begin_save(self, step: int) -> None:
-        """Have the ranks copy their state, when the checkpoint before is committed."""
+        """Have the ranks copy their state, after the previous checkpoint is committed."""
         await self._join_saving()
         self._save_watch = Stopwatch()
         save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
         await self._with_published(save)
 
     async def _commit_when_written(self, step: int) -> None:
-        """Take the queue's state of the step now; commit both while the next step is trained.
+        """Take the queue's state after the step; commit it with the checkpoint in the next step.
 
-        Later events have higher numbers than this state has, and may be stored before it.
+        Later events have higher numbers than this state, and may be stored before it.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._saving = asyncio.create_task(
@@ -641,14 +652,16 @@ class Loop:
         self._answer_asked()
 
     async def _join_saving(self) -> None:
-        """Wait until the checkpoint that was begun last is committed, or lost."""
+        """Wait until the checkpoint that was begun last is committed or lost."""
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
 
     async def _finish(self) -> None:
-        """Commit the last finished step. At the run's end cancel what is in flight; after a stop
-        leave it for the resume."""
+        """Commit the last finished step.
+
+        At the run's end, cancel the work in flight; after a stop, leave it for the resume.
+        """
         done = self._step - 1
         is_complete = not self._has_more
         if is_complete:

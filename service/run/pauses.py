@@ -1,8 +1,8 @@
 """The parts of a run that an operator has paused, and the gates at which the loop waits for them.
 
-A pause belongs to the run: it is stored, and holds in every later term, also of a later supervisor,
-until it is resumed. The supervisor has the `Pauses`; the loop checks the gates of admission and
-training, and the term applies a pause of generation to the queue and the weight board.
+A pause belongs to the run: it is stored, and holds in every later term until it is resumed, even
+with another supervisor. The supervisor owns the `Pauses`; the loop waits at the gates of admission
+and training, and the term applies a pause of generation to the queue and the weight board.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from service.store.tables import Pausable
 
 
 class Gate:
-    """A gate, open or closed. Closing it stops no one who has passed, but can wait for them."""
+    """A gate, open or closed. Closing it does not interrupt blocks that have already passed it."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
@@ -34,7 +34,7 @@ class Gate:
 
     @contextmanager
     def passing(self) -> Iterator[bool]:
-        """Yield whether the gate is open; if so, `until_passed` waits for the end of this block."""
+        """Yield whether the gate is open; if it is, `until_passed` waits until this block ends."""
         if not self.is_open:
             yield False
             return
@@ -55,7 +55,7 @@ class Gate:
         self._opened.clear()
 
     async def until_passed(self) -> None:
-        """Wait for the end of all blocks that have passed."""
+        """Wait until all blocks that have passed the gate end."""
         await self._passed.wait()
 
 

@@ -1,4 +1,4 @@
-"""Record what the loop does: durable rows, metrics, log lines, and the content of the display."""
+"""Record the loop's events: durable rows, metrics, log lines, and the state of the display."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RunRecorder:
     """The recorder for all terms of a process; call `begin_term` first.
 
     The asynchronous calls use the store in its thread, and complete even if the caller is
-    cancelled. A write of a term that a newer one has fenced off raises LeaseLost.
+    cancelled. If a newer term has fenced off the recorder's term, a write raises LeaseLost.
     """
 
     def __init__(
@@ -93,8 +93,9 @@ class RunRecorder:
     ) -> None:
         """Start with the stored totals.
 
-        Args: submissions: gets the results of rollouts, if clients submit them. traces: None: no
-        rollout is traced. trackers: None: no experiment tracker. hacking: None: no audit.
+        Args: submissions: receives the results of rollouts that clients submitted. traces: traces
+        the rollouts; None disables tracing. trackers: the experiment trackers; None if there are
+        none. hacking: the audit for reward hacking; None disables it.
         """
         self._store = store
         self._thread = thread
@@ -111,14 +112,14 @@ class RunRecorder:
         self._pending_results: list[RolloutResult] = []
         self.last_step = 0
         self.policy_version = 0
-        """Version of the weights after `last_step`."""
+        """Policy version after `last_step`."""
         self.checkpoint_step = 0
         """Step of the newest committed checkpoint."""
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
         self.stages = Tail[str](limit=KEPT_NOTICES)
-        """The stages of starts that have ended, one line each."""
+        """The ended stages of starts, one line each."""
         self._started_engines: set[str] = set()
         self.current_phase, self.phase_detail = Phase.STARTING, ""
         metrics.run.phase_time.set(time.time())
@@ -129,10 +130,10 @@ class RunRecorder:
         self._faults_noticed: set[Outcome] = set()
         self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
-        """Seconds that each side of the term's queue was blocked, counted so far."""
+        """Seconds for which each side of the term's queue was blocked, as far as counted."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin to write under `lease`; drop what an older term had not stored yet."""
+        """Begin to write under `lease`; drop everything that an older term has not stored yet."""
         self.term = lease.term
         self._pending, self._pending_results = [], []
         self._blocked_s = {}
@@ -167,22 +168,22 @@ class RunRecorder:
         self.current_phase, self.phase_detail = phase, detail
 
     def training(self, paused: str) -> None:
-        """Set the phase of training. paused: the parts that an operator has paused; empty: none."""
+        """Set the phase of training. paused: the parts that are paused; empty if none is."""
         self.phase(Phase.PAUSED if paused else Phase.TRAINING, paused)
 
     def paused(self, pauses: Sequence[Pause]) -> None:
-        """Record the pauses of the operator."""
+        """Record the operator's pauses."""
         paused = {pause.part for pause in pauses}
         self._metrics.run.paused.show({part.value: float(part in paused) for part in Pausable})
 
     def starting(self, detail: str) -> None:
-        """Set the phase in which parts are started; after a fault it belongs to the recovery."""
+        """Set the phase of a start; if it follows a fault, set the phase of a recovery."""
         is_recovery = self.current_phase is Phase.RECOVERING
         self.phase(Phase.RECOVERING if is_recovery else Phase.STARTING, detail)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the stage of a start that ends with the block, unless it fails."""
+        """Record the block as a stage of a start, unless it fails."""
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)
@@ -200,7 +201,7 @@ class RunRecorder:
                 self.stage_ended(name, seconds)
 
     def notice(self, text: str) -> None:
-        """Add a notice for the user: a fault, a recovery, a warning."""
+        """Add a notice for the user, such as a fault, a recovery or a warning."""
         log.warning("%s", text)
         self.notices.append(text)
 
@@ -212,7 +213,7 @@ class RunRecorder:
             log.warning("%s", text)
 
     def replaced(self, part: Part, text: str, *, count: int = 1) -> None:
-        """Record that a part died or froze and has a successor, and whether memory is short."""
+        """Record that a part died or froze and was replaced, and whether memory is short."""
         self._metrics.parts.replacements.labels(part=part.value).inc(count)
         self.notice("; ".join(filter(None, (text, memory_shortage()))))
 
@@ -294,7 +295,10 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def close_trackers(self, *, is_taken_over: bool) -> None:
-        """Have them write what is stored, for a while; if taken over, another process does."""
+        """Have the trackers write the stored records within a time limit.
+
+        is_taken_over: another process has the run and writes them instead.
+        """
         if self._trackers is not None:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
 
@@ -304,7 +308,7 @@ class RunRecorder:
         return () if self._hacking is None else self._hacking.findings
 
     async def close_audit(self) -> None:
-        """Have the audit check what is stored, for a while."""
+        """Have the audit check the stored steps within a time limit."""
         if self._hacking is not None:
             await asyncio.to_thread(self._hacking.close)
 
@@ -352,7 +356,7 @@ class RunRecorder:
         await self._thread.finish(write())
 
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
-        """Record that all ranks have written their files. seconds: duration."""
+        """Record that all ranks have written their files. seconds: the duration of the write."""
         num_bytes = await asyncio.to_thread(_size_of, path)
         self._metrics.run.checkpoint_bytes.set(num_bytes)
         self._metrics.run.checkpoint_seconds.set(seconds)
@@ -362,7 +366,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Count the seconds, or the failure, of a phase of a publish: the block."""
+        """Count the seconds of the block, which is a phase of a publication, or its failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -372,7 +376,7 @@ class RunRecorder:
         parts.publish_seconds.labels(phase=phase.value).observe(time.monotonic() - started)
 
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
-        """Remove the rows that nothing needs. kept: as in `retention.forget`."""
+        """Remove the rows that nothing needs any more. kept: see `retention.forget`."""
         if self._submissions is not None:
             # Before the events are removed that say how their rollouts left.
             await self._submissions.archive(
@@ -383,7 +387,10 @@ class RunRecorder:
     def engines(
         self, num_ready: int | None, *, num_expected: int, versions: Mapping[str, int]
     ) -> None:
-        """Set the gauges of engines. num_ready: None: unknown. versions: by replica."""
+        """Set the gauges of engines.
+
+        num_ready: None if unknown. versions: policy versions by replica.
+        """
         parts = self._metrics.parts
         with self._metrics.together():
             parts.engines_ready.set(num_ready)
@@ -394,7 +401,10 @@ class RunRecorder:
         self._metrics.parts.environment_actors.set(num_alive)
 
     def ranks(self, peak_bytes: Sequence[int]) -> None:
-        """Set the gauges of ranks. peak_bytes: by rank; empty: the group is lost or not started."""
+        """Set the gauges of ranks.
+
+        peak_bytes: peak memory by rank; empty if the group is lost or not started.
+        """
         with self._metrics.together():
             self._metrics.parts.ranks.set(len(peak_bytes))
             by_rank = {str(rank): float(value) for rank, value in enumerate(peak_bytes)}
@@ -424,7 +434,7 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
-        """Count blocked seconds. blocked_s: totals of a queue; the successor of one begins at 0."""
+        """Count blocked seconds. blocked_s: totals of the queue; a restarted queue begins at 0."""
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
             gained_s = seconds - counted_s if seconds >= counted_s else seconds
@@ -438,12 +448,12 @@ class RunRecorder:
 
 
 class StoredMetrics:
-    """The metrics of stored rows: counters and sums equal what was ever stored, in every term.
+    """The metrics of stored rows; counters and sums include every row that was ever stored.
 
-    Counters and histograms never go down: they count every row that the run ever stored, also those
-    that it later undid or removed, and a resumed run continues from the stored totals. The gauges
-    show the newest surviving step and evaluation. The metrics of a row change together after it is
-    stored, between two scrapes.
+    Counters and histograms never decrease: they also count rows that the run later undid or
+    removed, and a resumed run continues from the stored totals. The gauges show the newest
+    surviving step and evaluation. All metrics of a row change together, between two scrapes, after
+    the row is stored.
     """
 
     def __init__(self, metrics: Metrics, store: RunStore) -> None:
@@ -461,13 +471,13 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and evaluation of the checkpoint that the run continues from, if any."""
+        """Show the checkpoint's step and evaluation, from which the run continues, if any."""
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)
 
     def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
-        """Count and show a step. totals: of every step that was ever stored, including this one."""
+        """Count and show a step. totals: totals of all steps ever stored, including this step."""
         steps = self._metrics.steps
         with self._metrics.together():
             self.events(events)
@@ -538,10 +548,10 @@ def _size_of(directory: Path) -> int:
 
 
 def configure_logging(path: str) -> None:
-    """Send Rayloom's log to a file and to stdout, one line an event with its time.
+    """Write Rayloom's log to a file and to stdout, with one timestamped line for each event.
 
-    A full file is renamed to run.log.1 and so on; the oldest is removed. The supervisor's stdout is
-    among Ray's logs of its node, where a cluster's log collectors find it.
+    A full file is renamed to run.log.1, older ones to run.log.2 and so on; the oldest is removed.
+    Ray keeps the supervisor's stdout among the logs of its node, from which log collectors read it.
     """
     lines = logging.Formatter(
         "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"

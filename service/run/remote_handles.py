@@ -1,6 +1,6 @@
 """Handles of the run's actors: each call has a deadline, and Ray's errors are translated.
 
-A handle has its actor's methods, so that their signatures are stated once, at the actor. Every call
+A handle has the methods of its actor, so that only the actor declares their signatures. Every call
 may raise `ActorLost`; the supervisor then starts a new term from the newest checkpoint.
 """
 
@@ -47,9 +47,10 @@ Actor = TypeVar("Actor")
 async def in_another_process(
     function: Callable[..., Answer], *arguments: Any, name: str, deadline_s: float
 ) -> Answer:
-    """Run a function in another process on this node; its own errors are raised unchanged.
+    """Run a function in another process on this node; raise its own errors unchanged.
 
-    name: for an error's text. Raises: ActorLost if the process dies or takes too long.
+    name: name of the function in errors. Raises: ActorLost if the process dies or exceeds the
+    deadline.
     """
     task = ray.remote(function).options(
         num_cpus=0, max_retries=0, scheduling_strategy=on_this_node()
@@ -58,9 +59,10 @@ async def in_another_process(
 
 
 def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_s: float) -> Actor:
-    """Return an object with the actor's methods; each call is awaited, with a deadline.
+    """Return an object with the actor's methods; each call is awaited with a deadline.
 
-    kind: its class, or a Protocol. name: for an error's text. deadline_s: of each call.
+    kind: the actor's class or a Protocol. name: name of the actor in errors. deadline_s: limit for
+    each call.
     """
 
     async def ask(method: str, *arguments: Any, **named: Any) -> Any:
@@ -71,7 +73,7 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
 
 class _Calls:
-    """An object whose methods call `ask` with the method's name."""
+    """An object that turns each method call into `ask` with the method's name."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
         self._ask = ask
@@ -84,7 +86,7 @@ class _Calls:
 
 @contextmanager
 def _as_unavailable() -> Iterator[None]:
-    """Raise the errors of a supervisor that is gone, or cannot write, as RunUnavailable."""
+    """Raise RunUnavailable if the supervisor is gone or cannot write."""
     try:
         yield
     except (LeaseLost, StoreError) as error:
@@ -94,17 +96,17 @@ def _as_unavailable() -> Iterator[None]:
 
 
 def run_client(run_id: str, *, host: Any = None) -> RunPort:
-    """Return the run in any process: its supervisor, found by the run's id.
+    """Return a client of the run for any process; it finds the supervisor by the run's id.
 
-    host: a handle of `service.serve.serve_host.RunHost`, if there is one.
+    host: handle of the run's `service.serve.serve_host.RunHost`, if there is one.
     """
     return cast(RunPort, _SupervisorClient(run_id, host=host))
 
 
 class _SupervisorClient(_Calls):
-    """The supervisor's methods, by their names, and those defined here.
+    """The supervisor's methods by their names, and the methods defined here.
 
-    Submissions that arrive during a call with submissions go with the next call, in order.
+    Submissions that arrive during a call with submissions are sent with the next call, in order.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -134,7 +136,7 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send the waiting offers, in one call after the other."""
+        """Send the waiting offers, one call after another."""
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
@@ -189,7 +191,7 @@ class _SupervisorClient(_Calls):
                 raise
 
     async def _find(self) -> Any:
-        """Return the supervisor, once it has answered. Raises: RunUnavailable if it is starting."""
+        """Return the supervisor after it has answered. Raises: RunUnavailable if it is starting."""
         if self._actor is not None:
             return self._actor
         try:
@@ -206,7 +208,7 @@ class _SupervisorClient(_Calls):
         return actor
 
     async def _why_down(self) -> str:
-        """Return why the run is down, as its host says; empty if unknown."""
+        """Return the host's reason why the run is down; empty if unknown."""
         if self._host is None:
             return ""
         try:

@@ -1,8 +1,9 @@
-"""The merge actor, replaced in place: if it dies during a call, a new one gets the call again.
+"""The merge actor, replaced in place: if it dies during a call, a new actor repeats the call.
 
-Plans and batches are functions of their arguments, so no state is carried over. Invariant: the
-result of a call outlives the actor that made it. Ray frees what a dead process owned, so this
-process puts the shards into the object store again, as its own. Used by the loop; one per term.
+Plans and batches depend only on their arguments, so that no state must be transferred. Invariant:
+the result of a call outlives the actor that made it. Ray frees the objects that a dead process
+owned, so this process puts the shards into the object store again as their owner. Used by the
+loop; each term has one.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """`loop.Merge` over one actor after another. Raises: ActorLost after MAX_ATTEMPTS."""
+    """Implements `loop.Merge` with replaceable actors. Raises: ActorLost after MAX_ATTEMPTS."""
 
     def __init__(
         self, start_actor: Callable[[], ActorHandle], *, on_restart: Callable[[str], None]
     ) -> None:
-        """Start the actor. on_restart: called with a sentence for each replaced actor."""
+        """Start the actor. on_restart: called with a sentence each time an actor is replaced."""
         self._start_actor = start_actor
         self._on_restart = on_restart
         self._actor = start_actor()

@@ -1,12 +1,12 @@
 """The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
 
-Ray starts the queue's process again under the same handles; this handle opens it from the newest
-cut that it has processed, and repeats the calls that were lost. Invariants: cuts are processed one
-after the other, each with its events and summaries, which go to the recorder; a call returns only
-when its own cut has been processed. So the recorder and the next queue agree about everything that
-the loop knows; rollouts that ended after that cut, or whose trajectories the queue held, are played
-again. The loop's current step stays taken. The tasks in flight are kept here, as they were
-admitted: cuts come without their data.
+Ray restarts the queue's process under the same handles; this class opens the queue from the newest
+cut that it has processed, and repeats the lost calls. Invariants: cuts are processed in order, and
+their events and summaries are passed to the recorder; a call returns only after its own cut is
+processed. The recorder and the next queue therefore agree about everything that the loop knows.
+Rollouts that ended after that cut, or whose trajectories were in the queue, are played again. The
+step that the loop has taken stays taken. This class keeps the tasks in flight as they were
+admitted, because cuts do not contain their data.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class RestartableQueue:
     ) -> None:
         """Start the queue's process.
 
-        Args: snapshot: the state that the term continues from; None: empty. recorder: gets events
-        and summaries. strategy: Ray's scheduling strategy for the queue.
+        Args: snapshot: the state from which the term continues; None starts with an empty queue.
+        recorder: receives events and summaries. strategy: Ray's scheduling strategy for the queue.
         """
         self.actor: ActorHandle = start_queue(settings, strategy=strategy)
         self.failed_groups: FailedGroups | None = None
-        """The groups that failed since the last usable one, at the newest cut."""
+        """The groups that failed since the last usable group, as of the newest cut."""
         self._recorder = recorder
         self._snapshot = snapshot
         groups = snapshot.groups if snapshot else ()
         self._tasks: dict[int, Task] = {group.number: group.task for group in groups}
-        """Tasks of the snapshot's groups, by group number."""
+        """Tasks of the snapshot's groups by group number."""
         self._is_held = False
         self._cuts = CutsInOrder(self._keep)
         self._reopening = asyncio.Lock()
@@ -81,7 +81,7 @@ class RestartableQueue:
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """Call the actor's method, like the next ones, and process its cut here."""
+        """Call the actor's method of this name and process the cut, as the next methods do."""
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
 
@@ -111,14 +111,14 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Process everything until now. Returns: the queue's state, with the tasks."""
+        """Process everything up to now. Returns: the queue's state with the tasks."""
         await self._change("cut")
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue has a snapshot"
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Hand out nothing, or resume; a queue that is opened again begins in this state."""
+        """Hold the queue, which then hands out nothing, or resume it; a restart keeps this."""
         self._is_held = is_held
         await self._ask("hold", is_held)
 
@@ -141,10 +141,10 @@ class RestartableQueue:
     async def _change(
         self, method: str, *arguments: Any, admitted: Sequence[GroupRequest] = ()
     ) -> Any:
-        """Make a call that returns a cut, or a value with one, and process the cut.
+        """Make a call that returns a cut, or a value and a cut, and process the cut.
 
-        This completes even if the caller is cancelled: every later cut waits for this one.
-        admitted: groups that the queue has from this call on.
+        The call completes even if the caller is cancelled, because every later cut waits for this
+        one. admitted: groups that this call adds to the queue.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)
@@ -160,7 +160,7 @@ class RestartableQueue:
                 return value
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Make a call, again for every queue that dies during it."""
+        """Make a call, and repeat it for each new queue if a queue dies during the call."""
         while True:
             opening = self._cuts.opening
             try:
@@ -183,9 +183,9 @@ class RestartableQueue:
         self._recorder.rollouts(cut.drained.summaries)
 
     async def _reopen(self, loss: ActorLost, opening: int) -> None:
-        """Open the queue that Ray starts instead of a dead one, unless another call has.
+        """Open the queue that Ray starts in place of a dead one, unless another call has done so.
 
-        Raises: ActorLost if queues die again and again, or Ray starts no other.
+        Raises: ActorLost if queues die repeatedly, or Ray starts no new queue.
         """
         async with self._reopening:
             if opening != self._cuts.opening:
@@ -228,19 +228,19 @@ class _Arrival:
 
 
 class CutsInOrder:
-    """The cuts of one opening of the queue at a time, in order; belongs to one event loop."""
+    """Keeps the cuts of the current opening of the queue in order; belongs to one event loop."""
 
     def __init__(self, keep: Keep) -> None:
         """Accept the cuts of opening 0.
 
-        keep: called with each cut when all before it were kept, and with the groups that its call
-        admitted.
+        keep: called with each cut after all earlier cuts are kept, and with the groups that its
+        call admitted.
         """
         self._keep = keep
         self._opening = 0
         self._num_kept = 0
         self._waiting: dict[int, _Arrival] = {}
-        """The cuts that wait for an earlier one, by number."""
+        """The cuts that wait for an earlier cut, by number."""
         self._news = asyncio.Condition()
 
     @property
@@ -254,9 +254,9 @@ class CutsInOrder:
         return self._num_kept
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Wait until the cut and all before it are kept.
+        """Wait until the cut and all earlier cuts are kept.
 
-        Returns: False for a cut of a queue that has died, so that the call had no effect.
+        Returns: False if the cut is from a queue that has died, so that its call had no effect.
         """
         arrival = _Arrival(cut=cut, admitted=admitted)
         async with self._news:
@@ -280,6 +280,6 @@ class CutsInOrder:
 
 
 def _read_error(call: asyncio.Task[Any]) -> None:
-    """Read a call's error, which asyncio would log if the caller was cancelled."""
+    """Retrieve a call's error, which asyncio would otherwise log if the caller was cancelled."""
     if not call.cancelled():
         call.exception()

@@ -1,12 +1,12 @@
-"""A trainer that outlives its ranks: `TrainerGroup`'s calls, over one group after another.
+"""A trainer that outlives its ranks: the calls of `TrainerGroup`, made to a replaceable group.
 
-When a rank is lost, a new group loads the newest committed checkpoint and trains the kept shards of
-the steps after it again, in order; then the interrupted call is repeated. Meanwhile the caller
-waits: nothing is published and nothing is played again. Invariants: a step is done when all ranks
-have answered with its statistics and a fingerprint of their state; a version that engines may have
-never changes its bits: if the new ranks' fingerprint differs (CUDA, other threads), the weights
-become the next version, and every call except `publish` raises `WeightsMoved` until they are
-published. Used by the loop; one per term.
+If a rank is lost, a new group loads the newest committed checkpoint and trains again, in order, on
+the kept shards of the later steps; then the interrupted call is repeated. Meanwhile the caller
+waits: nothing is published and no rollout is played again. Invariants: a step is finished when all
+ranks have answered with its statistics and a fingerprint of their state; a version that engines may
+have never changes. If the new ranks' fingerprint differs (CUDA, or another number of threads),
+their weights become the next version, and every call except `publish` raises `WeightsMoved` until
+they are published. Used by the loop; each term has one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class _KeptStep:
 
     step: int
     version: int
-    """The version of the ranks' weights when it was trained."""
+    """The version of the ranks' weights when the step was trained."""
     shards: tuple[Any, ...]
-    """References, in the order of ranks; empty once they are dropped."""
+    """References to the shards in the order of ranks; empty after they are dropped."""
     value_shards: tuple[Any, ...]
     num_bytes: int
 
 
 class RestartableTrainer:
-    """One trainer for a whole term. `start` it, then use it, then `stop` it.
+    """The trainer of a whole term; call `start` first and `stop` last.
 
-    version: of the weights. republished: this term's versions whose step is that of the version
-    before them. shape: of the model; None before the start. is_restarting: a new group is starting.
+    version: version of the weights. republished: versions of this term that belong to the same step
+    as the version before them. shape: shape of the model; None before the start. is_restarting:
+    whether a new group is starting.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class RestartableTrainer:
     ) -> None:
         """Make the first group.
 
-        Args: make_group: makes a group that is not started. parent: the checkpoint to begin with;
-        None: the base model. first_step: the step after it. max_kept_bytes: limit of the shards of
-        steps that no checkpoint has yet; beyond it the oldest are dropped, and a lost rank ends the
-        term. on_restart: called with a sentence for each replaced group. on_look: called at each
-        check of `watch` with the peak memory of each rank, bytes; empty if a rank is lost.
+        Args: make_group: makes a group without starting it. parent: checkpoint to begin with; None
+        begins with the base model. first_step: the step after it. max_kept_bytes: limit for the
+        kept shards of steps after the newest checkpoint; if they exceed it, the oldest are dropped,
+        and a lost rank then ends the term. on_restart: called with a sentence for each replaced
+        group. on_look: called at each check of `watch` with the peak memory of each rank in bytes;
+        empty if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -79,21 +81,21 @@ class RestartableTrainer:
         self._on_restart = on_restart
         self._on_look = on_look
         self._lock = asyncio.Lock()
-        """Held through each call and each restart: a group does one thing at a time."""
+        """Held during each call and each restart, because a group does one thing at a time."""
         self._kept: list[_KeptStep] = []
         self._next_step = first_step
         self._saving: TrainerGroup | None = None
         self._restarts = FaultCount(limit=MAX_RESTARTS)
         self._fingerprint: tuple[int, ...] = ()
         self._logprobs: Float32s | None = None
-        """The result of `check_logprobs` for `version`; None: not called yet."""
+        """The result of `check_logprobs` for `version`; None before the call."""
         self._scored_rows: Sequence[MicroBatch] = ()
-        """The rows that it scored."""
+        """The rows that `check_logprobs` scored."""
         self._is_given_out = False
         """Whether an engine may have `version`."""
         self._must_publish = False
         self._published: tuple[Any, int] | None = None
-        """Board and term of the last publish."""
+        """Board and term of the last publication."""
         self.version = 0
         self.republished: tuple[int, ...] = ()
         self.is_restarting = False
@@ -107,13 +109,19 @@ class RestartableTrainer:
         await self._group.reserve()
 
     async def start(self) -> None:
-        """Start the ranks. Raises: CheckpointError (the parent); TrainerStartFailed; ActorLost."""
+        """Start the ranks.
+
+        Raises: CheckpointError if the parent cannot be loaded; TrainerStartFailed; ActorLost.
+        """
         await self._open_group()
         self.version = self._group.version
         self._fingerprint = await self._group.fingerprint()
 
     async def watch(self) -> None:
-        """Replace the group soon after a rank has died, also between calls. Raises: as `step`."""
+        """Replace the group soon after a rank has died, even between calls.
+
+        Raises: the errors of `step`.
+        """
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             group = self._group
@@ -128,17 +136,18 @@ class RestartableTrainer:
                         await self._restart(loss)
 
     async def score(self, shards: Sequence[Any]) -> tuple[Any, ...]:
-        """Score shards, as `TrainerGroup.score` does. Raises: as `step`."""
+        """Score shards, as `TrainerGroup.score` does. Raises as `step` does."""
         async with self._lock:
             return await self._ask(lambda group: group.score(shards))
 
     async def step(
         self, shards: Sequence[Any], value_shards: Sequence[Any] = (), *, num_bytes: int = 0
     ) -> StepStats:
-        """Train a step, as `TrainerGroup.step` does; keep the shards. num_bytes: of all of them.
+        """Train a step, as `TrainerGroup.step` does; keep the shards.
 
-        Raises: WeightsMoved; ActorLost if no new group starts, or a shard is gone;
-            TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned as the group.
+        num_bytes: total size of the shards.
+        Raises: WeightsMoved; ActorLost if no new group starts or a shard is gone;
+            TrainerStartFailed; ShardRefused, PolicyTooOld and StepAbandoned from the group.
         """
 
         async def train(group: TrainerGroup) -> tuple[StepStats, tuple[int, ...]]:
@@ -163,7 +172,7 @@ class RestartableTrainer:
             return stats
 
     async def abandon(self) -> None:
-        """Have the current call, `score` or `step`, raise StepAbandoned if it still can.
+        """Make the current `score` or `step` raise StepAbandoned if it can still be abandoned.
 
         Do nothing while a new group trains kept steps again.
         """
@@ -173,7 +182,7 @@ class RestartableTrainer:
     async def publish(self, board: Any, term: int, version: int) -> None:
         """Publish the weights, as `TrainerGroup.publish` does.
 
-        Raises: WeightsMoved if the weights are no longer `version`; else as `step`.
+        Raises: WeightsMoved if the weights are no longer `version`; otherwise the errors of `step`.
         """
 
         async def publish(group: TrainerGroup) -> None:
@@ -187,7 +196,7 @@ class RestartableTrainer:
             self._must_publish = False
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Call `TrainerGroup.check_logprobs`, after a publish. Raises: as `step`."""
+        """Call `TrainerGroup.check_logprobs` after a publication. Raises as `step` does."""
 
         async def check(group: TrainerGroup) -> Float32s:
             return await group.check_logprobs(rows)
@@ -198,13 +207,13 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises: as `step`."""
+        """Begin a checkpoint, as `TrainerGroup.begin_save` does. Raises as `step` does."""
         async with self._lock:
             await self._ask(lambda group: group.begin_save(step, term=term))
             self._saving = self._group
 
     async def finish_save(self) -> Path | None:
-        """Wait for the checkpoint that was begun last; None if a rank was lost meanwhile.
+        """Wait for the checkpoint that was begun last; return None if a rank was lost meanwhile.
 
         Raises: CheckpointError.
         """
@@ -215,7 +224,7 @@ class RestartableTrainer:
             return None
 
     async def committed(self, step: int, path: Path) -> None:
-        """Drop the shards up to a committed checkpoint's step; older ones are not needed now."""
+        """Drop the shards of a committed checkpoint's step and of all earlier steps."""
         async with self._lock:
             self._checkpoint = path
             self._kept = [kept for kept in self._kept if kept.step > step]
@@ -229,7 +238,7 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Make a call, with one group after another until one answers."""
+        """Make a call; if a rank is lost, repeat it with the next group."""
         while True:
             if self._must_publish and not is_publish:
                 raise WeightsMoved(self.version)
@@ -241,7 +250,7 @@ class RestartableTrainer:
                 await self._restart(loss)
 
     async def _restart(self, loss: TrainerRankLost) -> None:
-        """Bring a new group to the state of the lost one."""
+        """Start a new group and bring it to the state of the lost one."""
         self.is_restarting = True
         try:
             await self._replace_group(loss)
@@ -294,12 +303,12 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Number the ranks' weights as `version`, which may have been published again."""
+        """Number the ranks' weights as `version`, which may have been published already."""
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; other bits become another version."""
+        """Compare the new ranks with the lost ones; different weights become another version."""
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:

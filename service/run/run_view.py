@@ -1,6 +1,6 @@
-"""What a run shows while it runs: status, page, journal, readiness, metrics, and its report.
+"""Provide a run's status, page, journal, readiness, metrics and report.
 
-There is one per supervisor, for all its terms; it reads them and changes nothing.
+Each supervisor has one view for all its terms; the view reads the run and changes nothing.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ class RunView:
         root_process: int | None,
         read_term: Callable[[], Term | None],
     ) -> None:
-        """Create a view. endpoint, root_process: as in `Supervisor`. read_term: returns the running
-        term; None between two terms."""
+        """Create a view.
+
+        endpoint, root_process: see `Supervisor`. read_term: returns the running term; None between
+        two terms.
+        """
         self._config, self._run_dir = config, run_dir
         self._store, self._thread = store, thread
         self._recorder, self._engines, self._metrics = recorder, engines, metrics
@@ -83,16 +86,16 @@ class RunView:
         self._is_push_lost = False
         self._started_at = time.time()
         self._earlier_wall_s = 0.0
-        """Seconds of the surviving parts of terms that other processes ran."""
+        """Seconds of the surviving parts of terms that ran in other processes."""
         self._package_versions = _versions()
         self._engine_versions: Mapping[str, int] = {}
-        """By replica; only of replicas that have a version."""
+        """Policy versions by replica, only for replicas that have a version."""
         self._history: tuple[tuple[int, int, int], History] | None = None
-        """The history as read last, with the counts at that time: term, steps, evaluations."""
+        """The history as last read, with the term and the numbers of steps and evaluations then."""
         self._memory = PeakMemory(root_process)
         self.exit_reason: str | None = None
         self.queue_stats: QueueStats | None = None
-        """The latest known; None: the term's queue has not answered yet."""
+        """The latest known state; None until the term's queue has answered."""
         self._ledger = LedgerCounts()
         self._engine_watch = EngineWatch(num_expected=config.inference.num_replicas)
         self._show_constants()
@@ -102,7 +105,7 @@ class RunView:
         return self._memory.num_bytes
 
     def _show_constants(self) -> None:
-        """Set the metrics that never change: versions of packages, and limits of other metrics."""
+        """Set the metrics that never change: package versions, and the limits of other metrics."""
         config, metrics, versions = self._config, self._metrics, self._package_versions
         build = metrics.run.build
         build.labels(**{label: versions.get(label, "") for label in build._labelnames}).set(1)
@@ -115,13 +118,13 @@ class RunView:
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     def begin_term(self, lease: Lease) -> None:
-        """Show the ledger of the checkpoint that a new lease continues from."""
+        """Show the ledger of the checkpoint from which a new lease continues."""
         snapshot = lease.queue_snapshot
         self.queue_stats = None
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read how long other processes ran up to a lease's checkpoint. Raises: StoreError."""
+        """Read how long other processes ran before a lease's checkpoint. Raises: StoreError."""
         if parent is None:
             self._earlier_wall_s = 0.0
         elif parent.term < self._first_term:
@@ -163,8 +166,9 @@ class RunView:
         )
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return what the page at `/` shows, with the steps after `after`, or with all steps if
-        the caller's are of another term. Raises: StoreError.
+        """Return the data of the page at `/`, with the steps after `after`.
+
+        If the caller's steps are of another term, return all steps. Raises: StoreError.
         """
         history = await self._history_now()
         after = after if term == history.num_terms else 0
@@ -192,7 +196,7 @@ class RunView:
         )
 
     async def _history_now(self) -> History:
-        """Return the history; read it again only when there is something new."""
+        """Return the history; read it again only if it has changed."""
         recorder = self._recorder
         known = (recorder.term, recorder.steps.length, recorder.evaluations.length)
         if self._history is None or self._history[0] != known:
@@ -226,7 +230,7 @@ class RunView:
         )
 
     async def observe_forever(self) -> None:
-        """Refresh the gauges and the status; an actor that does not answer is asked again later."""
+        """Refresh the gauges and the status; retry later if an actor does not answer."""
         while True:
             await asyncio.sleep(OBSERVE_EVERY_S)
             self._recorder.database(self._store.away_s)
@@ -236,7 +240,7 @@ class RunView:
                 await self._check_engines()
 
     async def observe_queue(self, term: Term) -> None:
-        """Refresh what is shown of the queue. Raises: ActorLost."""
+        """Refresh the view of the queue. Raises: ActorLost."""
         stats = await term.queue.stats()
         # The answer may come after the term has ended.
         if term is self._read_term():
@@ -254,7 +258,7 @@ class RunView:
             await asyncio.sleep(PUSH_EVERY_S)
 
     async def push(self, *, is_last: bool = False) -> None:
-        """Push the metrics; what does not arrive is pushed with the next ones."""
+        """Push the metrics; metrics that do not arrive are pushed with the next ones."""
         try:
             address = await self._pusher.push(is_last=is_last)
         except ActorLost as loss:
@@ -309,7 +313,7 @@ class RunView:
         return has_report
 
     def _write_report(self, reason: str) -> bool:
-        """Write the report. Returns: False if a newer lease exists, so that it is not ours."""
+        """Write the report. Returns: False if a newer lease exists, whose process writes it."""
         if self._store.newest_term() != self._recorder.term:
             return False
         history = read_history(self._store)

@@ -1,7 +1,7 @@
-"""Start the two actors of a run that its command, or its host on Ray Serve, owns.
+"""Start the two actors that the run's command, or its host on Ray Serve, owns.
 
-They are the metrics endpoint, which outlives supervisors, and the supervisor, which starts all
-others.
+These are the metrics endpoint, which outlives supervisors, and the supervisor, which starts all
+other actors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
 def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any:
     """Start the actor that serves the run's metrics; it outlives supervisors.
 
-    It ends with the calling process. place: Ray's options. Raises: TimeoutError.
+    It ends with the calling process. place: Ray's scheduling options. Raises: TimeoutError.
     """
     actor_class = ray.remote(MetricsEndpoint).options(
         num_cpus=0,
@@ -68,7 +68,7 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """Return the phase metrics of a supervisor, to show while there is none."""
+    """Return the metrics that show this phase while there is no supervisor."""
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
     metrics.phase.show({each.value: float(each is phase) for each in Phase})
@@ -77,7 +77,7 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until it returns an actor: Ray frees a name a moment after the death.
+    """Call `start` until it returns an actor, because Ray frees a dead actor's name with a delay.
 
     Raises: TimeoutError.
     """
@@ -98,8 +98,8 @@ def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_L
 def supervisor_place(run_dir: RunDir) -> dict[str, Any]:
     """Return Ray's options for the supervisor's node.
 
-    It is this node if the database is a file; else one that offers the supervisor's role, or the
-    cluster's head node, where a Kubernetes Service finds the metrics.
+    If the database is a file, this is the current node; otherwise a node that offers the
+    supervisor's role, or the cluster's head node, at which a Kubernetes Service finds the metrics.
     """
     if sqlite_file(run_dir.database_url) is not None:
         # The database is on this machine's disk, and the command that starts the run reads it too.
@@ -123,11 +123,12 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor as an actor named after the run; it ends with the calling process.
 
-    An actor with the same name is left from an earlier start of this run: it is ended, unless
-    `when_held` is to wait for the run's owner. endpoint: of `start_endpoint`. returns_to: the
-    directory of the checkpoint to return to; empty: the newest. root_process: as in `Supervisor`.
-    lost: this process's dead supervisor, which the new one replaces; lost_name: its HOST:PID, empty
-    if unknown.
+    If an earlier start of this run left an actor with the same name, end that actor, unless
+    `when_held` is to wait for the run's owner.
+
+    endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint to return to;
+    empty for the newest. root_process: see `Supervisor`. lost: this process's dead supervisor,
+    which the new one replaces. lost_name: HOST:PID of the dead supervisor; empty if unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
     # In this process, which has imported the tokenizer's packages: that takes a second.

@@ -1,9 +1,9 @@
-"""The supervisor: one actor that runs a run's terms (`term`), one after the other.
+"""The supervisor: an actor that runs a run's terms (`term`), one after another.
 
 The command line and the Ray Serve entry point both start this actor and show its status. Each term
-takes a lease of the run's database. A lost actor ends the term, and the next one continues from the
-newest checkpoint; a newer lease, of another process, ends the supervisor. All actors of the run are
-its children, so that they end with it. `run_view` has what it shows of the run.
+takes a lease of the run's database. The loss of an actor ends the term, and the next term continues
+from the newest checkpoint; a newer lease of another process ends the supervisor. All actors of the
+run are its children, so that they end with it. `run_view` has the data that the supervisor shows.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 class WhenHeld(Enum):
-    """The reaction of a start to a live process that already owns the run."""
+    """The reaction of a start if a live process already owns the run."""
 
     REFUSE = "refuse"
     WAIT = "wait"
-    """Wait, without a term, until the owner shows no life."""
+    """Wait without a term until the owner no longer shows signs of life."""
     TAKE_OVER = "take over"
 
 
 class GoingBack(Exception):
-    """An operator requested a return: the next term continues from a checkpoint."""
+    """An operator requested a return, so that the next term continues from a checkpoint."""
 
     def __init__(self, checkpoint: str) -> None:
         super().__init__(checkpoint)
@@ -101,12 +101,13 @@ class Supervisor:
     ) -> None:
         """Open the run's database and prepare its parts.
 
-        Args: endpoint: the actor of the run's metrics. is_service: train on submissions of clients,
-        not on the configuration's tasks. when_held: what to do if the run has an owner that is
-        alive. replaces: HOST:PID of the owner that this process is known to follow; empty: none.
-        returns_to: the directory of the checkpoint to return to first; empty: the newest. notice:
-        the first notice of the run; empty: none. root_process: the process that started the run's
-        own Ray, whose memory is measured with all its descendants'; None: the run uses a cluster.
+        Args: endpoint: the actor of the run's metrics. is_service: train on submissions of clients
+        instead of the configuration's tasks. when_held: what to do if a live process owns the run.
+        replaces: HOST:PID of the owner that this process is known to replace; empty if there is
+        none. returns_to: directory of the checkpoint to return to first; empty for the newest.
+        notice: first notice of the run; empty for none. root_process: the process that started the
+        run's own Ray; its memory and that of its descendants is measured. None if the run uses a
+        cluster.
         """
         configure_logging(str(run_dir.log_file))
         self._config = config
@@ -121,7 +122,7 @@ class Supervisor:
         self._leasing = asyncio.Lock()
         """Held while a lease is taken or renewed."""
         self._lost: LeaseLost | None = None
-        """Set when another process has taken the run over; then no call is answered any more."""
+        """Set when another process has taken over the run; every later call then raises it."""
         self._submissions: SubmissionQueue | None = None
         if is_service:
             self._submissions = SubmissionQueue(
@@ -175,18 +176,18 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
-        """By directory, why a checkpoint cannot be loaded; no term continues from one of these."""
+        """By directory, why a checkpoint cannot be loaded; no term continues from these."""
         self._is_stopping = self._is_over = False
         if notice:
             self._recorder.notice(notice)
         log.info("run directory %s", run_dir.path)
 
     async def run(self) -> Ending:
-        """Run terms until the run ends; write the report.
+        """Run terms until the run ends, then write the report.
 
-        Raises: RunFailed for a run without progress; TrainerStartFailed; ActorLost after too many
-            recoveries; LeaseLost; StoreError if no checkpoint is left, or the database cannot be
-            written; CheckpointError if a checkpoint cannot be written; any error of a bug.
+        Raises: RunFailed if the run makes no progress; TrainerStartFailed; ActorLost after too many
+            recoveries; LeaseLost; StoreError if no checkpoint is left or the database cannot be
+            written; CheckpointError if a checkpoint cannot be written; any error that a bug causes.
         """
         helpers = TaskSet()
         helpers.begin(self._view.observe_forever())
@@ -239,10 +240,10 @@ class Supervisor:
         self._store.close()
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """End the run: after the current step and its checkpoint, or during the start at once.
+        """End the run after the current step and its checkpoint; during the start end it at once.
 
-        grace_s: a step that is not trained by then is abandoned; None: no limit. If called again,
-        the shorter grace counts. After the run's end this does nothing.
+        grace_s: seconds after which an untrained step is abandoned; None sets no limit. If `stop`
+        is called again, the shorter grace counts. After the run's end, do nothing.
         """
         if self._view.exit_reason is not None:
             return
@@ -263,7 +264,10 @@ class Supervisor:
     async def submission(
         self, submission_id: str, sees: str | None = None
     ) -> SubmissionView | None:
-        """Return a submission. sees: as `SubmissionQueue.view`. Raises: LeaseLost, StoreError."""
+        """Return a submission.
+
+        sees: see `SubmissionQueue.view`. Raises: LeaseLost, StoreError.
+        """
         return await self._own_submissions.view(submission_id, sees=sees)
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
@@ -287,7 +291,7 @@ class Supervisor:
         return self._view.readiness()
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return `RunView.picture`. Raises: LeaseLost, StoreError."""
+        """Return the result of `RunView.picture`. Raises: LeaseLost, StoreError."""
         self._check_owned()
         return await self._view.picture(term=term, after=after)
 
@@ -321,14 +325,15 @@ class Supervisor:
         return None if term is None else term.gateway
 
     async def control(self, call: str, *arguments: Any) -> Any:
-        """Make a call of `Control`, by its name. Raises: ControlRefused, LeaseLost, StoreError."""
+        """Call a method of `Control` by its name. Raises: ControlRefused, LeaseLost, StoreError."""
         self._check_owned()
         return await getattr(self._control, call)(*arguments)
 
     async def _evict(self, group_id: str) -> bool:
-        """Cancel a group in the queue. Returns: False if a step has it.
+        """Cancel a group in the queue. Returns: False if a step has taken it.
 
-        Without a term, or if its queue is lost, True: the next term cancels the group at its start.
+        If there is no term, or its queue is lost, return True: the next term cancels the group at
+        its start.
         """
         with suppress(ActorLost):
             term = self._control.term
@@ -434,9 +439,9 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Take the lease; None if a stop was requested before the run was free.
+        """Take the lease; return None if a stop was requested before the run was free.
 
-        Raises: LeaseHeld, unless WhenHeld.WAIT; LeaseLost; StoreError.
+        Raises: LeaseHeld, unless `when_held` is WhenHeld.WAIT; LeaseLost; StoreError.
         """
         while True:
             try:
@@ -455,7 +460,7 @@ class Supervisor:
     async def _take_lease(self) -> Lease:
         """Take a lease that continues from the newest readable checkpoint.
 
-        Raises: LeaseHeld; LeaseLost; StoreError if there is none.
+        Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
         lease, commits = await self._thread.call(self._take_readable)
         self._view.begin_term(lease)
@@ -480,7 +485,7 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease from the newest sound checkpoint. Returns: it, and all checkpoints."""
+        """Take a lease from the newest sound checkpoint. Returns: lease and all checkpoints."""
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
@@ -501,7 +506,7 @@ class Supervisor:
         return lease, commits
 
     async def _renew_forever(self) -> None:
-        """Renew the lease. Raises: LeaseLost; StoreError if the store stays away."""
+        """Renew the lease. Raises: LeaseLost; StoreError if the store remains unavailable."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             # Without the lock, this process's own next lease would look like another's.
@@ -510,7 +515,7 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the end, and accept nothing more. Returns: whether the report was written."""
+        """Show the end, and accept no more calls. Returns: whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

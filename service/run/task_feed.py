@@ -21,9 +21,9 @@ class TaskFeed(Protocol):
     """A source of tasks for groups: the configuration's task set, or clients' submissions."""
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Return tasks for the open slots, in order, as far as there are tasks now.
+        """Return tasks for the open slots, in order; fewer if fewer tasks are available.
 
-        It may wait a moment for the first task; an empty list means that none came.
+        The call may wait a moment for the first task; the list is empty if no task came.
         """
         ...
 
@@ -36,8 +36,9 @@ def task_index(slot: OpenSlot) -> int:
 class Curriculum:
     """Chooses tasks by the results of their newest groups, and keeps these results.
 
-    A task that comes again has its own results; tasks made from seeds share their environment's.
-    Choices depend on earlier training: a run that continues from a checkpoint has its results.
+    A task that occurs more than once has its own results; tasks made from seeds share the results
+    of their environment. Choices depend on earlier training, so a run that continues from a
+    checkpoint restores the results stored with it.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class Curriculum:
         *,
         results: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Start with stored results. results: as the property returned them."""
+        """Start with stored results. results: a value that the property `results` returned."""
         self._settings = settings
         self._source = source
         self._results = {key: tuple(passed) for key, passed in (results or {}).items()}
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """Passed shares of the newest groups, oldest first, by key."""
+        """Passed shares of the newest groups by key, oldest first."""
         return dict(self._results)
 
     def task(self, slot: OpenSlot) -> Task:
@@ -82,7 +83,7 @@ class Curriculum:
 
 
 class ConfiguredTasks:
-    """An endless task source: group number k plays task k, or what the curriculum chooses."""
+    """An endless source of tasks: group k plays task k, or the task that the curriculum chooses."""
 
     def __init__(
         self,
@@ -133,10 +134,10 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that does not rest, or whose coin lets it play; else the first of all.
+    """Return the first task that is not resting, or that its coin lets play; else the first task.
 
-    Args: choices: one or more tasks, each with the key of its results. results: by key, the passed
-    shares of its newest groups, oldest first. slot: slot and key determine the coin.
+    Args: choices: one or more tasks, each with the key of its results. results: passed shares of
+    the newest groups by key, oldest first. slot: together with the key it determines the coin.
     """
     first: Task | None = None
     for task, key in choices:
@@ -149,9 +150,10 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Whether the newest groups' mean share means solved or hopeless; False with too few groups.
+    """Return whether the mean share of the newest groups means that a task is solved or hopeless.
 
-    Example: with window 2 it is true for [1, 1] and [0, 0], but not for [0.5, 0] or [1].
+    False if there are too few groups. Example: with window 2 it is true for [1, 1] and [0, 0], but
+    not for [0.5, 0] or [1].
     """
     newest = passed[-settings.window :]
     if len(newest) < settings.window:

@@ -1,8 +1,8 @@
-"""One term of a run: starts its actors from a checkpoint or afresh, runs the loop, ends them.
+"""One term of a run: start its actors from a checkpoint or afresh, run the loop, end the actors.
 
-A term is the time under one lease. It ends with the run, with a stop, or with the loss of an actor
-that cannot be replaced in place; the supervisor then starts the next one from the newest committed
-checkpoint. A resumed run takes the same path as a recovered one.
+A term is the time under one lease. It ends when the run ends, when it is stopped, or when an actor
+is lost that cannot be replaced in place; the supervisor then starts the next term from the newest
+committed checkpoint. A resumed run takes the same path as a recovered one.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ MAX_HELD_REQUESTS = 20_000
 
 
 class ParentUnusable(Exception):
-    """The checkpoint that the term continues from (the lease's parent) cannot be loaded."""
+    """The checkpoint from which the term continues (the lease's parent) cannot be loaded."""
 
     def __init__(self, directory: str, reason: str) -> None:
-        """Report a checkpoint. directory: its name."""
+        """Report a checkpoint. directory: name of its directory."""
         super().__init__(directory, reason)
         self.directory, self.reason = directory, reason
 
@@ -98,10 +98,10 @@ class Term:
         submissions: SubmissionQueue | None = None,
         roles_before: frozenset[Role] = frozenset(),
     ) -> None:
-        """Start the queue's process, and prepare the rest.
+        """Start the queue's process, and prepare everything else.
 
-        Args: model: its path or name. submissions: the source of tasks; None: the configuration.
-        roles_before: roles that nodes offered in earlier terms.
+        Args: model: path or name of the model. submissions: the source of tasks; None uses the
+        tasks of the configuration. roles_before: roles that nodes offered in earlier terms.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
@@ -147,10 +147,10 @@ class Term:
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
         self._gateways: ActorPool | None = None
-        """The pool of the one gateway; None in a run without clients."""
+        """The pool of the one gateway; None if the run has no clients."""
         self._is_queue_open = False
         self._num_ahead = 0
-        """Versions minus steps when the term began."""
+        """Number by which versions exceeded steps when the term began."""
         self._loop: Loop | None = None
         self.evaluation_tasks: Sequence[Task] = ()
         """The held-out tasks; empty before the term trains."""
@@ -158,11 +158,11 @@ class Term:
         self._stop_asked = asyncio.Event()
         self._opening_tasks: asyncio.Task[TaskSource] | None = None
         self._notices: list[str] = []
-        """About the tasks."""
+        """Notices about the tasks."""
 
     @property
     def is_training(self) -> bool:
-        """Whether the start is over, so that there is a current step."""
+        """Whether the start has ended, so that there is a current step."""
         return self._loop is not None
 
     @property
@@ -176,7 +176,7 @@ class Term:
 
     @property
     def step_in_hand(self) -> int | None:
-        """The step that is being trained, or None."""
+        """The step that is being trained; None if there is none."""
         return self._loop.step_in_hand if self._loop is not None else None
 
     @property
@@ -186,36 +186,36 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """The versions whose weights were those of the version before."""
+        """The versions that have the same weights as the version before them."""
         return self._trainer.republished
 
     @property
     def gateway(self) -> ActorHandle | None:
-        """The actor that plays sessions now; None: not yet, or never."""
+        """The actor that currently plays sessions; None if there is none."""
         return self._gateways.actors[0] if self._gateways is not None else None
 
     def request_stop(self, *, grace_s: float | None = None) -> None:
-        """Abort the start, or end after the current step. grace_s: as in `Loop.stop`."""
+        """Abort the start, or end after the current step. grace_s: see `Loop.stop`."""
         self._stop_asked.set()
         if self._loop is not None:
             self._loop.stop(grace_s=grace_s)
 
     async def checkpoint(self) -> Commit:
-        """Commit a checkpoint, as `Loop.checkpoint` does; the term must train."""
+        """Commit a checkpoint, as `Loop.checkpoint` does. The term must be training."""
         assert self._loop is not None
         return await self._loop.checkpoint()
 
     async def evaluate(
         self, tasks: Sequence[Task], sampling: Sampling, *, file: str, slots_share: float
     ) -> list[TrajectorySummary]:
-        """Play tasks, as `EnvironmentPool.evaluate` does; the term must train."""
+        """Play tasks, as `EnvironmentPool.evaluate` does. The term must be training."""
         assert self._pool is not None
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def hold_generation(self) -> None:
-        """Have queue and engines hold their work if generation is paused, or resume.
+        """Make queue and engines hold their work if generation is paused, or else resume it.
 
-        A queue that is not open yet gets it when it is opened. Raises: ActorLost.
+        A queue that is not open yet receives this state when it is opened. Raises: ActorLost.
         """
         is_held = self._pauses.holds_generation
         await self._engines.hold(is_held)
@@ -251,9 +251,9 @@ class Term:
         )
 
     async def stop(self, *, is_orderly: bool) -> None:
-        """End this term's actors; the engines stay.
+        """End this term's actors; the engines keep running.
 
-        is_orderly: no actor was lost. Then, if training began, actors first hand over their work.
+        is_orderly: no actor was lost; if training has begun, the actors first hand over their work.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -271,7 +271,7 @@ class Term:
         self.queue.kill()
 
     async def _start_unless_stopped(self) -> Publisher | None:
-        """Start; None if a stop was requested before the start was over."""
+        """Start the term; return None if a stop was requested before the start ended."""
         if self._stop_asked.is_set():
             return None
         async with race(self._start(), self._stop_asked.wait()) as (starting, stopped):
@@ -353,7 +353,7 @@ class Term:
         return publisher
 
     async def _opening_prompts(self) -> Sequence[TokenIds]:
-        """Return first prompts of the run's own tasks, for the log-probability check."""
+        """Return the first prompts of the run's own tasks, for the log-probability check."""
         assert self._pool is not None
         if self._config.trainer.logprob_check_tokens == 0 or not self._pool.actors:
             return ()
@@ -376,7 +376,7 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raise RunFailed if trainer and engines are not the same function."""
+        """Raise RunFailed if trainer and engines compute different log-probabilities."""
         if check is None:
             self._recorder.notice(
                 "trainer and engines were not compared: no engine has scored the text in time; "
@@ -404,7 +404,7 @@ class Term:
     async def _claim_checkpoints(self) -> None:
         """Claim the checkpoints' directory for this term.
 
-        Raises: CheckpointError if a newer term has it, or the disk stays full.
+        Raises: CheckpointError if a newer term has claimed it, or the disk stays full.
         """
         directory = self._run_dir.checkpoints
 
@@ -427,7 +427,7 @@ class Term:
         )
 
     def _start_gateway(self, actor_id: str) -> ActorHandle:
-        """Start a gateway on this node, since the run's database may be a file."""
+        """Start a gateway on this node, because the run's database may be a file."""
         config = self._config
         actor_class = ray.remote(Gateway).options(
             num_cpus=0,
@@ -456,7 +456,7 @@ class Term:
         )
 
     def _start_merge_actor(self) -> ActorHandle:
-        """Start a merge actor; call it after the trainer's start, for the model's shape."""
+        """Start a merge actor. Call this after the trainer's start, for the model's shape."""
         config, merge_class = self._config, cast(Any, MergeActor)
         actor: ActorHandle = merge_class.options(
             num_cpus=0, scheduling_strategy=on_this_node()
@@ -467,7 +467,7 @@ class Term:
         return actor
 
     def _journal_settings(self) -> JournalSettings | None:
-        """Return the settings of the journal; None for a run without one."""
+        """Return the settings of the journal; None if the run has none."""
         config = self._config
         if config.run.journal_steps == 0:
             return None
@@ -480,7 +480,7 @@ class Term:
         )
 
     async def _cancel_again(self) -> None:
-        """Cancel groups that were cancelled after the checkpoint: the restored queue has them."""
+        """Cancel the groups again that were cancelled after the restored checkpoint."""
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
@@ -520,7 +520,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the checkpoints that are not kept, after the rows that need them."""
+        """Remove the checkpoints that are not kept, after the rows that need them are removed."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

@@ -1,10 +1,10 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Only the supervisor writes it, when the rollout leaves the ledger, from events that it has anyway:
-no context travels through the actors. A rollout's times are exact to one poll of the queue; the
-stages of its step are placed end to end, up to the moment at which it left. A thread sends the
-traces over OTLP; what a collector does not accept in time is dropped. The trace of a rollout that
-was in flight when a supervisor died begins with its successor. Filled by `RunRecorder`.
+Only the supervisor writes a trace, when the rollout leaves the ledger, from events that it has in
+any case: actors pass no trace context. A rollout's times are exact to one poll of the queue; the
+stages of its step are placed end to end and end when the rollout leaves. A thread sends the traces
+over OTLP; traces that a collector does not accept in time are dropped. If a supervisor dies, the
+traces of the rollouts in flight begin with its successor. Filled by `RunRecorder`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Rollout:
     """The times of a rollout in flight, in seconds since 1970."""
 
     accepted_at: float | None
-    """When the HTTP API accepted it; None: the run's own task, or not known."""
+    """Time at which the HTTP API accepted it; None if it is the run's own task, or if unknown."""
     admitted_at: float
     attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
     """Each ended attempt, with the time of its end."""
@@ -44,7 +44,7 @@ class _Rollout:
 
 
 class RolloutTraces:
-    """The rollouts in flight; it writes the spans of a rollout that leaves."""
+    """The rollouts in flight; writes the spans of each rollout that leaves the ledger."""
 
     def __init__(
         self,
@@ -54,7 +54,10 @@ class RolloutTraces:
         sample_ratio: float,
         accepted_at: Callable[[str], float | None],
     ) -> None:
-        """Start a tracer. run: its name. accepted_at: returns when a group was submitted."""
+        """Start a tracer.
+
+        run: name of the run. accepted_at: returns the time at which a group was submitted.
+        """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
@@ -69,18 +72,18 @@ class RolloutTraces:
         self._accepted_at = accepted_at
         self._in_flight: dict[str, _Rollout] = {}
         self._evicted: dict[str, tuple[_Rollout, str]] = {}
-        """With their reasons; attempts that ended in the same cut are reported after it."""
+        """Evicted rollouts with their reasons; attempts of the same cut are reported later."""
         self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
-        """The rollouts that were trained in a step that is not recorded yet, by step."""
+        """Rollouts that were trained in a step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
-        """Forget the rollouts of older terms: those not recorded are played again."""
+        """Forget the rollouts of older terms, because unrecorded rollouts are played again."""
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts, of the same cut of the queue as the last `events`."""
+        """Add ended attempts from the same cut of the queue as the last `events`."""
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
             rollout = evicted[0] if evicted else self._rollout(summary.rollout_id, now)
@@ -107,7 +110,7 @@ class RolloutTraces:
             self._write(rollout_id, rollout, reason="", record=record)
 
     def close(self) -> None:
-        """Send the waiting spans, for a while. Blocks."""
+        """Send the waiting spans within a time limit. Blocks."""
         self._provider.force_flush(FLUSH_LIMIT_MS)
         self._provider.shutdown()
 
@@ -122,7 +125,7 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """Write a trace. record: the step that trained on it; None: evicted for the reason."""
+        """Write a trace. record: the step that trained on the rollout; None if it was evicted."""
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))
         root.set_attribute("rayloom.rollout_id", rollout_id)
@@ -189,7 +192,7 @@ class RolloutTraces:
 def traces_to(
     settings: TracingSettings, *, run: str, accepted_at: Callable[[str], float | None]
 ) -> RolloutTraces | None:
-    """Return the configured traces; None: they are off."""
+    """Return the configured traces; None if tracing is off."""
     if not settings.endpoint:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
