@@ -1,7 +1,7 @@
-"""The commands that write files and end: `export` and `tasks`.
+"""The commands that write files and then end: `export` and `tasks`.
 
-Each function returns a sentence on what it wrote. Packages that take seconds to import are
-imported in the functions, so that a refusal comes at once.
+Each function returns a sentence that describes what it wrote. The functions import the packages
+that take seconds to import, so that invalid arguments are refused at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def export_checkpoint(source: Path, directory: Path) -> str:
 def export_to(
     checkpoint: Path, directory: Path, *, command: str, dtype: Dtype = Dtype.FLOAT32
 ) -> Progress:
-    """Write a checkpoint as a Hugging Face model directory. command: its name in an error.
+    """Write a checkpoint as a Hugging Face model directory.
 
-    Raises: ConfigError.
+    command: name of the command for errors. Raises: ConfigError.
     """
     import torch
 
@@ -62,9 +62,9 @@ def export_to(
 
 
 def checkpoint_of(source: Path, *, command: str) -> Path:
-    """Return a checkpoint's directory, or that of a run's newest committed checkpoint.
+    """Return the directory of a checkpoint, or of a run's newest committed checkpoint.
 
-    command: its name in an error. Raises: ConfigError.
+    command: name of the command for errors. Raises: ConfigError.
     """
     run_dir = RunDir(path=source)
     if not run_dir.database_file.is_file() and not run_dir.store_file.is_file():

@@ -42,7 +42,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
 
 
 def describe_template(config: Config) -> str:
-    """Return a description of the chat template as comments, so that the output stays YAML."""
+    """Describe the model's chat template in comments, so that the output remains valid YAML."""
     name = config.model.path or "the tiny model"
     try:
         template = config.model.chat_template

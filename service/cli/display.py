@@ -1,8 +1,8 @@
-"""The display of a run: a live picture on a terminal, plain lines everywhere else.
+"""The display of a run: a live picture on a terminal, and plain lines everywhere else.
 
-The command line opens a display, gives it every RunStatus, and closes it. If its terminal or pipe
-is gone, a display shows nothing more, and raises nothing. Colours are the terminal's own, so that
-its theme decides; colours only repeat information.
+The command line opens a display, passes it each RunStatus, and closes it. If the terminal or pipe
+is gone, a display shows nothing more and raises no error. It uses the terminal's own colours, so
+that they follow its theme; no information is shown by colour only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Display(Protocol):
     """A display of a run."""
 
     def update(self, status: RunStatus) -> None:
-        """Show the next status; statuses come in order."""
+        """Show the next status; statuses must be passed in order."""
         ...
 
     def leave(self) -> None:
@@ -82,10 +82,10 @@ class Display(Protocol):
 
 
 def open_display(*, environ: Mapping[str, str], console: Console | None = None) -> Display:
-    """Open a live display on a terminal that can show it, else one of lines.
+    """Open a live display if the terminal supports it, otherwise a display of lines.
 
-    It is lines in a pipe, in CI, in a notebook's cell (a terminal that cannot redraw), on a
-    terminal that is narrower than the picture, or with NO_COLOR set.
+    A display of lines is used in a pipe, in CI, in a notebook's cell (a terminal that cannot
+    redraw), on a terminal that is narrower than the picture, or with NO_COLOR set.
     """
     shown_on = console or OutletConsole()
     is_plain = any(environ.get(name) for name in PLAIN) or not shown_on.is_terminal
@@ -97,7 +97,7 @@ def open_display(*, environ: Mapping[str, str], console: Console | None = None) 
 
 
 class LineDisplay:
-    """One line for each step, phase, evaluation and notice; no escape codes, no wrapping."""
+    """Prints a line for each step, phase, evaluation and notice; no escape codes or wrapping."""
 
     def __init__(self, console: Console, *, clock: Clock = time.time) -> None:
         self._console = console
@@ -121,7 +121,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A picture that is redrawn with every status; notices also stay above it."""
+    """A picture that is redrawn with every status; notices are also printed above it."""
 
     def __init__(self, console: Console, *, clock: Clock = time.time) -> None:
         self._console = console
@@ -182,9 +182,9 @@ def picture(
 def sparkline(
     values: Sequence[float | None], *, width: int, low: float | None, high: float | None
 ) -> str:
-    """Return block characters, one for each bucket of neighbours; a space if nothing is known.
+    """Return one block character for each bucket of neighbouring values; a space if none is known.
 
-    low, high: the ends of the scale; None: those of the values.
+    low, high: ends of the scale; None uses the least and the greatest value.
     Example: sparkline([0, .5, 1], width=3, low=0, high=1) -> '▁▅█'
     """
     count = min(len(values), max(width, 0))
@@ -302,7 +302,7 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """Return the shares of sampled tokens: trained, then the most frequent other causes."""
+    """Return the trained share of sampled tokens, then those of the most frequent causes."""
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)
     shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]

@@ -1,7 +1,8 @@
 """`rayloom evaluate`: play a configuration's held-out tasks with a checkpoint or a model, and end.
 
-The parts are those of a run, without queue and trainer: engines get the weights from a weight
-board, environment actors play. All parts are on this machine, and end with the command.
+It uses the parts of a run except the queue and the trainer: the engines load the weights from a
+weight board, and environment actors play the tasks. All parts run on this machine, and end with the
+command.
 """
 
 from __future__ import annotations
@@ -64,37 +65,40 @@ class EvaluateRequest:
 
     config: Config
     run: Path | None = None
-    """The run's directory, if one was named instead of a configuration."""
+    """The run's directory; None if a configuration was given instead."""
     checkpoint: str | None = None
-    """A name in the run, or a directory. None: the run's newest; without a run the model itself."""
+    """Name of a checkpoint in the run, or a directory.
+
+    None uses the run's newest checkpoint, or without a run the model itself.
+    """
     is_model_given: bool = False
-    """The model was named by --model: no checkpoint is used."""
+    """Whether --model was given, so that no checkpoint is used."""
     set_name: str = ""
-    """A name in evaluation.sets; empty: the run's own held-out tasks."""
+    """A name in evaluation.sets; empty for the run's own held-out tasks."""
     num_tasks: int | None = None
-    """Number of first tasks of the set; None: all."""
+    """Number of tasks to play, from the beginning of the set; None plays all."""
     out: Path | None = None
-    """File for the rollouts."""
+    """File for the rollouts; None uses the default name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Policy:
-    """The weights that play."""
+    """The weights that play the tasks."""
 
     label: str
-    """The checkpoint's name, or the model's."""
+    """Name of the checkpoint or of the model."""
     model: str
-    """Directory or hub name in Hugging Face format."""
+    """Model directory or hub name, in Hugging Face format."""
     step: int = 0
     version: int = 0
 
 
 def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages) -> int:
-    """Play, print and write; returns the exit code.
+    """Play the tasks, print the results and write the rollouts. Returns: the exit code.
 
-    stages: the progress of the start, whose current stage is the loading of packages.
+    stages: progress of the start; its current stage is the loading of packages.
 
-    Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
+    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
     config = _without_trainer(request.config)
@@ -127,7 +131,7 @@ def run_evaluate(request: EvaluateRequest, signals: StopSignals, stages: Stages)
 
 
 def _without_trainer(config: Config) -> Config:
-    """Return the configuration without what only training reads and needs checked."""
+    """Return the configuration without the settings that only training reads."""
     if not config.has_environment:
         raise ConfigError(
             "tasks.environment is session, which only external agents can play; expected an "
@@ -149,7 +153,7 @@ def _with_model(config: Config, path: str) -> Config:
 def _chosen_set(
     config: Config, request: EvaluateRequest, *, model_path: str | None = None
 ) -> EvaluationSet:
-    """Return the set to play. model_path: as in `open_tasks`. Raises: ConfigError."""
+    """Return the set to play. model_path: see `open_tasks`. Raises: ConfigError."""
     tasks = open_tasks(config, model_path=model_path)
     sets = {each.name: each for each in open_sets(config, tasks, model_path=model_path)}
     if (found := sets.get(request.set_name)) is None and config.mixture:
@@ -172,7 +176,7 @@ def _chosen_set(
 
 
 def _checkpoint(request: EvaluateRequest) -> Path | None:
-    """Return the checkpoint's directory; None: the model itself plays. Raises: ConfigError."""
+    """Return the checkpoint's directory; None if the model itself plays. Raises: ConfigError."""
     if request.is_model_given:
         return None
     if request.checkpoint is None:
@@ -203,7 +207,7 @@ def _out(request: EvaluateRequest, checkpoint: Path | None) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Write the checkpoint as a model, or build the tiny one. Raises: ConfigError."""
+    """Write the checkpoint as a model, or build the tiny model. Raises: ConfigError."""
     if checkpoint is None:
         model = model_path(config, scratch)
         return _Policy(label=config.model.path or "the tiny model", model=model)
@@ -278,7 +282,7 @@ def _play_and_report(
 async def _play(
     config: Config, policy: _Policy, played_set: EvaluationSet, out: Path, stages: Stages
 ) -> list[Played]:
-    """Start the parts, play, write the rollouts, and end the parts.
+    """Start the parts, play the set, write the rollouts, and end the parts.
 
     Raises: PolicyUnavailable, ActorLost, WeightError, RayError, OSError.
     """
@@ -344,7 +348,10 @@ def _put_weights(model: str, *, dtype: torch.dtype) -> list[WeightGroup]:
 async def _unless_stopped(
     work: Coroutine[Any, Any, list[Played]], signals: StopSignals
 ) -> list[Played]:
-    """Await work; a signal ends it in order. Raises: KeyboardInterrupt after a signal."""
+    """Await the work; a signal cancels it and waits for its cleanup.
+
+    Raises: KeyboardInterrupt after a signal.
+    """
     working = asyncio.create_task(work)
     while not working.done():
         await asyncio.wait({working}, timeout=LOOK_S)
@@ -356,7 +363,7 @@ async def _unless_stopped(
 
 
 def table(record: EvaluationRecord) -> str:
-    """Return the numbers of an evaluation, one for each line.
+    """Return the results of an evaluation, one number in each line.
 
     Example: avg@4       0.550 ± 0.102
              pass@1      0.550

@@ -1,4 +1,4 @@
-"""`rayloom explain`: which trajectories and groups made a step's update."""
+"""`rayloom explain`: show which trajectories and groups caused a step's update."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ExplainRequest:
     run: Path
     step: int
     top: int | None = None
-    """Number of trajectories shown; None: not given."""
+    """Number of trajectories to show; None if the option was not given."""
     by: Order = Order.OWN
     replays: bool = False
-    """Train the steps between the checkpoint and the step again first."""
+    """First train again on the steps between the checkpoint and the step."""
     is_json: bool = False
 
 
 def run_explain(request: ExplainRequest) -> int:
-    """Recompute and print; returns the exit code. Raises: ConfigError."""
+    """Recompute the gradients and print them; return the exit code. Raises: ConfigError."""
     source = find_source(request.run, request.step)
     # torch warns that a single process reads the checkpoint, which is intended here.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""`rayloom inspect`: the journal of a run, its trajectories, or one of them token by token.
+"""`rayloom inspect`: show the journal of a run, its trajectories, or one trajectory's tokens.
 
-Options that would change nothing are refused.
+Options that have no effect on the requested output are refused.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class InspectRequest:
     target: str
     """A run directory, a journal file, or a trajectory's id."""
     run: Path | None = None
-    """The run that has the id; None: the newest run under runs/."""
+    """The run whose trajectory has this id; None for the newest run under runs/."""
     html: Path | None = None
-    """File for a page; None: show it on the terminal."""
+    """File for an HTML page; None shows the trajectory in the terminal."""
     audit: bool = False
     hacking: bool = False
     """Search for reward hacking."""
     shadow: str | None = None
-    """A verifier instead of the run's own."""
+    """Name of a verifier to use instead of the run's own."""
     step: int | None = None
     outcome: str | None = None
     limit: int | None = None
-    """Maximum of lines, 0: all; None: not given."""
+    """Maximum number of lines; 0 for all; None if the option was not given."""
 
     @property
     def num_lines(self) -> int:
         return DEFAULT_LIMIT if self.limit is None else self.limit
 
     def given(self, *names: str) -> str:
-        """Return the options with these names that were given, as they were typed."""
+        """Return the named options that were given, as typed on the command line."""
         values = {name: getattr(self, name) for name in names}
         shown = (f"--{name} {value}" for name, value in values.items() if value is not None)
         return " and ".join(shown)
@@ -151,7 +151,7 @@ def _show_one(request: InspectRequest, journal: OpenJournal) -> int:
 
 
 def _check_audits(request: InspectRequest) -> None:
-    """Check the options of audits. Raises: ConfigError."""
+    """Check the options for audits. Raises: ConfigError."""
     if request.audit and request.hacking:
         raise ConfigError(
             "inspect: --audit checks invariants and --hacking looks for reward hacking, got both; "
@@ -171,7 +171,7 @@ def _check_audits(request: InspectRequest) -> None:
 
 
 def _check_options_of_journal(request: InspectRequest) -> None:
-    """Check the options of a list or an audit. Raises: ConfigError."""
+    """Check the options for a list or an audit. Raises: ConfigError."""
     target = request.target
     if request.html is not None:
         raise ConfigError(
@@ -193,7 +193,7 @@ def _check_options_of_journal(request: InspectRequest) -> None:
 
 
 def _check_options_of_one(request: InspectRequest) -> None:
-    """Check the options of one trajectory. Raises: ConfigError."""
+    """Check the options for a single trajectory. Raises: ConfigError."""
     if "/" in request.target:
         raise ConfigError(
             f"inspect: {request.target} is not there; expected a run directory, a journal file, "

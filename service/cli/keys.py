@@ -1,4 +1,4 @@
-"""`rayloom keys`: the named keys of a run, in its database; the run may be running or not."""
+"""`rayloom keys`: manage the named keys in a run's database, whether or not the run is running."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def listing(run: Path) -> str:
 
 
 def revoke(run: Path, *, name: str) -> str:
-    """Revoke a key. Returns: its line. Raises: ConfigError if there is none."""
+    """Revoke a key. Returns: the key's line. Raises: ConfigError if the key does not exist."""
     with _opened(run) as store:
         key = revoke_key(store, name)
     if key is None:

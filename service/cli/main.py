@@ -1,7 +1,7 @@
 """The command line `rayloom`: its commands and options; other modules do the work.
 
-Errors are found, if possible, before packages that take seconds to import; the commands import
-them.
+If possible, errors are found before packages that take seconds to import; the functions of the
+commands import these packages.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def start(
     answer: AnswerOption = None,
     overrides: Overrides = None,
 ) -> None:
-    """Run `train` or `serve`, which differ in the source of the tasks."""
+    """Run `train` or `serve`, which differ only in the source of the tasks."""
     is_local, api = address is None, None
     stages = Stages(f"reading {config or dataset or resume or 'the configuration'}")
     with stop_signals() as signals:
@@ -240,7 +240,7 @@ def start(
 
 
 def _trial(call: bool | None, answer: str | None) -> Trial:
-    """Return the choice of the user's functions that are called before the start."""
+    """Return which of the user's functions are called before the start."""
     from service.config.trial import Trial
 
     return Trial(functions=call is not False, judges=call is True, answer=answer)
@@ -324,7 +324,10 @@ def _configuration(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Return the section with a set's sampling. name: empty: the run's own. Raises: ConfigError."""
+    """Return the section with the sampling of a set. Raises: ConfigError.
+
+    name: name of the set; empty for the run's own.
+    """
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}
     sections |= {name: f"mixture.{name}.evaluation" for name in config.mixture}
@@ -338,7 +341,7 @@ def _evaluation_section(config: Config, name: str) -> str:
 
 
 def _use_functions(run: Path | None) -> None:
-    """Import from the functions that `rayloom.train` has stored in a run's directory, if any."""
+    """Make the functions importable that `rayloom.train` stored in a run's directory, if any."""
     from service.launch.run_dir import RunDir
 
     if run is None or not (functions := RunDir(path=run).functions).is_dir():
@@ -365,14 +368,17 @@ def _own_config(run: Path, *, option: str = "--resume ") -> Path:
 
 
 def _converted(config: Config) -> Config:
-    """Return the configuration with GGUF files converted to directories. Raises: ConfigError."""
+    """Return the configuration with its GGUF files converted to model directories.
+
+    Raises: ConfigError.
+    """
     from service.launch.gguf_models import with_converted_models
 
     return with_converted_models(config, tell=partial(say, err=True))
 
 
 def _with_model(overrides: list[str], model: str | None) -> list[str]:
-    """Override the model with --model; quoted, because a name may look like a number."""
+    """Add an override for --model, in quotes, because a name may look like a number."""
     if model is None:
         return list(overrides)
     return [*overrides, f"model.path={json.dumps(model)}", "model.tiny=null"]
@@ -909,7 +915,7 @@ def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:
 
 
 def main() -> None:
-    """Run the command line; a refused configuration exits with 2 and its sentence."""
+    """Run the command line; if a configuration is refused, print why and exit with code 2."""
     # Users' environments are in the current directory, which a console script does not import from.
     sys.path.insert(0, os.getcwd())
     # Set before the commands import these packages, which read them then.

@@ -1,7 +1,7 @@
-"""`rayloom nodes`: the commands that start a Ray cluster on machines without Kubernetes.
+"""`rayloom nodes`: print the commands that start a Ray cluster on machines without Kubernetes.
 
-Ray 2.59 and later use token authentication at a head that finds a token in `~/.ray`, as every local
-run leaves one; a worker without `RAY_AUTH_MODE=token` and the same token is then turned away.
+Ray 2.59 and later use token authentication if the head finds a token in `~/.ray`, where every local
+run leaves one; the head then rejects a worker without `RAY_AUTH_MODE=token` and the same token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _TOKEN_LIMIT_S = 60.0
 
 
 def cluster_commands(host: str, *, port: int) -> str:
-    """Make this user's token, unless there is one, and return the commands for all machines.
+    """Create this user's token if it is missing, and return the commands for all machines.
 
-    Args: host: the head's address, as the other machines reach it. port: of the head.
-    Raises: ConfigError if Ray gives no token.
+    Args: host: the head's address as the other machines reach it. port: the head's port.
+    Raises: ConfigError if Ray provides no token.
     """
     ray = Path(sys.executable).with_name("ray")
     made = subprocess.run(

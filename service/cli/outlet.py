@@ -1,9 +1,9 @@
 """Write to a terminal that may be gone: losing it never ends a run.
 
-The terminal or pipe may be closed, or a redirection's disk full: after the first failed write the
-stream leads to /dev/null, so that neither later writes nor the interpreter's own flush at its end
-fail again. The run's log has everything. A character that the stream's encoding lacks is not a
-failure: it is shown as an escape.
+The terminal or pipe may be closed, or the disk of a redirection full. After the first failed write
+the stream is redirected to /dev/null, so that neither later writes nor the interpreter's flush at
+exit fail again. The run's log keeps everything. A character that the stream's encoding
+lacks is written as an escape, which is not a failure.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ENDING_LIMIT_S = 2.0
 
 
 class OutletConsole(Console):
-    """rich's console, but a broken pipe raises an error instead of ending the process."""
+    """A rich console for which a broken pipe raises an error instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the reader of the display has closed it")
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines for the user, control characters as escapes; drop them if the stream is gone."""
+    """Print lines for the user with control characters escaped; drop them if the stream is gone."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
         typer.echo(visible_lines(text), err=err)
 
@@ -47,9 +47,9 @@ def warn(text: str) -> None:
 
 
 def escape_unencodable(stream: IO[str] | None) -> None:
-    """Have a stream show characters that its encoding lacks as escapes.
+    """Make a stream write characters that its encoding lacks as escapes.
 
-    Example: on a Latin-1 stdout print("…") writes \\u2026.
+    Example: on a Latin-1 stdout print("…") writes \u2026.
     """
     if isinstance(stream, io.TextIOWrapper) and stream.errors != ESCAPED:
         with suppress(*LOST):
@@ -58,7 +58,7 @@ def escape_unencodable(stream: IO[str] | None) -> None:
 
 @contextmanager
 def outlet(stream: IO[str] | None) -> Iterator[None]:
-    """Write to `stream` within; after a failure, drop what it has buffered or gets later."""
+    """Guard writes to `stream` in the block; after a failure, drop buffered and later output."""
     escape_unencodable(stream)
     try:
         yield
@@ -81,8 +81,8 @@ def leave(code: int) -> NoReturn:
 def bound_ending(code: int) -> None:
     """End the process with `code` if its threads have not ended ENDING_LIMIT_S after this call.
 
-    The interpreter waits for every thread that is no daemon, and a module of the user's may have
-    started one that never ends.
+    The interpreter waits for every thread that is not a daemon, and a module of the user may have
+    started a thread that never ends.
     """
     threading.Thread(target=_end_late, args=(code,), name="ending", daemon=True).start()
 

@@ -1,8 +1,8 @@
-"""A run's progress as lines and numbers: a line for each event, and a display's state; pure.
+"""A run's progress as lines and numbers: a line for each event, and a display's state. Pure.
 
-The run's log, the plain display and the live display's last lines all show the lines that
-`step_line` and `evaluation_line` make. A status has only new items, so `ProgressState` accumulates
-them; time is passed in.
+The run's log, the plain display and the live display's last lines all show the lines of `step_line`
+and `evaluation_line`. A status contains only new items, so `ProgressState` accumulates them; the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _ENDINGS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoryLine:
-    """One line for one event."""
+    """One line that describes one event."""
 
     text: str
     is_notice: bool = False
-    """A fault or a warning, which the live display keeps on the terminal."""
+    """Whether it is a fault or a warning, which the live display keeps on the terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Numbers per second, over the last RATE_WINDOW_S."""
+    """Rates per second over the last RATE_WINDOW_S seconds."""
 
     rollouts: float
     tokens: float
 
 
 class ProgressState:
-    """The state of a display; it gets every status, in order.
+    """The state of a display; it must receive every status, in order.
 
-    It keeps the rewards of every 2^k-th step of this lineage, with the smallest k that leaves at
-    most MAX_REWARDS.
+    It keeps the rewards of every 2^k-th step of this lineage, with the smallest k for which at most
+    MAX_REWARDS remain.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class ProgressState:
         return lines
 
     def _ended_stage(self, previous: RunStatus | None, now: float) -> list[str]:
-        """Return a line with the duration of the start's stage that has ended; none if none has."""
+        """Return a line with the duration of the stage of the start that has just ended, if any."""
         if previous is None or previous.phase is not Phase.STARTING:
             return []
         return [f"{previous.phase_detail or 'supervisor'}: {now - self._phase_since:.1f} s"]
@@ -119,7 +119,7 @@ class ProgressState:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds of the remaining steps, at the last ones' median pace; None before the first."""
+        """Seconds for the remaining steps at the last ones' median pace; None before the first."""
         if self.status is None or not self.recent or self.status.is_done:
             return None
         return self._pace_s * max(0, self.status.steps - self.status.step)
@@ -136,7 +136,7 @@ class ProgressState:
 
     @property
     def stages(self) -> StageSeconds | None:
-        """Mean seconds of the last SHOWN_STEPS steps, by stage."""
+        """Mean seconds of each stage over the last SHOWN_STEPS steps."""
         shown = [record.stages.by_name() for record in list(self.recent)[-SHOWN_STEPS:]]
         if not shown:
             return None
@@ -146,7 +146,7 @@ class ProgressState:
 
     @property
     def tokens(self) -> TokenCounts:
-        """The tokens that were sampled for the last SHOWN_STEPS steps, by their use."""
+        """Counts of the tokens that were sampled for the last SHOWN_STEPS steps, by their use."""
         shown = [record.tokens for record in list(self.recent)[-SHOWN_STEPS:]]
         return reduce(TokenCounts.plus, shown, TokenCounts())
 
@@ -155,7 +155,7 @@ class ProgressState:
         return statistics.median(record.stages.total for record in self.recent)
 
     def _left_s(self, record: StepRecord) -> float | None:
-        """Return the seconds of the steps after this one; None after the last one."""
+        """Return the seconds for the steps after this one; None after the last step."""
         assert self.status is not None
         num_left = self.status.steps - record.step
         return self._pace_s * num_left if num_left > 0 else None

@@ -32,7 +32,7 @@ class Rescored:
     step: int
     trajectory: Trajectory
     new: float | str
-    """New reward, or a text that says why there is none."""
+    """The new reward, or the reason why there is none."""
 
     @property
     def old(self) -> float:
@@ -48,8 +48,8 @@ def run_rescore(
 ) -> int:
     """Score the trajectories of a run again and show the changes.
 
-    rewards, group_rewards: names of the functions, whose scores are added. limit: largest number of
-    trajectories that are listed; 0: all. Returns: the exit code. Raises: ConfigError.
+    rewards, group_rewards: names of the functions; their scores are added. limit: maximum number of
+    listed trajectories; 0 lists all. Returns: the exit code. Raises: ConfigError.
     """
     if not (rewards or group_rewards):
         raise ConfigError(
@@ -96,7 +96,7 @@ def run_rescore(
 def _warn_of_missing_tasks(
     config: Config, found: Sequence[Rescored], verifier: ShadowVerifier
 ) -> None:
-    """Warn of tasks that are no longer in the data: a column with a default was not given."""
+    """Warn about tasks that are not in the data now: their functions got only the prompt."""
     with_data = {
         name
         for name, each in config.members.items()
@@ -120,7 +120,7 @@ async def _all_rescored(
     verifiers: Sequence[ShadowVerifier],
     of_groups: Sequence[ShadowVerifier],
 ) -> list[Rescored]:
-    """Score the steps of a journal in order. The workers serve all steps."""
+    """Score the steps of a journal in order, with the same workers for all steps."""
     workers.configure(size=config.rollouts.workers, memory_mib=config.rollouts.worker_memory_mib)
     scored_alone = partial(_is_scored_alone, config.members, config.policies)
     found: list[Rescored] = []
@@ -134,8 +134,8 @@ def _is_scored_alone(
 ) -> bool:
     """Return whether a run calls the functions of one answer for a trajectory.
 
-    The environments with functions call them for an answer, and not for an episode that ended
-    without one. Other environments do not call them, so that any last reply counts as an answer.
+    Environments with functions call them for each answer, but not for an episode that ended without
+    an answer. Other environments do not call them; then any last reply counts as an answer.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -179,9 +179,9 @@ async def _rescored(
 
 
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
-    """Return the scores of one function by trajectory, with a call for each group as in a run.
+    """Return the scores of one function by trajectory; each call scores a group, as in a run.
 
-    A group has the trajectories that were in its baseline, in the order of the group.
+    A group consists of the trajectories that were in its baseline, in the order of the group.
     """
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:
@@ -201,7 +201,7 @@ async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
 
 
 def describe(found: Sequence[Rescored], *, limit: int) -> str:
-    """Return lines with the means, the counts and the trajectories that changed most."""
+    """Return lines with the means, the counts and the trajectories whose rewards changed most."""
     scored = [each for each in found if not isinstance(each.new, str)]
     missing = [each.new for each in found if isinstance(each.new, str)]
     lines = [f"{len(found)} trajectories that were scored"]

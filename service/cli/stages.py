@@ -1,8 +1,8 @@
-"""Progress of a start, line by line: a first line at once, then each stage with its seconds.
+"""Print the progress of a start: a first line at once, then each stage with its seconds.
 
-The lines are plain, so that a terminal, a notebook and a CI log show the same. Once the supervisor
-runs, the run's display shows the later stages. This module imports nothing heavy, so that the first
-line is printed before any slow import.
+The lines are plain, so that terminals, notebooks and CI logs show the same text. After the
+supervisor has started, the run's display shows the later stages. This module imports no large
+package, so that the first line is printed before any slow import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service.cli.outlet import say
 
 
 class Stages:
-    """Prints the stages of one start, one after the other.
+    """Prints the stages of a start one after another.
 
     Example: Stages("reading CONFIG") prints "rayloom: reading CONFIG", then `next("loading")`
     prints "reading CONFIG: 0.3 s; next: loading".
@@ -37,7 +37,7 @@ class Stages:
         self._name, self._since = name, self._clock()
 
     def ended(self, name: str, seconds: float) -> None:
-        """Print the end of a stage that ran at the same time as the current one."""
+        """Print the end of a stage that ran concurrently with the current stage."""
         self._tell(f"{name}: {seconds:.1f} s")
 
     def end(self) -> None:

@@ -1,6 +1,6 @@
-"""`rayloom stop`: have the runs of a cluster end in order, and wait until they have.
+"""`rayloom stop`: stop the runs of a cluster in order, and wait until they have ended.
 
-For people, and for the hook that Kubernetes calls before it ends the head's pod.
+It is meant for people, and for the hook that Kubernetes calls before it ends the head's pod.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LOOK_EVERY_S = 0.5
 def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
     """Stop runs of a cluster, and wait until they have ended.
 
-    name: the `run.name` of the runs, or the directory of one run; None: all runs of the cluster.
-    grace_s: see `Supervisor.stop`. Returns: the exit code, which is 0 if there was nothing to stop.
+    name: the `run.name` of the runs, or the directory of one run; None stops all runs of the
+    cluster. grace_s: see `Supervisor.stop`. Returns: the exit code; 0 if there was nothing to stop.
     Raises: ConfigError.
     """
     asked = _run_id(name) if name is not None and Path(name).is_dir() else name
@@ -73,9 +73,9 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """Return the supervisors of the requested runs, by run id.
+    """Return the supervisors of the requested runs by run id.
 
-    name: the name of runs, or the id of one run; None: all runs.
+    name: the name of runs, or the id of one run; None returns all.
     """
     found = {}
     for each in list_named_actors(all_namespaces=True):
@@ -88,7 +88,7 @@ def _supervisors(name: str | None) -> dict[str, Any]:
 
 
 def _has_ended(supervisor: Any) -> bool:
-    """Whether a run has ended, also if its supervisor is gone: its command ends with the run."""
+    """Return whether a run has ended; a supervisor that is gone counts as ended."""
     try:
         return bool(ray.get(supervisor.is_over.remote(), timeout=ANSWER_LIMIT_S))
     except GetTimeoutError:

@@ -1,7 +1,7 @@
-"""`rayloom submit`: submit the tasks of a file to a service, and wait until they are over.
+"""`rayloom submit`: submit the tasks of a file to a service, and wait until they have ended.
 
-Each task that ends is written as a line to a file of results, so that the same command continues
-after an interruption; the service knows accepted tasks that are not over by their ids.
+The command writes the result of each ended task as a line to a file, so that the same command
+continues after an interruption. The service recognises accepted tasks by their ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SubmitRequest:
     num_samples: int | None
     tasks_per_request: int
     waits: bool
-    """Wait until all tasks are over; else until they are accepted."""
+    """Whether to wait until all tasks have ended; otherwise wait until they are accepted."""
 
 
 def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
@@ -86,7 +86,10 @@ def submit_file(request: SubmitRequest, *, client: Client | None = None) -> int:
 
 
 def _body(task: Task) -> TaskBody:
-    """Return a task as the API's body. Raises: BadTaskFile if its id or seed is not accepted."""
+    """Return a task as the body of a request.
+
+    Raises: BadTaskFile if its id or seed is not accepted.
+    """
     try:
         return TaskBody(id=task.task_id, seed=task.seed, data=dict(task.data))
     except ValidationError as error:
@@ -96,17 +99,17 @@ def _body(task: Task) -> TaskBody:
 
 
 class Results:
-    """The file of results: its tasks are over. Opened in a `with`."""
+    """The file with the results of tasks that have ended. Use it in a `with` statement."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[str] | None = None
         self.over: dict[str, str] = {}
-        """Status by task."""
+        """Status of each ended task, by name."""
         self.rewards: list[float] = []
 
     def __enter__(self) -> Results:
-        """Read the results, and open the file for more. Raises: OSError."""
+        """Read the existing results, and open the file for appending. Raises: OSError."""
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
         for line in lines[:-1]:
             self._note(json.loads(line))
@@ -121,7 +124,7 @@ class Results:
             self._file.close()
 
     def add(self, name: str, answer: RolloutAnswer | None) -> None:
-        """Write the result of a task. answer: None: the service no longer has it."""
+        """Write the result of a task. answer: None if the service no longer has the task."""
         line = {"id": name, "status": "unknown"}
         if answer is not None:
             line = answer.model_dump(mode="json", exclude={"ahead"})
@@ -139,7 +142,7 @@ class Results:
 
 @dataclass
 class _Submitting:
-    """The work of the command; `run` ends when it is done."""
+    """Submits the tasks; `run` returns when everything is done."""
 
     request: SubmitRequest
     client: Client
@@ -148,7 +151,7 @@ class _Submitting:
     results: Results
     progress: Progress
     accepted: deque[str] = field(default_factory=deque)
-    """Accepted tasks that may not be over, in order."""
+    """Accepted tasks, in order, that may not have ended yet."""
     tasks_per_request: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +169,7 @@ class _Submitting:
             self.progress.show(self.summary())
 
     def _has_room(self, batch: list[Task]) -> bool:
-        """Submit a batch. Returns: False: try a smaller batch, or later when there is room."""
+        """Submit a batch. Returns: False if it must be retried, later or with fewer tasks."""
         try:
             self.client.submit(
                 batch[0].environment,
@@ -184,7 +187,7 @@ class _Submitting:
         return True
 
     def _look(self) -> None:
-        """Check whether the oldest accepted task is over; later ones are checked after it."""
+        """Check whether the oldest accepted task has ended; the others are checked after it."""
         name, answer = self.accepted[0], None
         try:
             answer = self.client.rollout(name, wait_s=LOOK_WAIT_S)
@@ -208,13 +211,13 @@ class _Submitting:
 
 
 def _batch_of(tasks: deque[Task], size: int) -> list[Task]:
-    """Return the first tasks of one environment, `size` at most."""
+    """Return the first tasks that share an environment, at most `size`."""
     first = tasks[0].environment
     return list(takewhile(lambda task: task.environment == first, list(tasks)[:size]))
 
 
 class Progress:
-    """The progress: one line that changes on a terminal, else a line from time to time."""
+    """Shows progress: one changing line on a terminal, otherwise a line from time to time."""
 
     def __init__(self, live: Live | None) -> None:
         self._live = live
@@ -241,7 +244,7 @@ class Progress:
 
 
 def open_progress(environ: Mapping[str, str], *, total: int) -> Progress:
-    """Return the progress of the command, plain in a pipe, in CI, or with NO_COLOR set."""
+    """Return the progress display; it prints plain lines in a pipe, in CI, or with NO_COLOR set."""
     console = OutletConsole()
     is_plain = bool(environ.get("NO_COLOR") or environ.get("CI")) or not console.is_terminal
     if is_plain or console.is_dumb_terminal:

@@ -1,4 +1,4 @@
-"""`rayloom train` and `rayloom serve`: check, start a supervisor, show it, stop it in order."""
+"""`rayloom train` and `rayloom serve`: check, start a supervisor, show its run and stop it."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ class TrainRequest:
 
     config: Config
     address: str | None = None
-    """Address of the Ray cluster to join; None: start a local one."""
+    """Address of the Ray cluster to join; None starts a local cluster."""
     run_dir: Path | None = None
     resume: Path | None = None
-    """The directory of the run to resume; None: start a new one."""
+    """Directory of the run to resume; None starts a new run."""
     checkpoint: str = ""
-    """With resume: directory name of the checkpoint to return to; empty: the newest."""
+    """With `resume`: directory name of the checkpoint to return to; empty for the newest."""
     takes_over: bool = False
-    """Resume a run although another process has its lease."""
+    """Whether to resume a run even if another process has its lease."""
     store: StoreOptions = field(default_factory=StoreOptions)
     """Location of a new run's database."""
     trial: Trial = field(default_factory=Trial)
-    """Choice of the user's functions that are called before the start."""
+    """Selects which of the user's functions are called before the start."""
     api: HttpSettings | None = None
-    """Accept tasks over HTTP; None: play the configuration's own."""
+    """Settings for accepting tasks over HTTP; None plays the configuration's own tasks."""
 
 
 def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) -> int:
-    """Train until the end, or until a signal; returns the exit code.
+    """Train until the end, or until a signal. Returns: the exit code.
 
-    stages: the progress of the start, whose current stage is the loading of packages.
+    stages: progress of the start; its current stage is the loading of packages.
 
-    The directories of the request have been checked (`check_resumable`, `check_new`).
-    Raises: ConfigError before anything starts; KeyboardInterrupt for a signal until then.
+    The caller has checked the directories of the request (`check_resumable`, `check_new`).
+    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
     """
     signals.check()
     config = request.config
@@ -122,7 +122,7 @@ def run_training(request: TrainRequest, signals: StopSignals, stages: Stages) ->
 def _run(
     request: TrainRequest, run_dir: RunDir, model: str, *, signals: StopSignals, stages: Stages
 ) -> int:
-    """Run and show it within a Ray that has been joined; returns the exit code."""
+    """Run and show the training in a Ray cluster that has been joined; return the exit code."""
     config, api, is_local = request.config, request.api, request.address is None
     signals.install()
     # Serve's messages for developers are in its own log files.
@@ -197,7 +197,10 @@ def _show_until_done(
     *,
     stays: bool,
 ) -> int:
-    """Show the run until its end. stays: the API answers after it, until a signal."""
+    """Show the run until its end.
+
+    stays: whether the API continues to answer after the run's end, until a signal.
+    """
     worker_logs = session_directory() / "logs"
     try:
         with stopped_in_order(tell=partial(_show_stopped, display, run_dir)):
@@ -243,7 +246,10 @@ def _stay(ending: Ending, display: Display, signals: StopSignals) -> None:
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Report what a second signal interrupted, by the last status. Returns: the exit code."""
+    """Report the work that a second signal interrupted, from the last status.
+
+    Returns: the exit code.
+    """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)

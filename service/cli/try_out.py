@@ -1,7 +1,7 @@
-"""`rayloom try`: play a few tasks without a run, and show prompt, reply and reward of each.
+"""`rayloom try`: play a few tasks without a run, and show the prompt, reply and reward of each.
 
-The replies are reference answers from the data, typed by the user, or sampled from a model behind
-an API like OpenAI's.
+The replies are reference answers from the data, are typed by the user, or are sampled from a model
+behind an API that is compatible with OpenAI's.
 """
 
 from __future__ import annotations
@@ -70,29 +70,29 @@ class TryRequest:
     config: Config
     num_tasks: int
     num_samples: int | None = None
-    """How often each task is played; None: see `samples_of_task`."""
+    """Number of times that each task is played; None: see `samples_of_task`."""
     answer: str | None = None
-    """Column whose reference answers are the replies; None: the replies come from elsewhere."""
+    """Column with reference answers to use as replies; None if the replies come from elsewhere."""
     model: str | None = None
-    """Name of the model that replies, at `base_url`; None, without `answer`: the user types."""
+    """Name of the model at `base_url`; if this and `answer` are None, the user types."""
     base_url: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of the model, by their names in the API."""
+    """Sampling parameters of the model, under their names in the API."""
 
     @property
     def scores_groups(self) -> bool:
-        """Whether functions score the answers to a task together."""
+        """Whether functions score all answers to a task together."""
         return any(
             member.tasks.options.get(GROUP_REWARD) for member in self.config.members.values()
         )
 
     @property
     def samples_of_task(self) -> int:
-        """Return how often each task is played: once, or as a group if functions score groups."""
+        """Return the number of plays of each task: one, or a group if functions score groups."""
         return self.num_samples or (GROUP_SIZE if self.scores_groups else 1)
 
     def check(self) -> None:
-        """Check that the options fit together. Raises: ConfigError if they do not."""
+        """Check that the options are consistent. Raises: ConfigError if they are not."""
         if self.answer is not None and self.model is not None:
             raise ConfigError(
                 f"--model {self.model}: got --answer {self.answer} too, expected one of them to "
@@ -168,7 +168,7 @@ def _with_group_rewards(
     task: Task,
     played: Sequence[tuple[float, str]],
 ) -> list[float]:
-    """Return the rewards of a task's answers, with what the group functions add and show.
+    """Return the rewards of a task's answers after the group functions have added their scores.
 
     played: reward and text of each answer. Raises: _Unplayed if the group cannot be scored.
     """
@@ -247,7 +247,7 @@ async def _play(
 
 
 def _set_playing(config: Config, task: Task) -> None:
-    """Set what a run sets before it plays a task. Functions run in workers in any case."""
+    """Set the context variables that a run sets for a task; functions run in workers."""
     member = config.members.get(task.environment, config)
     playing.set(replace(member.rollouts, inline=False))
     workers.task_id.set(task.task_id)
@@ -294,7 +294,7 @@ def _step(environment: Environment, action: Action) -> Callable[[], Awaitable[St
 
 
 async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: float) -> Any:
-    """Return what a call returns. Raises: _Unplayed if it raises, or exceeds its limit."""
+    """Return a call's result. Raises: _Unplayed if it raises or exceeds its time limit."""
     try:
         return await bounded(call, limit_s=limit_s)
     except CallTimedOut as error:
@@ -350,7 +350,7 @@ def _replies(request: TryRequest, task: Task) -> _Replies:
 
 
 async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[Action, str]:
-    """Read a reply up to an empty line. Raises: EOFError if the input has ended."""
+    """Read the typed reply up to an empty line. Raises: EOFError if the input has ended."""
     how = ' A call: <tool_call>{"name": …, "arguments": {…}}</tool_call>.' if tools else ""
     say(f"\nyour reply, ended by an empty line.{how}")
     lines: list[str] = []
@@ -365,7 +365,7 @@ async def _typed(chat: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[
 async def _sampled(
     request: TryRequest, chat: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> tuple[Action, str]:
-    """Return the reply of the model. Raises: _Unplayed if the request fails."""
+    """Request a reply from the model. Raises: _Unplayed if the request fails."""
     assert request.base_url is not None
     body = {
         "model": request.model,
