@@ -1,6 +1,6 @@
-"""Run every check over every trajectory of a journal; report the result as text.
+"""Check every trajectory, group and step of a journal, and report the result as text.
 
-Steps are read one after the other, so that memory does not grow with the run. Called by
+Steps are read one after another, so that memory does not grow with the run. Called by
 `rayloom inspect --audit`.
 """
 
@@ -32,7 +32,7 @@ from service.visible import visible_text
 
 
 class Check(StrEnum):
-    """An invariant; its value is the sentence that holds if nothing is wrong."""
+    """An invariant; its value is a sentence that states the invariant."""
 
     LOGPROBS = "every sampled token has a finite log-probability"
     SAMPLED = "every trained token was sampled"
@@ -51,10 +51,10 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offence:
-    """A finding of a check.
+    """A violation that a check has found.
 
-    subject: a trajectory, group or step by name. is_explained: the rules allow it; it is shown, but
-    does not fail an audit.
+    subject: name of a trajectory, group or step. is_explained: whether the rules allow it; then it
+    is shown, but does not fail the audit.
     """
 
     check: Check
@@ -81,9 +81,10 @@ MAX_UNRECORDED = 2
 class Audit:
     """The result of an audit.
 
-    unchecked: why a check could not be made. missing_steps: recorded by the run and within the kept
-    range, but without a file. unrecorded_steps: with a file, but unfinished or interrupted.
-    refused_steps: their updates were refused by the trainer, so that they trained nothing.
+    unchecked: reasons why checks could not be made. missing_steps: steps that the run recorded
+    within the kept range, but that have no file. unrecorded_steps: steps that have a file, but are
+    unfinished or were interrupted. refused_steps: steps that trained nothing because the trainer
+    refused their updates.
     """
 
     num_steps: int
@@ -102,7 +103,7 @@ class Audit:
 
 
 def audit(journal: OpenJournal) -> Audit:
-    """Check a journal. Raises: ConfigError for a file that cannot be read."""
+    """Check a journal. Raises: ConfigError if a file cannot be read."""
     recorded = None
     if journal.run_dir is not None and journal.has_database:
         recorded = read_recorded(journal.run_dir)
@@ -142,7 +143,7 @@ def audit(journal: OpenJournal) -> Audit:
 
 
 class _Auditor:
-    """The facts that are collected over all steps."""
+    """Collects the facts of all steps."""
 
     def __init__(self, journal: OpenJournal, recorded: Recorded | None) -> None:
         self._journal = journal
@@ -276,7 +277,7 @@ def _check_rewards(
 
 
 def _worst_completed(step: JournalStep, group: int) -> float:
-    """Return the lowest return of a group's completed members; infinity: none has completed."""
+    """Return the lowest return of a group's completed members; infinity if none has completed."""
     returns = [
         entry.trajectory.episode_return
         for entry in step.entries
@@ -312,7 +313,10 @@ _WITHOUT_SIGNAL = (EvictionReason.ZERO_VARIANCE, EvictionReason.NEGATIVE_RETURN)
 def check_groups(
     step: JournalStep, admitted: Mapping[str, Mapping[str, LedgerEvent]] | None
 ) -> Iterator[Offence]:
-    """Check every group of a step. admitted: by group, the ledger's rollouts; None: not known."""
+    """Check every group of a step.
+
+    admitted: the ledger's events of rollouts by group; None if unknown.
+    """
     groups: dict[str, list[TrajectoryEntry]] = {}
     for entry in step.entries:
         groups.setdefault(entry.trajectory.group_id, []).append(entry)
@@ -324,7 +328,7 @@ def check_groups(
 
 
 def expected_advantages(returns: Sequence[float], rule: GroupRule) -> list[float] | None:
-    """Return A_i = (r_i - b_i) / s by plain sums; None for a group without a signal.
+    """Return A_i = (r_i - b_i) / s, computed with plain sums; None for a group without a signal.
 
     Example: [1, 0, 0, 0] with mean and std -> [1.499997, -.499999, -.499999, -.499999]
     """
@@ -400,8 +404,11 @@ def _check_member(
 def _check_sum(
     members: Sequence[tuple[TrajectoryEntry, float]], rule: GroupRule
 ) -> Iterator[tuple[Check, str]]:
-    """Check the sum, for mean and leave-one-out with any scale; an untrained member adds the value
-    that the group's returns give it."""
+    """Check that the advantages of a group add up to 0, for baselines that imply it.
+
+    These are mean and leave-one-out with any scale. An untrained member counts with the advantage
+    that the group's returns give it.
+    """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
     values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
@@ -423,7 +430,7 @@ def _check_admitted(
     entries: Sequence[TrajectoryEntry],
     admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
-    """Check that every missing rollout left for a reason: the survivors form the group."""
+    """Check that every missing rollout left for a reason: the others form the group."""
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
     if not missing or not counted:
@@ -446,7 +453,7 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEvent]]:
-    """Return the admitted rollouts of each group. newest: each rollout's newest event."""
+    """Return the admitted rollouts by group. newest: the newest event of each rollout."""
     groups: dict[str, dict[str, LedgerEvent]] = {}
     for rollout_id, event in newest.items():
         groups.setdefault(rollout_id.rpartition("-")[0], {})[rollout_id] = event
@@ -454,9 +461,9 @@ def by_group(newest: Mapping[str, LedgerEvent]) -> dict[str, dict[str, LedgerEve
 
 
 def check_ledger(step: JournalStep, newest: Mapping[str, LedgerEvent]) -> Iterator[Offence]:
-    """Check that each rollout of the step left in the same way in both, and none is in only one.
+    """Check that journal and ledger have the same rollouts of the step, with the same end.
 
-    newest: each rollout's newest event in the ledger.
+    newest: the newest event of each rollout in the ledger.
     """
     present = {entry.trajectory.rollout_id for entry in step.entries}
     for entry in step.entries:
@@ -492,7 +499,7 @@ def _exit(event: LedgerEvent) -> str:
 
 
 def _plan(journal: OpenJournal) -> RunSettings | None:
-    """Return the run's configuration of its steps; None: not known."""
+    """Return the run's configured settings; None if unknown."""
     try:
         return config_beside(journal.run_dir).run if journal.run_dir else None
     except ConfigError:
@@ -502,8 +509,9 @@ def _plan(journal: OpenJournal) -> RunSettings | None:
 def missing_steps(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> tuple[int, ...]:
-    """Return the recorded steps without a file. plan: None: the number of kept steps is not known.
+    """Return the recorded steps without a file.
 
+    plan: the run's settings; None if the number of kept steps is unknown.
     Example: present [3], recorded [1, 2, 3, 4], 3 kept -> (2, 4)
     """
     first, last = min(present), max(present)
@@ -535,7 +543,10 @@ def steps_beyond(
 
 
 def describe(result: Audit, *, limit: int) -> list[str]:
-    """Return a line for each check, then its offenders. limit: maximum of offenders; 0: all."""
+    """Return a line for each check, followed by its violations.
+
+    limit: maximum number of violations; 0 for all.
+    """
     lines = [
         f"{result.num_steps} steps, {result.num_trajectories} trajectories, "
         f"{result.num_sampled} sampled tokens, {result.num_trained} trained"

@@ -1,6 +1,6 @@
-"""Make the view of a journal entry: each token with its origin and what the trainer received.
+"""Build the view of a journal entry: each token with its origin and training values. Pure.
 
-Pure. Called by `rayloom inspect`.
+Called by `rayloom inspect`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER_TRAINED = "a role header, trained"
 def build_view(
     step: JournalStep, entry: TrajectoryEntry, text: TokenText, *, is_refused: bool = False
 ) -> TrajectoryView:
-    """Build a trajectory's view. is_refused: the trainer refused the step's update."""
+    """Build a trajectory's view. is_refused: whether the trainer refused the step's update."""
     samples = [
         _SampleBuilder(sample, _trained(entry, number), text).build(number)
         for number, sample in enumerate(entry.trajectory.samples)
@@ -42,7 +42,7 @@ def build_view(
 
 
 def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
-    """Return the advantage at each position of a sample that the trainer received."""
+    """Return the advantages that the trainer received for a sample, by position."""
     if not entry.advantages:
         return {}
     positions = np.flatnonzero(entry.trajectory.samples[number].mask).tolist()
@@ -50,7 +50,7 @@ def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
 
 
 class _SampleBuilder:
-    """Builds the view of one sample. trained: the advantage by position."""
+    """Builds the view of one sample. trained: advantages by position."""
 
     def __init__(self, sample: Sample, trained: Mapping[int, float], text: TokenText) -> None:
         self._sample, self._trained, self._text = sample, trained, text
@@ -130,7 +130,7 @@ class _SampleBuilder:
         return found
 
     def _inserted_positions(self) -> frozenset[int]:
-        """Return the positions after a reply that the renderer filled to close it."""
+        """Return the positions of tokens that the renderer inserted after a reply to close it."""
         found: list[int] = []
         ids, turns = self._sample.token_ids, self._sample.turns
         next_starts = [*(turn.start for turn in turns[1:]), self._sample.num_tokens]
@@ -151,7 +151,7 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """Return the tokens that are entirely within an occurrence of a mark."""
+    """Return the indices of the tokens that lie entirely within an occurrence of a mark."""
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])
     starts = ends - [len(piece) for piece in pieces] if pieces else ends

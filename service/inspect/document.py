@@ -1,8 +1,8 @@
-"""A trajectory as the page shows it: one tree of JSON.
+"""A trajectory as one JSON tree, which the page shows.
 
-All text of models and environments is made visible here; the page shows it as text, never as
-markup. Called for `rayloom inspect --html`, and for the API in a separate process on the run's
-node: the tokenizer's import takes seconds.
+This module makes all text of models and environments printable; the page shows it as text and never
+as markup. `rayloom inspect --html` calls it directly. The API calls it in a separate process on the
+run's node, because the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = {kind: number for number, kind in enumerate(EXPLANATIONS)}
 
 
 def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
-    """Return the data of the page; columns of a sample are by position."""
+    """Return the data of the page; the columns of a sample are ordered by position."""
     trajectory, counts = view.entry.trajectory, view.counts
     return {
         "kind": "trajectory",
@@ -64,9 +64,9 @@ def trajectory_document(view: TrajectoryView) -> dict[str, Any]:
 
 
 def trajectory_json(run_dir: RunDir, name: str) -> bytes | None:
-    """Return the page's document on a trajectory; None: the journal does not have it.
+    """Return the page's document on a trajectory; None if the journal does not have it.
 
-    name: as in `find_entry`. Raises: ConfigError for a damaged file.
+    name: see `find_entry`. Raises: ConfigError if a file is damaged.
     """
     journal = journal_of(run_dir)
     if journal is None:

@@ -1,4 +1,4 @@
-"""The trajectories of a journal, one in each line, the newest step first.
+"""List the trajectories of a journal, one in each line, the newest step first.
 
 Called by `rayloom inspect`, and for the API in a separate process on the run's node.
 """
@@ -22,7 +22,7 @@ HEADER = ("step", "trajectory", "outcome", "return", "advantage", "turns", "toke
 _WORDS = frozenset({"trajectory", "outcome", "ledger", "environment"})
 
 Place = tuple[int, int]
-"""A step, and an entry's number in it."""
+"""A step, and the number of an entry in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,10 @@ class JournalAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """step, outcome, task: None means all. limit: maximum of rows, 0 means all."""
+    """The filters of a list; None for step, outcome or task selects all.
+
+    limit: maximum number of rows; 0 for all.
+    """
 
     step: int | None = None
     task: str | None = None
@@ -70,7 +73,7 @@ class Filters:
 
 
 def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
-    """Return a table in plain text, and a line on its extent."""
+    """Return a table in plain text, and a line that states how many rows it shows."""
     rows: list[tuple[str, ...]] = []
     num_found = 0
     for step, _, entry in matching(journal, filters):
@@ -81,7 +84,7 @@ def list_trajectories(journal: OpenJournal, filters: Filters) -> str:
 
 
 def journal_page(run_dir: RunDir, wanted: Filters, after: Place | None) -> JournalAnswer:
-    """Return a page; empty if there is no journal. Raises: ConfigError for a damaged file."""
+    """Return a page; empty if there is no journal. Raises: ConfigError if a file is damaged."""
     journal = journal_of(run_dir)
     lines: list[JournalLineAnswer] = []
     last = ""
@@ -124,8 +127,10 @@ def _row(line: JournalLineAnswer) -> tuple[str, ...]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns, two spaces apart, to the right except those of words, by the first row's
-    names.
+    """Align columns with two spaces between them.
+
+    The names in the first row decide the side: columns of words are aligned to the left, others to
+    the right.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -140,9 +145,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def matching(
     journal: OpenJournal, filters: Filters, *, after: tuple[int, int] | None = None
 ) -> Iterator[tuple[JournalStep, int, TrajectoryEntry]]:
-    """Yield each match with its number in its step, the newest step first.
+    """Yield each matching entry with its number in its step, the newest step first.
 
-    after: a step and a number in it; only later entries of this order are returned.
+    after: a step and a number in it; only entries that follow this place are yielded.
     """
     last_step, last_place = after or (math.inf, -1)
     for file in reversed(journal.files):

@@ -1,6 +1,6 @@
-"""Find a run's journal, and the file with a trajectory.
+"""Find a run's journal, and the file that has a trajectory. Reads only.
 
-Called by `rayloom inspect`; reads only.
+Called by `rayloom inspect`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ RUNS = Path("runs")
 
 
 class UnknownTrajectory(ConfigError):
-    """The journal has no trajectory with that name; the text has the nearest ids."""
+    """The journal has no trajectory with that name; the message lists similar ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJournal:
-    """place: as the user named it. run_dir: None for a single file. files: the surviving ones, by
-    step. num_superseded: files of steps that a later term played again. has_database: the run's
-    database says which survive. refused: rollouts whose update the trainer refused as not finite,
-    which only the database records.
+    """An open journal: a run's directory or a single file.
+
+    place: the path that the user gave. run_dir: None for a single file. files: the surviving files,
+    in the order of steps. num_superseded: number of files whose steps a later term played again.
+    has_database: whether the run's database determined the surviving files. refused: rollouts whose
+    update the trainer refused because it was not finite; only the database records this.
     """
 
     place: Path
@@ -48,13 +50,13 @@ class OpenJournal:
     refused: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[JournalStep]:
-        """Yield the steps in order. Raises: ConfigError for a file that cannot be read."""
+        """Yield the steps in order. Raises: ConfigError if a file cannot be read."""
         for file in self.files:
             yield load_step(file.path)
 
 
 def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
-    """Whether the journal has it as trained, but the trainer refused the update."""
+    """Return whether the trainer refused the update of an entry that is recorded as trained."""
     return entry.reason is None and entry.trajectory.rollout_id in journal.refused
 
 
@@ -115,7 +117,7 @@ def journal_of(run_dir: RunDir) -> OpenJournal | None:
 
 
 def load_step(path: Path) -> JournalStep:
-    """Load a step. Raises: ConfigError for a file that cannot be read."""
+    """Load a step. Raises: ConfigError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return read_step(file)
@@ -124,10 +126,10 @@ def load_step(path: Path) -> JournalStep:
 
 
 def find_entry(journal: OpenJournal, name: str) -> tuple[JournalStep, TrajectoryEntry]:
-    """Find a trajectory by its id, its rollout's, or as a member of a task (TASK-MEMBER, which is a
-    session's id too); of several attempts the newest.
+    """Find a trajectory by its id, its rollout's id, or its task and member (TASK-MEMBER).
 
-    Raises: UnknownTrajectory; ConfigError for a file that cannot be read.
+    TASK-MEMBER is also the id of a session. If there were several attempts, return the newest.
+    Raises: UnknownTrajectory; ConfigError if a file cannot be read.
     """
     known: list[str] = []
     for file in reversed(journal.files):
@@ -162,9 +164,7 @@ def _find_member(journal: OpenJournal, name: str) -> tuple[JournalStep, Trajecto
 
 
 def tokenizer_of(journal: OpenJournal) -> TokenText:
-    """Return the tokenizer of the journal's run: its own tiny model, or the configuration's
-    path.
-    """
+    """Return the tokenizer of the run's model: its tiny model, or the configured one."""
     run_dir = journal.run_dir or RunDir(path=journal.place.resolve().parent.parent)
     try:
         config = config_beside(run_dir)
@@ -180,9 +180,9 @@ def tokenizer_of(journal: OpenJournal) -> TokenText:
 
 
 def config_beside(run_dir: RunDir) -> Config:
-    """Load the configuration next to a journal; a journal that was copied without it has none.
+    """Load the configuration next to a journal.
 
-    Raises: ConfigError if there is none, or it cannot be read.
+    Raises: ConfigError if it cannot be read, or if the journal was copied without it.
     """
     if not run_dir.config_file.is_file():
         raise ConfigError(f"there is no {run_dir.config_file.name} next to the journal")

@@ -1,7 +1,8 @@
-"""Which files of a journal belong to the run, by the run's database; read, never written.
+"""Find the files of a journal that belong to the run, by the run's database, which is only read.
 
-A run's directory may have a step twice, from two terms; the database says from which one the run
-continued. In a journal that was copied without it, the newest term of each step counts.
+A run's directory may have two files of a step, from two terms; the database records from which one
+the run continued. If the journal was copied without the database, the newest term of each step
+counts.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ class Surviving:
 
     spans: tuple[Span, ...]
     refused: frozenset[str]
-    """Rollouts whose update was refused as not finite, which is known only after the journal is
-    written."""
+    """Rollouts whose update was refused as not finite; the journal is written before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class Recorded:
 
 
 def read_surviving(run_dir: RunDir) -> Surviving | None:
-    """Read the surviving steps from the run's database; None: the journal was copied without it.
+    """Read the surviving steps from the run's database; None if the journal was copied without it.
 
-    Raises: ConfigError if it is lost or damaged, or has no run.
+    Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:
         url = run_dir.database_url
@@ -113,10 +113,11 @@ def _read(run_dir: RunDir, read: Callable[[ReadOnlyStore], Answer]) -> Answer:
 def surviving_files(
     files: Sequence[JournalFile], spans: Sequence[Span] | None
 ) -> list[JournalFile]:
-    """Return one file for each step, from the run's lineage. spans: None: the newest term counts.
+    """Return one file for each step, from the run's lineage.
 
-    Example: term 1 wrote steps 1 to 4, term 2 continued from 2 and wrote 3: 1, 2 of term 1, and 3
-    of term 2.
+    spans: terms of the lineage; if None, the newest term of each step counts.
+    Example: term 1 wrote steps 1 to 4; term 2 continued from step 2 and wrote step 3. The files are
+    those of steps 1 and 2 of term 1, and of step 3 of term 2.
     """
     if spans is None:
         return list({file.step: file for file in files}.values())

@@ -1,7 +1,7 @@
-"""A trajectory in the terminal: its text in colours, then a table of sampled and faulty tokens.
+"""Show a trajectory in the terminal: its text in colours, and a table of sampled and faulty tokens.
 
-Colours are the terminal's own, and only repeat information: the table names each class, and each
-segment counts its own.
+The colours are the terminal's own, and no information is shown by colour only: the table names each
+class, and each segment counts its tokens by class.
 """
 
 from __future__ import annotations

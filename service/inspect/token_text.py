@@ -1,7 +1,7 @@
-"""Token ids as their bytes; without a tokenizer the ids themselves are shown.
+"""Convert token ids to their bytes; without a tokenizer, the ids themselves are shown.
 
-A token need not be whole characters: byte-level tokenizers cut them anywhere. So each token is
-shown as its own bytes, independent of its neighbours.
+A token need not consist of whole characters, because byte-level tokenizers cut them anywhere. Each
+token is therefore shown as its own bytes, independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _SHORTEST = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMarks:
-    """headers: texts that open a message, also the generation prompt; never to be trained. footers:
-    texts that close one; a reply's own is sampled, and trained. Longest first.
+    """The texts of a chat template around messages, longest first.
+
+    headers: texts that open a message, including the generation prompt; they are never trained.
+    footers: texts that close a message; the footer of a reply is sampled, and trained.
     """
 
     headers: tuple[bytes, ...] = ()
@@ -95,7 +97,10 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class TokenText(Protocol):
-    """The bytes of token ids. marks: texts of the chat template. note: what is missing, and why."""
+    """Converts token ids to bytes.
+
+    marks: texts of the chat template. note: what is missing, and why.
+    """
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -109,13 +114,13 @@ class TokenText(Protocol):
         ...
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Count the tokens that were added after this reply to close it, and not sampled."""
+        """Return the number of tokens that were inserted after this reply to close it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareIds:
-    """A replacement for a missing tokenizer. note: why it is missing."""
+    """Replaces a missing tokenizer. note: the reason why it is missing."""
 
     note: str
     special_ids: frozenset[int] = frozenset()
@@ -130,7 +135,7 @@ class BareIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerText:
-    """The text of tokens by a Hugging Face tokenizer and its chat template."""
+    """Converts token ids to text with a Hugging Face tokenizer and its chat template."""
 
     tokenizer: Any
     renderer: ChatRenderer
@@ -177,9 +182,9 @@ def token_text(
     chat_template: str | None,
     why_not: str,
 ) -> TokenText:
-    """Load the tokenizer of a model directory or hub name; return BareIds if there is none.
+    """Load the tokenizer of a model directory or hub name; return BareIds if it has none.
 
-    why_not: the note if `model` is None.
+    why_not: the note of BareIds if `model` is None.
     """
     if model is None:
         return BareIds(note=why_not)
@@ -206,9 +211,7 @@ def text_by(tokenizer: Any, *, template_options: dict[str, Any]) -> TokenizerTex
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the character that represents each byte in byte-level vocabularies (GPT-2's
-    encoder).
-    """
+    """Return the byte for each character of byte-level vocabularies (GPT-2's encoder)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     table = {chr(byte): byte for byte in plain}

@@ -1,9 +1,9 @@
-"""The view of a trajectory: samples, segments, tokens, each with its columns and faults.
+"""The view of a trajectory: its samples, segments and tokens with their columns and faults. Pure.
 
-The spans of the turns show what was sampled, the advantages that the trainer received show what was
-trained, and the tokenizer shows the template's text. A fault is a token where they disagree; the
-facts summarise the trajectory in a few labelled lines. Pure. The terminal (`terminal`), and the
-page and the API (`document`), show only this view.
+The spans of the turns show which tokens were sampled, the advantages that the trainer received show
+which were trained, and the tokenizer shows which belong to the template. A token has a fault if
+these disagree; the facts summarise the trajectory in a few labelled lines. The terminal
+(`terminal`), the page and the API (`document`) show only this view.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ MEANINGS: dict[TokenClass, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """position: in its sample. text: on one line. turn: that sampled it; None: not sampled.
+    """A token of a sample.
 
-    logprob: the sampler's, nats; None: not recorded. version: the version that sampled it.
-    advantage: the value that the trainer received. starts_branch: here the history differs from the
-    sample it should extend.
+    position: its index in the sample. text: its text on one line. turn: the turn that sampled it;
+    None if it was not sampled. logprob: the sampler's log-probability in nats; None if not
+    recorded. version: the policy version that sampled it. advantage: the value that the trainer
+    received. starts_branch: whether the history differs, from this token on, from the sample that
+    it should extend.
     """
 
     position: int
@@ -67,8 +69,9 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of one sample: a first prompt, a reply, or the tokens between two. note: a reply's
-    reward, finish reason, and whether it was malformed.
+    """A part of one sample: a first prompt, a reply, or the tokens between two replies.
+
+    note: a reply's reward and finish reason, and whether it was malformed.
     """
 
     title: str
@@ -79,8 +82,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """opening: why it began, and the turns that it merges. parent: number of the sample that it
-    branches off; None: it shares nothing. num_shared: number of shared tokens, from the start.
+    """The view of one sample.
+
+    opening: why the sample began, and the turns that it merges. parent: number of the sample from
+    which it branches off; None if it shares nothing. num_shared: number of shared tokens from the
+    start.
     """
 
     title: str
@@ -96,8 +102,10 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryView:
-    """note: what could not be shown. is_refused: the trainer received it, and refused the step's
-    update.
+    """The view of a whole trajectory.
+
+    note: what could not be shown. is_refused: whether the trainer received it, but refused the
+    step's update.
     """
 
     step: JournalStep
@@ -108,7 +116,7 @@ class TrajectoryView:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """(label, value): its end and the reason, rewards, tokens, versions."""
+        """Labels and values: the trajectory's end and its reason, rewards, tokens and versions."""
         return _facts(self.step, self.entry, is_refused=self.is_refused)
 
     @property
@@ -118,7 +126,7 @@ class TrajectoryView:
 
     @property
     def fault_counts(self) -> dict[str, int]:
-        """Count the tokens with each fault, in the order of the tokens."""
+        """Number of tokens with each fault; faults are in the order of the tokens."""
         tokens = (token for sample in self.samples for token in sample.tokens)
         return dict(Counter(fault for token in tokens for fault in token.faults))
 
@@ -168,7 +176,7 @@ def exit_of(entry: TrajectoryEntry, *, is_refused: bool) -> str:
 
 
 def advantage(entry: TrajectoryEntry) -> str:
-    """Return one number, or the range if tokens differ; empty if nothing was trained."""
+    """Format the advantage, or the range if tokens differ; empty if nothing was trained."""
     values = [value for of_sample in entry.advantages for value in of_sample.tolist()]
     if not values:
         return ""
@@ -184,7 +192,7 @@ def number(value: float) -> str:
 
 
 def turn_note(turn: TurnSpan) -> str:
-    """Describe a turn: reward with its components, finish reason, malformed."""
+    """Describe a turn: reward with components, finish reason, and whether it was malformed."""
     reward = f"reward {number(turn.reward)}"
     if turn.reward_components:
         parts = visible_text(

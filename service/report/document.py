@@ -1,6 +1,6 @@
-"""The data of a run's page: one tree of JSON, equal in form for a finished and a live run.
+"""The data of a run's page: one JSON tree with the same form for a finished and a live run. Pure.
 
-This module and `tables` make all texts; the page draws the columns of the steps. Pure. Called for
+This module and `tables` make all texts; the page draws the columns of the steps. Used for
 report.html, and by the API for the page at `/`.
 """
 
@@ -56,32 +56,32 @@ class LiveState:
     """The policy version of each engine, by the replica's id."""
     engines_expected: int
     queue: QueueStats | None
-    """None before the queue has answered."""
+    """The queue's state; None until the queue has answered."""
     max_items: int
-    """Limit of rollouts in flight."""
+    """Maximum number of rollouts in flight."""
     max_bytes: int
-    """Limit of finished rollouts that wait for a step."""
+    """Maximum size of finished rollouts that wait for a step."""
     max_lag: int
-    """Versions that rollouts may run ahead."""
+    """Maximum number of versions by which rollouts may run ahead."""
     notices: Sequence[str]
     """The newest notices, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPicture:
-    """A run at one moment, or at its end."""
+    """A run at one moment or at its end."""
 
     summary: RunSummary
     history: HistoryLike
     config_text: str
     """The effective configuration, as YAML."""
     after: int = 0
-    """The caller has the steps up to this one."""
+    """The last step that the caller already has."""
     live: LiveState | None = None
 
 
 def run_document(picture: RunPicture) -> dict[str, Any]:
-    """Return the page's data. The steps are those after `after`; everything else is complete."""
+    """Return the page's data: the steps after `after`, and everything else completely."""
     summary, history, live = picture.summary, picture.history, picture.live
     totals = history.totals
     steps = [record for record in history.steps if record.step > picture.after]
@@ -129,7 +129,7 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
 
 
 def step_columns(records: Sequence[StepRecord]) -> Numbers:
-    """Return the columns of `step_numbers`, [N] each; null if a step does not have the number."""
+    """Return the columns of `step_numbers`, each [N]; null if a step lacks the number."""
     columns: Numbers = {name: [] for record in records for name in step_numbers(record)}
     for record in records:
         known = step_numbers(record)
@@ -148,7 +148,7 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Round a value for a figure; whole numbers stay whole, as times must."""
+    """Round a value for a chart; integers remain unchanged, as times must."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():
@@ -184,11 +184,11 @@ def _plain(value: tables.Tile | tables.Check | tables.Table) -> dict[str, Any]:
 def write_report(
     path: Path, *, summary: RunSummary, history: HistoryLike, config_text: str
 ) -> None:
-    """Write report.html, by renaming. config_text: the effective configuration, as YAML."""
+    """Write report.html under another name and rename it. config_text: the effective YAML."""
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 
 def render_report(*, summary: RunSummary, history: HistoryLike, config_text: str) -> str:
-    """Return the page as text."""
+    """Return the page as HTML."""
     picture = RunPicture(summary=summary, history=history, config_text=config_text)
     return page_with(run_document(picture))

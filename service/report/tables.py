@@ -1,6 +1,6 @@
-"""The texts of a run's page: verdict, checks, tiles, tables and definitions; pure.
+"""The texts of a run's page: verdict, checks, tiles, tables and definitions. Pure.
 
-All are values ready for the template. Those of statistics are made from the table of statistics.
+All values are ready for the template. The texts on statistics come from the table of statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_FLIGHT = "nothing in flight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A promise of the run: `name` states it, and `text` says how it was broken."""
+    """A guarantee of the run: `name` states it, and `text` says how it was violated."""
 
     name: str
     is_kept: bool
@@ -46,16 +46,16 @@ class Table:
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    """Cells of text; the first one names its row."""
+    """Cells of text; the first cell names its row."""
     total: tuple[str, ...] | None = None
     """The last row, shown separately."""
     note: str = ""
     is_text: bool = False
-    """The cells are sentences, which are wrapped over the whole width of the page."""
+    """Whether the cells are sentences, which wrap over the whole width of the page."""
 
 
 def verdict(summary: RunSummary) -> str:
-    """Describe the run in a line. Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
+    """Describe the run in one line. Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
     time = units.duration(summary.wall_s)
     if summary.steps == 0:
         return f"No training step was completed in {time}."
@@ -69,7 +69,7 @@ def verdict(summary: RunSummary) -> str:
 
 
 def ending(summary: RunSummary) -> str:
-    """Return how the run ended, as a sentence; empty if it is not known."""
+    """Return how the run ended, as a sentence; empty if unknown."""
     reason = (summary.exit_reason or "").strip()
     if not reason:
         return ""
@@ -77,8 +77,9 @@ def ending(summary: RunSummary) -> str:
 
 
 def balance_equation(summary: RunSummary) -> str:
-    """Return the ledger's balance. Example: '30 720 = 29 952 trained + 768 evicted + 0 in
-    flight'.
+    """Return the ledger's balance.
+
+    Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'.
     """
     ledger = summary.ledger
     out = ledger.trained + ledger.num_evicted + ledger.in_flight
@@ -137,8 +138,9 @@ def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
 
 
 def _checked(summary: RunSummary) -> str:
-    """Describe the check. Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats
-    apart, …'.
+    """Describe the log-probability check.
+
+    Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'.
     """
     check = summary.logprob_check
     return (
@@ -200,7 +202,7 @@ def _evaluation(summary: RunSummary) -> tuple[str, str]:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation, unless it is a single sample, which the tile shows completely."""
+    """Yield the last evaluation, unless it has a single sample, which the tile shows completely."""
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
     yield from evaluation.sets.values()
@@ -220,7 +222,7 @@ def _resumes_and_memory(summary: RunSummary) -> str:
 
 
 def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
-    """Return the tables of the run as a whole that have a row."""
+    """Return the tables of the whole run that have at least one row."""
     found = (
         _answers_table(summary.evaluation),
         _ledger_table(summary),
@@ -241,7 +243,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
 
 
 def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
-    """Return the tables of the named parts of rewards, and of the parts of a mixture."""
+    """Return the tables of the rewards' components, and of a mixture's environments."""
     return (
         *_early_and_late(
             "Reward components",
@@ -271,7 +273,7 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table of means over the first and the last steps, by name, if there are any."""
+    """Return a table of means over the first and over the last steps, if there are any."""
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:
@@ -288,7 +290,7 @@ def _early_and_late(
 
 
 def _means(records: Iterable[Mapping[str, float | None]]) -> dict[str, float]:
-    """Return the mean over the records that have a value, by name."""
+    """Return the means by name, each over the records that have a value."""
     values: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -348,9 +350,9 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Remove from each text the first lines, the last lines and the end marker that all share.
+    """Remove the lines at the begin and the end, and the end marker, that all texts share.
 
-    Example: _differing_lines(["to\\n1 + 1?<|end|>", "to\\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
+    Example: _differing_lines(["to\n1 + 1?<|end|>", "to\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """
     texts = [text.rstrip() for text in texts]
     bare = [re.sub(r"(<[^<>\s]+>)+$", "", text) for text in texts]
@@ -362,7 +364,7 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return how many of the first elements all have in common, but not all of the shortest."""
+    """Return the length of the common prefix, at most the shortest length minus 1."""
     shared = itertools.takewhile(
         lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
     )
@@ -471,9 +473,9 @@ def words(name: str) -> str:
 
 
 def statistic_tables(totals: RunTotals) -> tuple[Table, ...]:
-    """Return a table for each group: the begin, the course and the end of each known statistic.
+    """Return a table for each group of statistics: the first, extreme and last value of each.
 
-    The common beginning of a group's names is only in its caption.
+    The prefix that a group's names share appears only in its caption.
     """
     tables = (_statistic_table(group, totals) for group in GROUPS)
     return tuple(table for table in tables if table.rows)
@@ -499,7 +501,7 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
 
 
 def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Explain the values that each known statistic is made of."""
+    """Explain the values from which each known statistic is computed."""
     found = {
         (words(each.values), each.help): each.name
         for each in STATISTICS
@@ -572,7 +574,7 @@ def definitions() -> tuple[tuple[str, str], ...]:
 
 
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
-    """Show how many rollouts may be in flight, and their states."""
+    """Show how many rollouts may be in flight, and how many are in each state."""
     if queue is None:
         return Table(caption="Window", header=(), rows=())
     in_flight = queue.ledger.in_flight
@@ -626,6 +628,6 @@ def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
 
 
 def help_of(name: str) -> str:
-    """Return the explanation of a statistic, as it continues its name on the page."""
+    """Return the explanation of a statistic, worded to follow its name on the page."""
     text = BY_NAME[name].help.replace("`", "")
     return text[0].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Name every number of a record, for the page and the trackers that draw it. Pure."""
+"""Name every number of a record for the page and the trackers. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
-    """Return the numbers of a step by name; None: the step does not know the number.
+    """Return the numbers of a step by name; a number that the step does not know is None.
 
-    Counts have the names of the record's fields, and statistics have their own. The others are
-    `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
+    Counts have the names of the record's fields, and statistics have their own names. The others
+    are `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),
     `rewards.NAME`, `metrics.NAME`, for a mixture `environments.NAME/…`, and values that are
     computed from several of these.
     """
@@ -75,7 +75,7 @@ def _environment_numbers(
 
 
 def step_curves(record: StepRecord) -> dict[str, float]:
-    """Return the known numbers of a step, as trackers name them: train/loss, stages/merge.
+    """Return the known numbers of a step under the trackers' names: train/loss, stages/merge.
 
     Outcomes are shares of the step's trajectories.
     """
@@ -89,7 +89,7 @@ def step_curves(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, float]:
-    """Return the known numbers of an evaluation, each name below the prefix."""
+    """Return the known numbers of an evaluation, each name with the prefix."""
     numbers = {
         "num_tasks": record.num_tasks,
         "policy_version": record.policy_version,
@@ -104,13 +104,13 @@ def evaluation_curves(record: EvaluationRecord, *, prefix: str) -> dict[str, flo
 
 
 def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, float]:
-    """Return the share of every outcome, 0 if no rollout ended so; empty if no rollout ended."""
+    """Return the share of every outcome, 0 if it did not occur; empty if no rollout ended."""
     total = sum(outcomes.values())
     return {f"{prefix}/{each}": outcomes.get(each, 0) / total for each in Outcome if total}
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite curves by names that every tracker takes, one name for each.
+    """Return the finite curves under names that every tracker accepts, each unique.
 
     Letters, marks and digits of any script are kept. Names that would collide get a digest each.
     """

@@ -1,11 +1,11 @@
-"""One endpoint for all metrics of a run, which outlives the processes that push to it.
+"""Collect all metrics of a run at one endpoint, which outlives the processes that push to it.
 
-A process pushes two kinds of families. *Increments* are the gains since its last push of the
-counters and histograms that no row of the database holds; the endpoint adds them up, and keeps the
-sums when the process dies. *Values* are the current values of all other metrics; the next push
-replaces them, and they are removed when the process stops pushing. Each push has a number, so that
-a push that is sent twice counts once. Each process has an epoch, so that pushes of a replaced
-process are ignored.
+A process pushes two kinds of metric families. *Increments* are what the counters and histograms
+that no row of the database holds gained since the last push; the endpoint adds them up, and keeps
+the sums after the process dies. *Values* are the current values of all other metrics; the next push
+replaces them, and the endpoint removes them when the process stops pushing. Each push has a number,
+so that a repeated push counts once. Each process has an epoch, so that the endpoint ignores the
+pushes of a replaced process.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ class Push:
     """One message with the metrics of a process."""
 
     role: str
-    """Role that one process at a time has, such as "supervisor", or an engine's own name."""
+    """The role, which one process has at a time, such as "supervisor" or the name of an engine."""
     epoch: int
-    """Number that is greater for the later of two processes with one role."""
+    """A number; of two processes with the same role, the later process has the greater one."""
     number: int
-    """Number of the push among those of its process: 1, 2, and so on."""
+    """Number of this push in its process: 1, 2, and so on."""
     increments: tuple[Metric, ...] = ()
     values: tuple[Metric, ...] = ()
     is_last: bool = False
-    """Whether the process ends in order, so that its values stay."""
+    """Whether the process ends in order, so that the endpoint keeps its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Heard:
-    """The newest push of a role, and when it arrived."""
+    """The newest push of a role, and the time of its arrival."""
 
     push: Push
     at: float
 
 
 class PushedMetrics(Collector):
-    """The pushed metrics in the form of a scrape. Safe to use from several threads."""
+    """The pushed metrics, as a collector for scrapes. Safe to use from several threads."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, **labels: str) -> None:
-        """Start without metrics. labels: labels that every series gets."""
+        """Start without metrics. labels: labels of every series."""
         self._clock = clock
         self._labels = labels
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class PushedMetrics(Collector):
         self._sums = {}
 
     def push(self, push: Push) -> None:
-        """Store a push, unless this push, or one of a later process, has been stored."""
+        """Store a push, unless it or a push of a later process is already stored."""
         with self._lock:
             before = self._heard.get(push.role)
             if before is not None and (before.push.epoch, before.push.number) >= (
@@ -89,7 +89,7 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Show these families instead of a dead process's own, until its successor pushes."""
+        """Replace these families of a dead process until its successor pushes."""
         names = {family.name for family in values}
         with self._lock:
             if (heard := self._heard.get(role)) is None:
@@ -148,11 +148,10 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
-    """Return a server that answers in Prometheus' text format, ignoring the request's Accept
-    header.
+    """Return a server that always answers in Prometheus' text format.
 
-    In the other format, OpenMetrics, the library replaces the colon of vLLM's names. Raises:
-    OSError.
+    It ignores the Accept header, because in the other format, OpenMetrics, the library replaces the
+    colon of vLLM's names. Raises: OSError.
     """
     answer = make_wsgi_app(registry)
 
@@ -165,7 +164,7 @@ def _server(registry: CollectorRegistry, *, host: str, port: int) -> WSGIServer:
 
 
 class MetricsEndpoint:
-    """A Ray actor that serves /metrics; the process that starts the run's supervisors owns it."""
+    """A Ray actor that serves /metrics. It belongs to the process that starts the supervisors."""
 
     def __init__(self, run: str, *, host: str, port: int) -> None:
         self._pushed = PushedMetrics(run=run)
@@ -188,7 +187,7 @@ class MetricsEndpoint:
         return await self.address()
 
     async def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Show families instead of a dead process's own: see `PushedMetrics.amend`."""
+        """Replace families of a dead process, as `PushedMetrics.amend` does."""
         self._pushed.amend(role, values)
 
     async def address(self) -> str:
@@ -202,7 +201,7 @@ class Reading:
     """The metrics of a process at one moment."""
 
     gained: Sequence[Metric] = ()
-    """Counters and histograms that began with the process."""
+    """Counters and histograms that started at 0 with the process."""
     values: Sequence[Metric] = ()
 
 
@@ -216,7 +215,7 @@ class Pusher:
         role: str,
         read: Callable[[], Reading],
     ) -> None:
-        """Push with `send`, which is the endpoint's `push`."""
+        """Create a pusher. send: the endpoint's `push`."""
         self._send = send
         self._role = role
         self._epoch = time.time_ns()
@@ -229,7 +228,7 @@ class Pusher:
     async def push(self, *, is_last: bool = False) -> str:
         """Read and push the metrics. Returns: the endpoint's URL.
 
-        Raises: the exceptions of `send`; the next call sends the push again.
+        Raises: the errors of `send`; the next call then repeats the push.
         """
         if self._unanswered is not None:
             await self._send_until_answered(self._unanswered)
@@ -252,7 +251,7 @@ class Pusher:
         return address
 
     def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
-        """Yield the gains of counters and histograms; new ones also with a gain of 0."""
+        """Yield the increases of counters and histograms; new ones even if they are 0."""
         for family in gained:
             grown = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:
@@ -266,7 +265,7 @@ class Pusher:
 
 
 class NamedEndpoint:
-    """The endpoint of a run, for processes that its owner does not start."""
+    """The endpoint of a run, found by name, for processes that its owner does not start."""
 
     def __init__(self, run_id: str) -> None:
         self._name = endpoint_name(run_id)

@@ -1,8 +1,8 @@
 """Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
-A rollout that an error ended (`UNSCORED`) is missing, not failed: it is left out of n and counted
-by its outcome. A sample's value is its return, as a share of the best possible one if the
-environment knows that. Called by the loop, by an operator's control and by `rayloom evaluate`.
+A rollout that ended with an error (`UNSCORED`) is missing, not failed: it is not part of n, and is
+counted by its outcome. A sample's value is its return, or its share of the best possible return if
+the environment knows that. Called by the loop, by an operator's control and by `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def evaluation_record(
 ) -> EvaluationRecord:
     """Return the record of an evaluation.
 
-    A task with fewer than k scored samples is left out of pass@k. version: the newest policy
-    version when the evaluation began. name: name of the set; empty: the run's own.
+    pass@k leaves out tasks with fewer than k scored samples. version: the newest policy version
+    when the evaluation began. name: name of the set; empty for the run's own set.
     """
     scored = [each for each in summaries if is_scored(each)]
     scaled = [each.scaled_return for each in scored if each.scaled_return is not None]
@@ -76,9 +76,9 @@ def evaluation_record(
 
 
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
-    """Return the sampling of the parts of a mixture, taken together.
+    """Return one sampling for all parts of a mixture.
 
-    If the parts differ, it is that of the first part without pass@k.
+    If the parts differ, it is the sampling of the first part, without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())
@@ -87,7 +87,7 @@ def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
 def evaluation_file(step: int, what: str) -> str:
     """Return the name of an evaluation's file of rollouts, without its suffix.
 
-    what: distinguishes the evaluations of a step.
+    what: a text that distinguishes the evaluations of a step.
 
     Example: evaluation_file(20, "term-0001") -> step-000020-term-0001
     """
@@ -95,23 +95,23 @@ def evaluation_file(step: int, what: str) -> str:
 
 
 def is_scored(summary: TrajectorySummary) -> bool:
-    """Return whether an environment scored the rollout; one that was cut off counts as scored."""
+    """Return whether an environment scored the rollout; a rollout cut off counts as scored."""
     return summary.num_sampled > 0 and summary.outcome not in UNSCORED
 
 
 def value_of(summary: TrajectorySummary) -> float:
-    """Return the scaled return if it is known, and otherwise the return."""
+    """Return the scaled return, or the plain return if the scaled one is unknown."""
     scaled = summary.scaled_return
     return summary.episode_return if scaled is None else scaled
 
 
 def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
-    """Estimate, without bias, the probability that at least one of k samples passes.
+    """Return the unbiased estimate of the probability that at least one of k samples passes.
 
     1 - C(n - c, k) / C(n, k).   Source: Chen et al., Evaluating Large Language Models Trained on
     Code (arXiv:2107.03374), equation 1.
 
-    Args: num_samples: n, of one task. num_passed: c of them. k: at most n.
+    Args: num_samples: n, samples of one task. num_passed: c, passed ones among them. k: at most n.
     Example: pass_at_k(4, 1, k=2) -> 0.5, which is 1 - 3 / 6
     """
     assert 0 <= num_passed <= num_samples and 1 <= k <= num_samples
@@ -121,7 +121,8 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
     """Return the standard error of the mean over tasks; a task's value is the mean of its samples.
 
-    s / sqrt(T), with s the standard deviation (T - 1) of the T tasks' values. None: T < 2.
+    s / sqrt(T), where s is the standard deviation (divisor T - 1) of the T tasks' values. None if
+    T < 2.
 
     Example: standard_error([[1, 0], [1, 1], [0, 0]]) -> 0.289, which is 0.5 / sqrt(3)
     """
@@ -130,8 +131,7 @@ def standard_error(tasks: Sequence[Sequence[float]]) -> float | None:
 
 
 def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
-    """Return the mean over tasks of the most frequent answer's value; None if no sample has an
-    answer.
+    """Return the mean over tasks of the majority answer's value; None if no sample has an answer.
 
     A sample without an answer does not vote. If no sample of a task votes, the task's value is the
     mean over all its samples.
@@ -142,8 +142,7 @@ def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
 
 
 def majority(votes: Sequence[tuple[str | None, float]]) -> float:
-    """Return the mean value of the samples that have the most frequent answer, or one of the tied
-    ones.
+    """Return the mean value of the samples with the most frequent answer, or with a tied one.
 
     Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
         majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333

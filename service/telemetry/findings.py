@@ -1,6 +1,6 @@
 """Findings of the audit for reward hacking: kind of pattern, first step, numbers, and examples.
 
-A finding describes what was observed, not what it means.
+A finding describes an observation, without a judgement.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """A kind of pattern. Lists show the value; the sentence of a finding has the numbers."""
+    """A kind of pattern. Lists show the value; the text of a finding has the numbers."""
 
     EQUAL_ANSWERS = "equal_answers"
     MALFORMED_PAID = "malformed_paid"
@@ -26,24 +26,25 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A pattern that is new in the run and is rewarded."""
+    """A pattern that is new in the run and increases the reward."""
 
     kind: Kind
     environment: str
     onset: int
-    """The first step of the pattern, as far as it can be determined."""
+    """The first step of the pattern, as well as it can be determined."""
     step: int
     """Step at which the pattern was found."""
     before: float
-    """Share of trajectories in the steps before the pattern; for `component_falls` the component's
-    mean.
+    """Share of trajectories with the pattern in earlier steps.
+
+    For `component_falls` it is the component's mean.
     """
     now: float
     """The same number in the newest steps."""
     reward_before: float
-    """Mean return divided by the best possible one, if that is known."""
+    """Mean return in earlier steps, divided by the best possible return if it is known."""
     reward_now: float
     examples: tuple[str, ...]
-    """Ids of trajectories that `rayloom inspect` opens."""
+    """Ids of trajectories, for `rayloom inspect`."""
     text: str
     """One sentence."""

@@ -1,8 +1,8 @@
-"""The memory of a run on one machine: that of a process and of all that it has started.
+"""Measure the memory of a run on one machine: a process and all its descendants.
 
-A page that processes share, such as one of Ray's object store, counts once (the kernel's
-proportional set size). Called by the supervisor of a run on a Ray of its own; `memory_shortage` by
-every run that replaces a part.
+A page that processes share, such as a page of Ray's object store, counts once (the kernel's
+proportional set size). The supervisor of a run with its own Ray calls this module; every run that
+replaces a part calls `memory_shortage`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHORT = 0.9
 
 
 def memory_of(process_id: int) -> int | None:
-    """Return the bytes that a process and its descendants hold; None if the process has ended."""
+    """Return the bytes that a process and its descendants hold; None if it has ended."""
     try:
         root = psutil.Process(process_id)
         processes = [root, *root.children(recursive=True)]
@@ -30,7 +30,7 @@ def memory_of(process_id: int) -> int | None:
 
 
 def _share_of(process_id: int) -> int:
-    """Return the bytes of memory of one process; 0 if it has ended."""
+    """Return the memory of one process in bytes; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -39,10 +39,11 @@ def _share_of(process_id: int) -> int:
 
 
 def memory_shortage(cgroup: Path = _CGROUP) -> str:
-    """Return a notice if more than nine tenths of this machine's memory are used, else "".
+    """Return a notice if more than nine tenths of this machine's memory is used, otherwise "".
 
     Ray does not report why it restarts an actor, so this is the only hint at its memory monitor.
-    cgroup: of the container (version 2); its limit counts if it is below the machine's memory.
+    cgroup: directory of the container's cgroup (version 2); its limit counts if it is below the
+    machine's memory.
     """
     machine = psutil.virtual_memory()
     used, total = machine.total - machine.available, machine.total
@@ -67,10 +68,10 @@ def memory_shortage(cgroup: Path = _CGROUP) -> str:
 
 
 class PeakMemory:
-    """The most memory that a process and its descendants have held at one of the measurements."""
+    """The largest memory of a process and its descendants among all measurements."""
 
     def __init__(self, process_id: int | None) -> None:
-        """Start without a measurement. process_id: None: measure nothing."""
+        """Start without a measurement. process_id: the process; None measures nothing."""
         self._process_id = process_id
         self.num_bytes: int | None = None
 

@@ -1,7 +1,7 @@
 """The records that the loop writes: one for each training step and one for each evaluation.
 
-Records are stored unchanged. The line that the log and the displays show, the metrics, the report
-and summary.json are all made from them, so that no two of these can disagree.
+Records are stored unchanged. The line in the log and the displays, the metrics, the report and
+summary.json are all made from them, so that they always agree.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class StageSeconds:
     """Waiting for closed groups."""
     merge: float = 0.0
     score: float = 0.0
-    """Scoring by a reference or a critic, before the rewards are shaped; 0 if no algorithm needs
-    it.
-    """
+    """Scoring by a reference model or critic before rewards are shaped; 0 without one."""
     train: float = 0.0
     publish: float = 0.0
-    """Gathering the weights and waiting for the engines. With a lag the loop continues, and waits
-    only for engines that still hold the version before.
+    """Gathering the weights and waiting for the engines.
+
+    If rollouts may lag, the loop waits only for engines that still hold the previous version.
     """
     checkpoint: float = 0.0
     evaluate: float = 0.0
@@ -53,14 +52,13 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(StepReport):
-    """One training step: the merge actor's report, completed with the trainer's and publish's
-    numbers.
+    """One training step: the merge actor's report with the numbers of trainer and publication.
 
-    step: 1, 2, … statistics: of all parts, by name; unknown ones are absent.
+    step: 1, 2, … statistics: statistics of all parts by name; unknown ones are absent.
     """
 
     policy_version: int
-    """Version that the engines hold after the step."""
+    """Policy version that the engines have after the step."""
     wall_time: float
     """Unix seconds."""
     learning_rate: float
@@ -75,19 +73,19 @@ class StepRecord(StepReport):
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward if the environment knows the best return, else the plain one."""
+        """The scaled reward if the environment knows the best return, else the plain reward."""
         scaled = self.value("scaled_reward_mean")
         return self.value("reward_mean") if scaled is None else scaled
 
     @property
     def policy_age_max(self) -> int:
-        """Largest policy age of a trained token in versions; 0 if no token was trained."""
+        """Largest policy age of a trained token, in versions; 0 if no token was trained."""
         return int(self.value("policy_age_max") or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSample:
-    """A trajectory of an evaluation, to be read by people."""
+    """A trajectory of an evaluation as text for people."""
 
     task_id: str
     outcome: Outcome
@@ -97,10 +95,10 @@ class EvaluationSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """Results on held-out tasks, of a scheduled evaluation or of one that an operator requested."""
+    """Results on held-out tasks of a scheduled or a requested evaluation."""
 
     step: int
-    """Last step that was done when the evaluation began."""
+    """Last finished step when the evaluation began."""
     policy_version: int
     """Newest policy version when the evaluation began."""
     num_tasks: int
@@ -109,39 +107,40 @@ class EvaluationRecord:
     scaled_reward_mean: float | None
     outcomes: Mapping[Outcome, int]
     name: str = ""
-    """Name of the set of tasks (evaluation.sets); empty: the run's own."""
+    """Name of the task set (evaluation.sets); empty for the run's own set."""
     standard_error: float | None = None
-    """Standard error of the best-known reward, over tasks. None: there are fewer than two."""
+    """Standard error of the best-known reward over tasks; None if there are fewer than two."""
     majority_mean: float | None = None
-    """Mean over tasks of the most frequent answer's best-known return: majority@n. None: no sample
-    gave an answer.
+    """Majority@n: mean over tasks of the best-known return of the most frequent answer.
+
+    None if no sample gave an answer.
     """
     num_failed: int = 0
-    """Number of rollouts that an error ended; they are in no mean, and in no n."""
+    """Number of rollouts that ended with an error; no mean and no n includes them."""
     is_scheduled: bool = True
-    """Whether the schedule began the evaluation, not an operator."""
+    """Whether the schedule began the evaluation; otherwise an operator did."""
     temperature: float = 0.0
     num_samples: int = 1
     """Samples of each task."""
     pass_reward: float = 1.0
-    """Best-known return from which on a sample counts as passed."""
+    """Smallest best-known return with which a sample passes."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
-    """Mean of `pass_at_k` by k, over the tasks of which at least k samples were scored."""
+    """Mean of `pass_at_k` by k, over the tasks with at least k scored samples."""
     last_policy_version: int | None = None
-    """Newest version that sampled a token, if training continued; None: `policy_version`."""
+    """Newest version that sampled a token, if training continued; None means `policy_version`."""
     wall_time: float = 0.0
-    """Unix seconds; 0: not recorded."""
+    """Unix seconds; 0 if not recorded."""
     samples: tuple[EvaluationSample, ...] = ()
     """A few of the trajectories as text."""
 
     @property
     def is_charted(self) -> bool:
-        """Whether charts and the metric show it: a scheduled evaluation of the run's own tasks."""
+        """Whether charts and metrics show it: a scheduled evaluation of the run's own tasks."""
         return self.is_scheduled and not self.name
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward if the environment knows the best return, else the plain one."""
+        """The scaled reward if the environment knows the best return, else the plain reward."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -154,9 +153,9 @@ def step_record(
     check: LogprobCheck | None,
     stages: StageSeconds,
 ) -> StepRecord:
-    """Complete the merge actor's report with the trainer's statistics and the publish.
+    """Add the trainer's statistics and the publication's numbers to the merge actor's report.
 
-    version: the version that the weights were published as. check: None if no engine has answered.
+    version: version under which the weights were published. check: None if no engine answered.
     """
     checked = {} if check is None else check.statistics
     known = {**report.statistics, **stats.statistics, **checked}
@@ -172,9 +171,9 @@ def step_record(
 
 
 def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) -> str:
-    """Return one step as a line for people, in LINE_WIDTH characters, without unknown numbers.
+    """Return a line on one step for people, at most LINE_WIDTH characters; omit unknown numbers.
 
-    Args: steps: planned ones. left_s: seconds until the last of them; None: not known.
+    Args: steps: number of planned steps. left_s: seconds until the last step; None if unknown.
     Example: step  12/120  reward 0.41  loss 0.012  3.1k tok/s  1.4 s (collect 0.8)
     256 rollouts, 6 max_turns  trained 94 %  4 min left
     """
@@ -212,7 +211,7 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """Return the most important parts that fit into LINE_WIDTH; the most important one always."""
+    """Join the most important parts that fit into LINE_WIDTH; always keep the top one."""
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
         least = min(kept, key=lambda part: part[0])
@@ -223,12 +222,12 @@ def _fitting(parts: Sequence[tuple[int, str]]) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """Return an evaluation as a line for people.
+    """Return a line on an evaluation for people.
 
     Example: evaluation  v20  reward 0.55 (best 1)  64 held-out tasks
 
-    If an operator requested it, or it has several samples, the line continues: , 8 samples each at
-    temperature 0.6  pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
+    If an operator requested it, or tasks have several samples, the line continues: , 8 samples each
+    at temperature 0.6  pass@1 0.41  pass@8 0.80  majority@8 0.62  3 failed
     """
     tasks = units.plural(record.num_tasks, "held-out task")
     reward = _reward(record, record.scaled_reward_mean)
@@ -250,7 +249,7 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _trained(tokens: TokenCounts) -> str:
-    """Return the trained share of the sampled tokens; a low one with the main cause of the rest."""
+    """Return the trained share of the sampled tokens; if it is low, also the main other cause."""
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
         return text
@@ -259,7 +258,7 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return the number of rollouts, and those that did not complete by their outcome."""
+    """Return the number of rollouts, and the numbers of incomplete ones by outcome."""
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

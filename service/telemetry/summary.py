@@ -1,7 +1,7 @@
-"""Derive the content of summary.json from a run's records; pure except for writing the file.
+"""Compute the content of summary.json from a run's records, and write the file.
 
-The report and the closing lines are made from the same RunSummary, so that no two can disagree. A
-mean of no values is None, never 0. Called by the supervisor when a run ends.
+The report and the closing lines use the same RunSummary, so that they always agree. A mean of no
+values is None, never 0. Called by the supervisor when a run ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 
 class HistoryLike(Protocol):
-    """A run along its surviving lineage; `service.store.lineage.History` implements it."""
+    """The records of a run's surviving lineage; `service.store.lineage.History` implements it."""
 
     @property
     def steps(self) -> Sequence[StepRecord]: ...
@@ -47,8 +47,9 @@ class HistoryLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchTotals:
-    """Mismatch of trainer and engine, in nats. mean_k3: over steps, weighted by their trained
-    tokens.
+    """Mismatch of trainer and engines, in nats.
+
+    mean_k3: mean over steps, weighted by their trained tokens.
     """
 
     mean_k3: float | None
@@ -57,28 +58,28 @@ class MismatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
-    """Largest numbers of the log-probability checks of all steps, and the time that they took.
+    """Largest values of the log-probability checks of all steps, and the time of the checks.
 
-    The first step of a term includes the check at the start. A number is None if no engine has
+    The first step of a term includes the check at the start. A value is None if no engine has
     answered.
     """
 
     tokens: float | None
-    """Length of the longest text that trainer and engines have scored."""
+    """Number of tokens of the longest text that trainer and engines have scored."""
     mean: float | None
-    """Nats; max: of a single token."""
+    """Mean difference in nats; `max` is the largest difference of a single token."""
     max: float | None
     ratio: float | None
-    """The difference divided by what rounding may cause."""
+    """The difference divided by the largest difference that rounding may cause."""
     seconds: float | None
-    """Seconds that the check after one publication takes."""
+    """Duration of the check after one publication, in seconds."""
     share: float | None
-    """Share of all steps' time that the checks after publications took; None: there is no step."""
+    """Share of all steps' time for the checks after publications; None without a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAndLast:
-    """A number of the first and of the last five steps; None if nothing was measured."""
+    """Means over the first and over the last five steps; None if nothing was measured."""
 
     first: float | None
     last: float | None
@@ -91,23 +92,21 @@ class Evaluations:
     first: EvaluationRecord | None
     last: EvaluationRecord | None
     asked: tuple[EvaluationRecord, ...] = ()
-    """Newest evaluations that operators requested, in order."""
+    """The newest evaluations that operators requested, in order."""
     sets: Mapping[str, EvaluationRecord] = field(default_factory=dict)
-    """Last evaluation of each named set."""
+    """The last evaluation of each named set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The numbers of summary.json, under their names there; a mean is None if nothing was
-    measured.
-    """
+    """The numbers of summary.json under the names of the file; a mean of no values is None."""
 
     name: str
     exit_reason: str | None
     steps: int
     planned_steps: int | None
     reward_first: float | None
-    """Mean over the first five steps; reward_last: over the last five."""
+    """Mean over the first five steps; `reward_last` is the mean over the last five."""
     reward_last: float | None
     is_reward_scaled: bool
     """Whether rewards are shares of the best possible return."""
@@ -115,10 +114,10 @@ class RunSummary:
     policy_version: int
     max_policy_age: int
     policy_age_bound: int | None
-    """Largest allowed policy age in versions; None if the caller does not know it."""
+    """Largest allowed policy age in versions; None if unknown."""
     trajectories: int
     sampled_tokens: int
-    """Sampled tokens in the trajectories of the trained steps."""
+    """Number of sampled tokens in the trajectories of the trained steps."""
     trained_tokens: int
     packed_tokens: int
     inserted_tokens: int
@@ -132,31 +131,31 @@ class RunSummary:
     malformed_rewarded: int
     outcomes: Mapping[Outcome, int]
     tokens: TokenCounts
-    """Counts of the sampled tokens by what happened to them, including attempts that no step
-    used.
-    """
+    """Counts of the sampled tokens by use, including attempts that no step used."""
     zero_variance_groups: int
     negative_return_groups: int
     skipped_steps: int
     terms: int
     stage_seconds: StageSeconds
-    """Wall seconds summed over steps."""
+    """Wall seconds by stage, summed over steps."""
     wall_s: float
     """Wall seconds of all terms."""
     versions: Mapping[str, str]
     peak_memory_bytes: int | None = None
-    """Most memory that all processes of the run have held together, since its supervisor's start.
-    None: the run has joined a cluster, or was not measured."""
+    """Peak memory of all processes of the run together since its supervisor's start.
+
+    None if the run has joined a cluster, or if the memory was not measured.
+    """
     hacking: tuple[Finding, ...] = ()
-    """What the audit for reward hacking has found (docs/hacking.md)."""
+    """The findings of the audit for reward hacking (docs/hacking.md)."""
 
     @property
     def num_resumes(self) -> int:
-        """Terms after the first."""
+        """Number of terms after the first."""
         return max(0, self.terms - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a tree of JSON values; a number that is not finite is null."""
+        """Return a JSON tree; a number that is not finite becomes null."""
         tree: dict[str, Any] = json.loads(_SUMMARY.dump_json(self))
         tree["merge"]["ratio"] = self.merge.ratio
         tree["ledger"]["is_balanced"] = self.ledger.is_balanced
@@ -180,7 +179,7 @@ def summarize_run(
     findings: Sequence[Finding] = (),
     peak_memory_bytes: int | None = None,
 ) -> RunSummary:
-    """Return the summary of a run of any length, none included.
+    """Return the summary of a run with any number of steps, including none.
 
     wall_s: seconds of all terms. versions: versions of vllm, ray, torch and other packages.
     findings: findings of the audit for reward hacking. peak_memory_bytes: see the field.
@@ -252,14 +251,14 @@ def _checked_share(totals: RunTotals) -> float | None:
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:
-    """Write summary.json aside and rename it: a reader finds the old file or the whole new one."""
+    """Write summary.json under another name and rename it, so that readers see only whole files."""
     write_aside(path, json.dumps(summary.to_json(), indent=2, allow_nan=False) + "\n")
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Write a file durably under another name, then rename it over `path`.
+    """Write a file durably under another name, then rename it to `path`.
 
-    Raises: OSError, with nothing left behind.
+    Raises: OSError; then no other file is left.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,8 +1,8 @@
-"""Sums of a run's step records, updated with each step: no sum needs the rows again.
+"""Sums over a run's step records, updated with each step, so that old rows are not read again.
 
-Invariant: `plus` over records in their order gives, to the last bit, the sums of plain loops over
-all of them. The store keeps two of these: of every step that was ever stored, which the metrics
-show, and with each checkpoint of the steps in its lineage, which summary.json and the report show.
+Invariant: `plus` over records in their order gives bitwise the same sums as plain loops over all of
+them. The store keeps two totals: of every step that was ever stored, for the metrics; and with each
+checkpoint of the steps in its lineage, for summary.json and the report.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NO_TURNS = MergeReport(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Values of a histogram."""
+    """The data of a histogram."""
 
     counts: tuple[int, ...] = ()
-    """Counts by bucket: above the bound before, up to its own; the last one is above all bounds."""
+    """Counts by bucket: (previous bound, own bound]; the last bucket is above all bounds."""
     sum: float = 0.0
 
     def plus(self, value: float, bounds: Sequence[float]) -> Distribution:
@@ -43,7 +43,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """First, least, greatest and last value of a statistic, over the steps that have it."""
+    """First, least, greatest and last value of a statistic over the steps that have it."""
 
     first: float
     least: float
@@ -65,16 +65,16 @@ class RunTotals:
 
     num_steps: int = 0
     summed: Mapping[str, int] = field(default_factory=dict)
-    """Sums by the field of a record, those of SUMMED."""
+    """Sums by field name, for the fields in SUMMED."""
     merge: MergeReport = _NO_TURNS
     outcomes: Mapping[Outcome, int] = field(default_factory=dict)
     tokens: TokenCounts = field(default_factory=TokenCounts)
     stage_seconds: Mapping[str, Distribution] = field(default_factory=dict)
     policy_age: Distribution = field(default_factory=Distribution)
-    """Policy ages in versions, of the steps that trained any token."""
+    """Policy ages in versions, for the steps that trained any token."""
     max_policy_age: int = 0
     mismatch_tokens: float = 0.0
-    """Trained tokens of the steps that have k3."""
+    """Number of trained tokens of the steps that have k3."""
     mismatch_sum: float = 0.0
     """Sum over steps of k3 times the trained tokens; nats."""
     checked_s: float = 0.0
@@ -83,14 +83,14 @@ class RunTotals:
     """Extents of the statistics by name."""
     last_version: int | None = None
     num_version_breaks: int = 0
-    """Steps whose policy version is not the one before plus one."""
+    """Number of steps whose policy version is not the previous version plus one."""
     wall_s: float = 0.0
-    """Seconds from the begin of each term to its last step, over terms."""
+    """Seconds from the start of each term to its last step, summed over terms."""
     last_wall_time: float = 0.0
     """Time of the newest step; seconds since 1970."""
 
     def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
-        """Add the next step. begun_at: when the step's term began; seconds since 1970."""
+        """Add the next step. begun_at: start of the step's term, in seconds since 1970."""
         statistics = dict(self.statistics)
         for name, value in record.statistics.items():
             if math.isfinite(value):
@@ -145,7 +145,7 @@ def totals_of(
 ) -> RunTotals:
     """Return the totals of records.
 
-    base: totals of the steps before; None: there are none.
+    base: totals of the earlier steps; None if there are none.
     """
     totals = base or RunTotals()
     for record in records:

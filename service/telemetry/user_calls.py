@@ -1,8 +1,8 @@
-"""Metrics and notices of the calls of a user's functions that gave no answer, and of workers.
+"""Count the calls of user functions that returned no answer, and the memory of workers.
 
 Each environment actor counts its own calls since its start; this module adds up the counts of the
-actors of all terms. The recorder owns it, and the pool of environment actors passes it each
-actor's counts.
+actors of all terms, and makes metrics and notices from them. The recorder owns it, and the pool of
+environment actors passes it each actor's counts.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class UserCalls:
         self._noticed: Counter[str] = Counter()
 
     def heard(self, actor_id: str, lost: Sequence[LostCalls], *, resident_bytes: int) -> None:
-        """Add what an actor has counted since it was last heard.
+        """Add the counts that an actor has gained since its last report.
 
-        lost: its counts since its start. resident_bytes: memory of its largest worker; 0: none.
+        lost: the actor's counts since its start. resident_bytes: memory of its largest worker; 0 if
+        it has none.
         """
         with self._metrics.together():
             for each in lost:
