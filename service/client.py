@@ -7,8 +7,8 @@
         client.submit("guessing", [TaskBody(id="task-1")])
         print(client.wait("task-1").reward)
 
-Every request may be repeated, since its ids identify it; so a request without an answer is sent
-again, after pauses that grow and have jitter. Used by `rayloom submit`, and by users.
+Every request may be repeated, because its ids identify it. The client therefore repeats a request
+that got no answer, after growing pauses with jitter. Used by `rayloom submit`, and by users.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class ApiError(Exception):
-    """The API refused a request; the text says why, with the remedy.
+    """The API refused a request; the message has the reason and the remedy.
 
-    status: of HTTP. code: of the problem, for programs; empty if the answer is not a problem.
-    problem: all of it. retry_after_s: the answer's Retry-After.
+    status: HTTP status. code: code of the problem for programs; empty if the answer is not a
+    problem. problem: the whole problem document. retry_after_s: the answer's Retry-After in
+    seconds.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class ApiError(Exception):
 
 
 class NoAnswer(Exception):
-    """The service did not answer within the client's patience, or not as this API does."""
+    """The service did not answer within the client's patience, or sent an unknown answer."""
 
 
 class Client:
-    """The API at one address. Close it, or use it in a `with`.
+    """A client of the API at one address. Close it, or use it in a `with` statement.
 
     Every method may raise ApiError and NoAnswer.
     """
@@ -96,9 +97,9 @@ class Client:
 
         Args:
             url: Address of the service, with the run's prefix if it has one, without /api.
-            key: Key of the API. None: it requires none.
-            patience_s: Seconds for which a request is repeated if nothing answers.
-            transport: As for httpx.Client; None: the default. For tests.
+            key: Key for the API. None if it requires none.
+            patience_s: Seconds for which a request is repeated if the service does not answer.
+            transport: Passed to httpx.Client; None uses the default. For tests.
             sleep: Called with the seconds of each pause. For tests.
         """
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -109,7 +110,7 @@ class Client:
         self._sleep = sleep
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -135,9 +136,10 @@ class Client:
         idempotency_key: str | None = None,
         waits_for_room: bool = True,
     ) -> SubmitAnswer:
-        """Submit tasks, all or none; tasks that were submitted before are not played again.
+        """Submit all tasks or none; tasks that were submitted before are not played again.
 
-        waits_for_room: wait without a limit until a full backlog has room; else raise ApiError.
+        waits_for_room: whether to wait without a limit until a full backlog has room; otherwise
+        raise ApiError.
         """
         body = SubmitBody(
             environment=environment, num_samples=num_samples, batch=batch, tasks=list(tasks)
@@ -152,7 +154,7 @@ class Client:
         )
 
     def rollout(self, task_id: str, *, wait_s: int = 0) -> RolloutAnswer:
-        """Return the state of a task. wait_s: time to wait for its end; the API limits it."""
+        """Return the state of a task. wait_s: seconds to wait for its end; the API limits them."""
         return self._ask(
             "GET", f"{PREFIX}/rollouts/{task_id}", RolloutAnswer, headers=_prefer(wait_s)
         )
@@ -164,13 +166,16 @@ class Client:
         environment: str | None = None,
         batch: str | None = None,
     ) -> Iterator[RolloutLine]:
-        """Yield tasks in the order of acceptance, page by page."""
+        """Yield tasks in the order in which they were accepted, page by page."""
         query = {"status": status, "environment": environment, "batch": batch}
         for page in self._pages(f"{PREFIX}/rollouts", RolloutsAnswer, query):
             yield from page.rollouts
 
     def wait(self, task_id: str, *, limit_s: float | None = None) -> RolloutAnswer:
-        """Wait until a task is over. Raises: TimeoutError after limit_s; None: no limit."""
+        """Wait until a task has ended.
+
+        Raises: TimeoutError after `limit_s` seconds; None sets no limit.
+        """
         deadline_at = None if limit_s is None else time.monotonic() + limit_s
         while True:
             left_s = WAIT_S if deadline_at is None else deadline_at - time.monotonic()
@@ -187,7 +192,7 @@ class Client:
     # -- the run ------------------------------------------------------------------------------
 
     def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
-        """Return the feed's entries after a number. wait_s: time to wait for an entry."""
+        """Return the feed's entries after number `after`. wait_s: seconds to wait for an entry."""
         return self._ask(
             "GET",
             f"{PREFIX}/feed",
@@ -197,7 +202,7 @@ class Client:
         )
 
     def follow(self, *, after: int = 0) -> Iterator[EntryAnswer]:
-        """Yield the feed's entries after a number, and all new ones; never ends."""
+        """Yield the feed's entries after number `after`, and then new ones forever."""
         while True:
             page = self.feed(after=after, limit=1000, wait_s=WAIT_S)
             yield from page.entries
@@ -208,7 +213,7 @@ class Client:
         return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
 
     def ready(self) -> ReadyAnswer:
-        """Return whether rollouts are played and trained on now; without retries."""
+        """Return whether the run plays and trains on rollouts now; do not retry."""
         try:
             answer = self._http.get("/readyz")
         except httpx.TransportError as error:
@@ -218,7 +223,7 @@ class Client:
         raise ApiError(answer.status_code, _json_of(answer))
 
     def stop(self, *, grace_s: float | None = None) -> StopAnswer:
-        """Have the run end after the current step. grace_s: abandon the step after this time."""
+        """Stop the run after the current step. grace_s: seconds until the step is abandoned."""
         return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -226,12 +231,12 @@ class Client:
     def create_sessions(
         self, body: SessionsBody, *, idempotency_key: str | None = None
     ) -> SessionsAnswer:
-        """Create a group of sessions; the same body again returns the same ones."""
+        """Create a group of sessions; if the same body is sent again, return the same sessions."""
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         return self._ask("POST", f"{PREFIX}/sessions", SessionsAnswer, body=body, headers=headers)
 
     def session(self, session_id: str, *, wait_s: int = 0) -> SessionAnswer:
-        """Return the state of a session. wait_s: time to wait for its opening, or its end."""
+        """Return the state of a session. wait_s: seconds to wait for its opening or end."""
         return self._ask(
             "GET", f"{PREFIX}/sessions/{session_id}", SessionAnswer, headers=_prefer(wait_s)
         )
@@ -239,7 +244,7 @@ class Client:
     def sessions(
         self, *, group: str | None = None, status: SessionStatus | None = None
     ) -> Iterator[SessionLineAnswer]:
-        """Yield sessions in the order of acceptance, page by page."""
+        """Yield sessions in the order in which they were accepted, page by page."""
         query = {"group": group, "status": status}
         for page in self._pages(f"{PREFIX}/sessions", SessionListAnswer, query):
             yield from page.sessions
@@ -265,7 +270,7 @@ class Client:
         )
 
     def discard(self, session_id: str) -> SessionAnswer:
-        """End a session untrained."""
+        """End a session without training on it."""
         return self._ask("DELETE", f"{PREFIX}/sessions/{session_id}", SessionAnswer)
 
     # -- requests -----------------------------------------------------------------------------
@@ -335,7 +340,7 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return the answer's JSON object; empty if it is not one, such as a proxy's page."""
+    """Return the answer's JSON object; empty if it is something else, such as a proxy's page."""
     try:
         found = answer.json()
     except ValueError:
@@ -344,7 +349,7 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _read(kind: type[Answer], answer: httpx.Response) -> Answer:
-    """Read an answer, without fields that a newer service has added. Raises: NoAnswer."""
+    """Read an answer; ignore fields that a newer service has added. Raises: NoAnswer."""
     try:
         return kind.model_validate_json(answer.content, extra="ignore")
     except ValidationError as error:

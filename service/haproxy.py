@@ -1,8 +1,8 @@
 """Whether Ray Serve receives HTTP through HAProxy instead of its own proxy, as users may choose.
 
-HAProxy sends requests directly to the replicas of an application's ingress, at their own ports, on
-every interface of their nodes. So anyone who reaches the node reaches them, with any
-`service.host`; and Serve refuses an ingress with its own router.
+HAProxy sends requests directly to the replicas of an application's ingress, which listen at their
+own ports on every interface of their nodes. Whoever reaches the node can therefore reach the
+replicas, whatever `service.host` is; and Serve refuses an ingress with its own router.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
 
 def uses_haproxy() -> bool:
-    """Return whether Serve uses HAProxy, by the variable that Serve reads.
+    """Return whether Serve uses HAProxy, from the environment variable that Serve reads.
 
     The variable must have the same value on every node.
     """

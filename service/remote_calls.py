@@ -1,4 +1,4 @@
-"""Call the actors of a run: one namespace of names, and each call with a deadline."""
+"""Call the actors of a run: one namespace for their names, and a deadline for each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMESPACE = "rayloom"
 
 
 async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) -> Answer:
-    """Await a Ray call. An error that the callee raised is raised unchanged.
+    """Await a Ray call; raise an error of the callee unchanged.
 
     Raises: ActorLost if the actor has died or does not answer in time.
     """
@@ -34,7 +34,7 @@ async def await_reply(call: Awaitable[Answer], *, name: str, deadline_s: float) 
 
 
 def reason_of(error: RayError) -> str:
-    """Return the line with the cause: the last of a traceback, else the first."""
+    """Return the line with the cause: the last line of a traceback, otherwise the first line."""
     lines = [line for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     is_traceback = isinstance(error, RayTaskError) or (
         isinstance(error, RayActorError) and error.actor_init_failed

@@ -1,7 +1,7 @@
-"""Format numbers for people: durations, counts, small values; pure.
+"""Format numbers for people: durations, counts, small values. Pure.
 
-The log line, the live display and the report all use these functions. A value that is not known is
-an en dash, never a zero.
+The log line, the live display and the report all use these functions. An unknown value is shown as
+an en dash, never as zero.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def short_count(value: float | None) -> str:
 
 
 def full_count(value: int) -> str:
-    """Separate thousands by a narrow space that does not break. Example: 30720 -> '30 720'."""
+    """Separate thousands with a narrow no-break space. Example: 30720 -> '30 720'."""
     return f"{value:,}".replace(",", "\u202f")
 
 
@@ -56,7 +56,7 @@ def gibibytes(num_bytes: int | None) -> str:
 
 
 def significant(value: float | None, *, digits: int = 3) -> str:
-    """Format plainly within 1e-4 to 1e6. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
+    """Format without an exponent from 1e-4 to 1e6. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == 0:
@@ -76,7 +76,10 @@ def reward(value: float | None) -> str:
 
 
 def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
-    """Format fixed decimals below a million, else scientific. sign: '+' writes a plus sign too."""
+    """Format with fixed decimals below a million, otherwise with an exponent.
+
+    sign: '+' also writes a plus sign.
+    """
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if abs(value) < 1e6:

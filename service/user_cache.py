@@ -1,6 +1,6 @@
-"""The user's cache directory, for results that later runs can use again.
+"""The user's cache directory, for results that later runs can reuse.
 
-It may be empty: a run computes a missing result again, also if the directory is read-only.
+It may be empty or read-only: a run then computes a missing result again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ from pathlib import Path
 
 
 def user_cache(name: str) -> Path:
-    """Return the path of `rayloom/NAME` in the user's cache directory; it need not exist."""
+    """Return the path of `rayloom/NAME` in the user's cache directory; it may not exist."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "rayloom" / name

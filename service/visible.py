@@ -1,7 +1,7 @@
-"""Make text of models and environments safe to show: every unprintable character as an escape.
+"""Make text of models and environments safe to show: escape every unprintable character.
 
-Such text may contain control characters that move a terminal's cursor, or be invalid UTF-8. Used
-by all code that writes to a terminal or a page.
+Such text may contain control characters that move a terminal's cursor, or may be invalid UTF-8.
+Used by all code that writes to a terminal or a page.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _shown(character: str) -> str:
 
 
 def visible_text(text: str) -> str:
-    """Return a string as `visible` does; lone surrogates, which cannot be written, are escaped."""
+    """Return a string as `visible` does; also escape lone surrogates, which cannot be encoded."""
     return "".join(_shown(character) for character in text)
 
 
 def visible_lines(text: str) -> str:
-    """Return a string of several lines, each as `visible_text` does; a tab is escaped too."""
+    """Return a string of several lines, each escaped as by `visible_text`, including tabs."""
     return "\n".join(map(visible_text, text.split("\n")))

@@ -6,8 +6,10 @@ from enum import StrEnum
 
 
 class Order(StrEnum):
-    """The order of trajectories: by the part of their gradient's size that does not depend on
-    others (`leverage`), by that size unchanged, or by their share of the update's direction.
+    """The order of trajectories in an explanation.
+
+    OWN orders by the part of a gradient's size that does not depend on other trajectories, NORM by
+    the whole size, and SHARE by the share of the update's direction.
     """
 
     OWN = "own"

@@ -1,8 +1,8 @@
-"""A step's gradient, split by trajectory: recomputed from the journal and a checkpoint; no Ray.
+"""Recompute a step's gradient from the journal and a checkpoint, split by trajectory. Uses no Ray.
 
-The journal has the trained samples and advantages, the merge actor's functions give the rows their
-loss weights, and one rank of the trainer computes them with the trainer's loss, in this process. It
-only reads. Called by `rayloom explain`.
+The journal has the trained samples and advantages, the functions of the merge actor compute the
+loss weights of the rows, and one rank of the trainer computes the gradients with the trainer's loss
+in this process. Reads only. Called by `rayloom explain`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Share:
     """The relation of a part g of an update's gradient to G; over several updates, the means."""
 
     norm: float
-    """|g|."""
+    """|g|, the norm of the part."""
     share: float
     """g . G / |G|^2; the shares of all trajectories add up to 1. NaN if G is 0 or not finite."""
     cosine: float
-    """g . G / (|g| |G|); NaN as for share."""
+    """g . G / (|g| |G|); NaN under the same conditions as `share`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +60,15 @@ class Contribution:
     entry: TrajectoryEntry
     share: Share
     own_norm: float
-    """|g| times the share of its advantage that remains whichever other member of its group is left
-    out; |g| if advantages do not depend only on the group's returns.
+    """|g| times the share of its advantage that remains whichever other member is left out.
+
+    |g| if advantages do not depend only on the group's returns.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContribution:
-    """A group, and the part of its trained trajectories together."""
+    """A group, and its trained trajectories' joint part of the update."""
 
     group_id: str
     task_id: str
@@ -81,24 +82,24 @@ class Explanation:
 
     source: StepSource
     replayed_steps: int
-    """Steps trained again from the journal, from the checkpoint's weights to the step's."""
+    """Number of steps trained again from the journal to reach the weights before the step."""
     device: str
     grad_norm: float
-    """Recomputed, before clipping; the mean over the step's finite updates, as in the record."""
+    """The recomputed norm before clipping; the mean over the step's finite updates."""
     num_updates: int
     trajectories: tuple[Contribution, ...]
     groups: tuple[GroupContribution, ...]
 
     @property
     def is_exact(self) -> bool:
-        """Whether the weights are those that the step began with."""
+        """Whether the weights are exactly those with which the step began."""
         return self.source.num_behind == self.replayed_steps
 
 
 def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
     """Recompute a step's gradient by trajectory.
 
-    replays: train the steps between the checkpoint and the step again first.
+    replays: first train the steps between the checkpoint and the step again.
     Raises: ConfigError.
     """
     settings = _one_rank(source.config, source.model)
@@ -132,7 +133,9 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
 
 
 def _one_rank(config: Config, model: str) -> RankSettings:
-    """Return the run's trainer as one rank here, without models that only serve recorded
+    """Return the run's trainer settings for one rank in this process.
+
+    Models that only help to compute advantages are left out, because the journal has the
     advantages.
     """
     has_gpu = config.trainer.device is Device.CUDA and torch.cuda.is_available()
@@ -154,7 +157,7 @@ def _one_rank(config: Config, model: str) -> RankSettings:
 
 @contextmanager
 def _rank(settings: RankSettings, source: StepSource) -> Iterator[TrainerRank]:
-    """Start a rank with the weights before the step. Raises: ConfigError."""
+    """Start a rank with the weights from before the step. Raises: ConfigError."""
     store, _ = open_store(LOOPBACK, num_ranks=1, timeout_s=_STORE_TIMEOUT_S)
     try:
         rank = TrainerRank(settings, rank=0, store=store)
@@ -203,7 +206,7 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the mean over the finite updates, as a step records it; infinite without any."""
+    """Return the mean over the finite updates, as a step records it; infinity if none is finite."""
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -214,7 +217,7 @@ def _trajectories(
     *,
     own: Mapping[str, float],
 ) -> tuple[Contribution, ...]:
-    """Describe the trajectories. own: `own_shares` by trajectory; 1 if absent."""
+    """Describe the trajectories. own: `own_shares` by trajectory; a missing value counts as 1."""
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
         for entry, part in zip(entries, update.rows, strict=True):
@@ -274,7 +277,8 @@ def _groups(
 def _share(parts: Sequence[tuple[GradientPart, float]], *, num_updates: int) -> Share:
     """Return the share of a part, such as a trajectory, in the step's updates.
 
-    parts: for each update that has the part: the part's gradient, and the norm |G| of the update's.
+    parts: for each update that contains the part: the part's gradient, and the norm |G| of the
+    whole update.
     """
     return Share(
         norm=_mean(part.norm for part, _ in parts),
@@ -306,7 +310,7 @@ def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
 
     f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
 
-    Args: returns: [G] float, of the members of the baseline.    Returns: [G] float, in [0, 1].
+    Args: returns: [G] float, returns of the baseline's members. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded
     """
     size = len(returns)

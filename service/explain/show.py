@@ -1,4 +1,4 @@
-"""An explanation as a table of at most 120 columns, and as a JSON document. Pure."""
+"""Format an explanation as a table of at most 120 columns, and as a JSON document. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ROW = TypeVar("_ROW", Contribution, GroupContribution)
 
 
 def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
-    """Sort by size, largest first, after any that are not finite: one of these ruins an update.
+    """Sort by size, largest first; rows with numbers that are not finite come first of all.
 
-    Groups are always sorted by share or norm.
+    One such row makes the whole update not finite. Groups are always sorted by share or norm.
     """
 
     def key(row: _ROW) -> float:
@@ -49,7 +49,7 @@ def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
 
 
 def describe(found: Explanation, *, by: Order, top: int) -> str:
-    """Return lines for people: the weights, both norms, the first groups and trajectories."""
+    """Return lines for people: the weights, both norms, and the first groups and trajectories."""
     step = found.source.step.step
     shown = ranked(found.trajectories, by)[:top]
     lines = [
@@ -92,8 +92,9 @@ def notes(found: Explanation) -> list[str]:
 
 
 def document(found: Explanation, *, by: Order, top: int | None) -> dict[str, Any]:
-    """Return a document for programs; null for a number that is not finite. top: most rows; None:
-    all.
+    """Return a document for programs; a number that is not finite becomes null.
+
+    top: maximum number of rows; None for all.
     """
     source = found.source
     return {
@@ -184,7 +185,7 @@ def _shown(share: Share) -> tuple[str, str, str]:
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align columns, two spaces apart; the first and the last to the left."""
+    """Align columns with two spaces between them; the first and the last to the left."""
     cut = [
         tuple(cell[: _WIDTHS.get(name)] for cell, name in zip(row, header, strict=True))
         for row in rows

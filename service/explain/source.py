@@ -1,4 +1,4 @@
-"""The sources for recomputing a step: its journal file, an earlier checkpoint, its record.
+"""Find the sources for recomputing a step: its journal file, its record and an earlier checkpoint.
 
 Reads only. Called by `rayloom explain`.
 """
@@ -23,29 +23,31 @@ from service.telemetry.records import StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSource:
-    """A step, and the nearest weights before it."""
+    """A step, and the newest available weights from before it."""
 
     run: Path
-    """As the user named it."""
+    """The run's directory, as the user gave it."""
     config: Config
     model: str
-    """The model that training started from."""
+    """The model from which training started."""
     step: JournalStep
     checkpoint: Path | None
-    """None: the model that training started from."""
+    """The checkpoint with the weights; None means the model from which training started."""
     weights_step: int
-    """Number of steps that these weights have been trained."""
+    """Number of steps for which these weights have been trained."""
     between: tuple[JournalFile, ...]
-    """The journal's files of the steps between these weights and the step; fewer than `num_behind`
-    if some are gone."""
+    """The journal's files of the steps between these weights and the step.
+
+    They are fewer than `num_behind` if some are missing.
+    """
     recorded_grad_norm: float
     """The step's recorded gradient norm before clipping; NaN if it has none."""
     is_of_older_term: bool
-    """Whether the run was resumed since, so that its settings may have changed."""
+    """Whether the run was resumed after the step, so that its settings may have changed."""
 
     @property
     def num_behind(self) -> int:
-        """Steps between these weights and those that the step began with."""
+        """Number of steps between these weights and those with which the step began."""
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
@@ -109,7 +111,7 @@ def _journal_step(journal: OpenJournal, number: int) -> JournalStep:
 
 
 def _newest_before(run_dir: RunDir, commits: list[Checkpoint], number: int) -> Checkpoint | None:
-    """Return the newest readable checkpoint of the steps before `number`."""
+    """Return the newest readable checkpoint from before step `number`; None if there is none."""
     for commit in sorted(commits, key=lambda commit: commit.step, reverse=True):
         if commit.step < number:
             try:

@@ -1,8 +1,8 @@
-"""Describe one step's trajectories as columns of numbers, made only from the journal's record.
+"""Describe one step's trajectories as columns of numbers, computed only from the journal.
 
 No tokenizer is needed: lengths, repetition and copying are counted in tokens. The columns are
-small, since those of the newest hundred steps are kept. Called by the recorder of a run, through
-`hacking_watch`, and by `rayloom inspect --hacking`.
+small, because the audit keeps those of the newest hundred steps. Called by the recorder of a run,
+through `hacking_watch`, and by `rayloom inspect --hacking`.
 """
 
 from __future__ import annotations
@@ -44,48 +44,58 @@ class StepFeatures:
     environment: str
     ids: tuple[str, ...]
     task: Ints
-    """Equal for trajectories of one task."""
+    """A code that is equal for trajectories of the same task."""
     group: Ints
     reward: Floats
-    """The return, as a share of the best possible return if the environment knows it."""
+    """The return, or its share of the best possible return if the environment knows that."""
     is_graded: Bools
-    """The return is a score: the trajectory was not cut off before one."""
+    """Whether the return is a score: the trajectory was not cut off before it got one."""
     num_tokens: Ints
     """Number of sampled tokens."""
     num_turns: Ints
     answer: Ints
-    """Equal for equal answers, ignoring case and spaces if the environment reports the answer."""
+    """A code that is equal for equal answers.
+
+    Case and spaces are ignored if the environment reports the answer.
+    """
     is_malformed: Bools
-    """The last turn is malformed, or has only a stop token."""
+    """Whether the last turn is malformed, or has only a stop token."""
     last_reward: Floats
     """Reward of the last turn."""
     repeated: Floats
-    """The share of a turn's runs of tokens that occurred earlier in the same turn, for the turn
-    with the largest share; 0 for a short text. Calls of tools have the same markup in each turn."""
+    """The largest share in a turn of runs of tokens that occurred earlier in the same turn.
+
+    0 for a short text. Turns are counted separately, because tool calls have the same markup in
+    each.
+    """
     copied: Floats
-    """The share of the last turn's tokens in runs that the first prompt has; 0 for a short turn,
-    and if they are less than MOST_OF_PROMPT of that prompt: a question may contain its answer.
+    """The share of the last turn's tokens in runs that also occur in the first prompt.
+
+    0 for a short turn, and if the copied tokens are less than MOST_OF_PROMPT of that prompt,
+    because a question may contain its answer.
     """
     components: Mapping[str, Floats]
-    """By name; NaN if a trajectory lacks the component."""
+    """Reward components by name; NaN if a trajectory lacks the component."""
     verified: Floats
-    """The shadow verifier's verdict, 1 or 0; NaN without a verdict."""
+    """The shadow verifier's verdict, 1 or 0; NaN if there is none."""
     num_missing: int
-    """Number of groups' members that are not in the step, by the members' numbers and the size of
-    most groups."""
+    """Number of members of the groups that are missing from the step.
+
+    It is computed from the members' numbers and the most frequent size of a group.
+    """
 
     @property
     def num_trajectories(self) -> int:
         return len(self.ids)
 
     def with_verified(self, verdicts: Mapping[str, bool]) -> StepFeatures:
-        """Add a verifier's verdicts. verdicts: by trajectory id."""
+        """Add a verifier's verdicts. verdicts: verdict by trajectory id."""
         found = [float(verdicts[name]) if name in verdicts else np.nan for name in self.ids]
         return replace(self, verified=np.array(found, np.float64))
 
 
 def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
-    """Describe a step, each environment separately, in the order of their names."""
+    """Describe a step, with one result for each environment, in the order of their names."""
     found: dict[str, list[Trajectory]] = {}
     for entry in step.entries:
         found.setdefault(entry.trajectory.environment, []).append(entry.trajectory)
@@ -93,7 +103,7 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return whole groups, at most MAX_TRAJECTORIES; chosen by their ids, the same each time."""
+    """Return whole groups with at most MAX_TRAJECTORIES; the choice depends only on their ids."""
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
     groups: dict[str, list[Trajectory]] = {}
@@ -146,9 +156,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 def _sampled(trajectory: Trajectory) -> list[TokenIds]:
-    """Return the sampled tokens of each turn, in the order of play; without turns one empty
-    array.
-    """
+    """Return the sampled tokens of each turn, in order; one empty array if there are no turns."""
     turns = sorted(
         ((turn.index, sample.token_ids[turn.tokens]) for sample in trajectory.samples
          for turn in sample.turns),
@@ -166,19 +174,17 @@ def _codes(names: Sequence[str]) -> Ints:
 
 
 def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
-    """Return the code of the environment's answer, or, if there is none, of the last turn's
-    tokens.
-    """
+    """Return a code of the environment's answer; without one, of the last turn's tokens."""
     if trajectory.answer is None:
         return _code(sampled[-1].tobytes())
     return _code(" ".join(trajectory.answer.casefold().split()).encode("utf-8", "surrogatepass"))
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the token that most answers end with; -1: none ends.
+    """Return the token with which most answers end; -1 if none of them ends.
 
-    Answers of more than one token decide if there are any, because a stop string may end an answer
-    of one token that is not empty.
+    If any answer has more than one token, only such answers count, because a stop string may end an
+    answer of one token that is not empty.
     """
     ended = [
         parts[-1]
@@ -194,7 +200,7 @@ def _is_malformed(turn: TurnSpan | None, tokens: TokenIds, stop: int) -> bool:
 
 
 def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
-    """Return a number for each run of `length` tokens, equal for equal runs."""
+    """Return a number for each run of `length` tokens; equal runs have equal numbers."""
     whole = tokens[:MAX_TOKENS].astype(np.uint64) + np.uint64(1)
     count = whole.shape[0] - length + 1
     if count < 1:
@@ -207,8 +213,9 @@ def _runs(tokens: TokenIds, length: int) -> NDArray[np.uint64]:
 
 
 def _repeated(tokens: TokenIds) -> float:
-    """Return the repeated share. Example: of forty equal tokens nearly 1; of forty different ones
-    0.
+    """Return the share of repeated tokens.
+
+    Example: nearly 1 for forty equal tokens; 0 for forty different ones.
     """
     if tokens.shape[0] < MIN_REPEATED_TOKENS:
         return 0.0
@@ -233,9 +240,7 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
-    """Return the components by the names in the step's record, each summed over a trajectory's
-    turns.
-    """
+    """Return the components by their names in the step's record, summed over the turns."""
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):
         for turn in trajectory.turns:
@@ -250,9 +255,9 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
     """Return the number of missing members of all groups.
 
-    A group should have members up to the highest number that it has, or the number that most groups
-    have, if that is more. Example: 2 for members 0, 1 and 4; 3 for members 0 and 1 if most groups
-    have five.
+    A group should have as many members as its highest member number implies, or as most groups have
+    if that is more. Example: 2 for members 0, 1 and 4; 3 for members 0 and 1 if most groups have
+    five.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:

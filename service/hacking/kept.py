@@ -1,9 +1,9 @@
 """The audit's records in a run's directory: findings of reward hacking, and verdicts.
 
-`hacking.jsonl` has one record in each line, and only the newest verdicts, so that it is bounded.
-The journal has everything else: only a verdict cannot be computed again, as the user's verifier may
-have changed. Written by the recorder of a run; read by it when the run continues, and by `rayloom
-inspect --hacking`.
+`hacking.jsonl` has one record in each line. Its size is bounded, because it keeps only the newest
+verdicts. The audit can compute everything else again from the journal, but not a verdict, because
+the user's verifier may have changed. The recorder of a run writes the file, and reads it when the
+run continues; `rayloom inspect --hacking` reads it too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ FILE = "hacking.jsonl"
 # Verdicts of about a thousand steps; a journal keeps fewer.
 MAX_BYTES = 2**22
 Place = tuple[int, int]
-"""A step, and the term that played it."""
+"""A step, and the term that trained it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The record of one step; findings or verdicts."""
+    """The record of a step with findings or verdicts."""
 
     step: int
     term: int
     finding: Finding | None = None
     verdicts: Mapping[str, bool] = field(default_factory=dict)
-    """By trajectory id."""
+    """Verdicts by trajectory id."""
 
 
 _LINES = TypeAdapter(Line)
@@ -68,9 +68,9 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
-    """Read the records of the surviving steps; an incomplete line is left out.
+    """Read the records of the surviving steps; omit an incomplete line.
 
-    surviving: the steps of the journal, with their terms; for older steps all lines count.
+    surviving: the steps of the journal with their terms. For older steps, all lines count.
     Raises: OSError.
     """
     file = run_dir / FILE

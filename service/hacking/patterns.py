@@ -1,8 +1,8 @@
-"""The patterns of reward hacking that a run's own journal can show, each with its threshold.
+"""Find the patterns of reward hacking that a run's own journal can show. Pure.
 
-A pattern is found if it is new in the run (its share in the newest steps exceeds that in the
-earlier ones) and earns (its trajectories get more reward than others of their group). Thresholds
-were fixed on runs with other seeds than those that `docs/hacking.md` counts. Pure.
+A pattern is reported if it is new in the run (its share in the newest steps exceeds its earlier
+share) and pays (its trajectories get more reward than others of their group). Each pattern has a
+threshold. The thresholds were set on runs with other seeds than those counted in `docs/hacking.md`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A share that has risen. mark: [N], the marked trajectories among those that count."""
+    """A share that has risen.
+
+    mark: [N], whether a trajectory that counts is marked.
+    """
 
     mark: Bools
     before: float
@@ -98,7 +101,10 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return the rise of the marked share, if it is new. before: None: the earlier median."""
+    """Return the rise of the marked share if it is new.
+
+    before: the share in earlier steps; None uses their median.
+    """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)
     median, spread = usual(shares[:-RECENT_STEPS])
@@ -125,9 +131,9 @@ def _pays(window: Window, gain: Gain | None) -> bool:
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
-    """Whether marked trajectories earn more than before; for marks that are wrong in any case.
+    """Return whether marked trajectories earn more than before; for marks that are always wrong.
 
-    Used if too few others are left to compare with.
+    Used if too few unmarked trajectories remain for a comparison.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -140,13 +146,13 @@ def _reward_before_and_now(window: Window) -> tuple[float, float]:
 
 
 def _share(window: Window, kind: Kind, seen: _Seen, what: str, *, rest: str = "") -> Finding:
-    """Make a finding on a share. what: continues "the trajectories …"."""
+    """Make a finding about a share. what: the end of a sentence "the trajectories …"."""
     text = f"{_percent(seen.now)} of the trajectories {what}, {_percent(seen.before)} before{rest}"
     return _finding(window, kind, seen, text)
 
 
 def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
-    """Make a finding. text: continues "in steps 31 to 40, …"."""
+    """Make a finding. text: the end of a sentence that begins "in steps 31 to 40, …"."""
     last = int(window.step_numbers[-1])
     before, now = _reward_before_and_now(window)
     since = f"in steps {seen.onset} to {last}" if seen.onset < last else f"in step {last}"
@@ -166,9 +172,7 @@ def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
 
 
 def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
-    """Return examples from the newest steps: the highest rewards first, each of a different
-    group.
-    """
+    """Return examples from the newest steps: the highest rewards first, each from another group."""
     chosen = np.flatnonzero(mark & window.is_recent)
     ids = [name for each in window.steps for name in each.ids]
     found: dict[int, str] = {}
@@ -218,8 +222,9 @@ def _equal_answers(window: Window) -> Finding | None:
 
 
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
-    """Return the answer that most tasks have, the number of tasks, and its share of the
-    trajectories.
+    """Return the answer that most tasks have, the number of these tasks, and its share.
+
+    The share is that of trajectories with this answer.
     """
     if not among.any():
         return None, 0, 0.0
@@ -249,7 +254,10 @@ def _malformed_paid(window: Window) -> Finding | None:
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
-    """Find a mark that earns more than others of its group; otherwise it may be honest."""
+    """Find marked trajectories that earn more than others of their group; otherwise None.
+
+    A mark that does not pay may be honest.
+    """
     seen, gain = _rise(window, mark, window.is_graded), window.gain(mark)
     if seen is None or not _pays(window, gain):
         return None
@@ -329,18 +337,18 @@ def _component_falls(window: Window) -> Finding | None:
 
 
 def _range(window: Window, name: str) -> float:
-    """Return the range of the earlier steps' values, without a few extremes."""
+    """Return the range of the earlier steps' values without a few extremes."""
     values = window.component(name)
     known = values[~np.isnan(values) & ~window.is_recent & window.is_graded]
     return float(np.ptp(np.percentile(known, (1, 99)))) if known.size else 0.0
 
 
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
-    """Return a component's fall as a share of its range, and its earlier value; None: no fall.
+    """Return a component's fall as a share of its range, and its earlier value; else None.
 
-    It is compared with all earlier steps, or with the last ones before: a component that rose while
-    the policy learnt has a wide spread, and falls from the height that it had reached. A fall
-    within the earlier noise does not count.
+    The newest value is compared with all earlier steps, or with the last of them: a component that
+    rose while the policy learnt has a wide spread, and falls from the height that it had reached. A
+    fall within the earlier noise does not count.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -369,7 +377,7 @@ def _component_excess(window: Window) -> Finding | None:
 
 
 def _failures(window: Window) -> Finding | None:
-    """Find failures that replace low rewards, which raises the mean over the others."""
+    """Find failed rollouts that replace low rewards, which raises the mean of the others."""
     totals = window.num_rollouts
     cut_off = np.bincount(window.place[~window.is_graded], minlength=len(window.steps))
     failed = cut_off + window.num_missing
@@ -410,7 +418,7 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Whether low rewards became rarer as if they had failed, and by more than chance."""
+    """Return whether low rewards became rarer as if they had failed, and by more than chance."""
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
     now = window.recent_mean(values, window.is_graded)
@@ -467,15 +475,15 @@ FORGOTTEN_AFTER = 20
 
 
 class Detector:
-    """Finds patterns in a run's steps, which come in order."""
+    """Finds patterns in a run's steps, which must be passed in order."""
 
     def __init__(self) -> None:
         self._steps: dict[str, deque[StepFeatures]] = {}
-        """By environment."""
+        """The newest steps by environment."""
         self._last_seen: dict[tuple[str, Kind], int] = {}
 
     def see(self, features: Sequence[StepFeatures]) -> list[Finding]:
-        """Add a step, which has a part for each environment. Returns: the new findings."""
+        """Add a step, with a part for each environment. Returns: the new findings."""
         new = []
         for part in features:
             steps = self._steps.setdefault(part.environment, deque(maxlen=KEPT_STEPS))
@@ -490,6 +498,6 @@ class Detector:
 
 
 def find_all(steps: Sequence[Sequence[StepFeatures]]) -> list[Finding]:
-    """Return all findings of a run's steps, in the order in which they were found."""
+    """Return all findings of a run's steps, in the order of their discovery."""
     detector = Detector()
     return [finding for features in steps for finding in detector.see(features)]

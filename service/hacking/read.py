@@ -1,4 +1,4 @@
-"""The audit for reward hacking of a run's journal, whether it trains or has ended; reads only.
+"""Audit a run's journal for reward hacking, during or after the run. Reads only.
 
 Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
 """
@@ -20,16 +20,17 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HackingAudit:
-    """steps: for each step its parts, one for each environment."""
+    """The result of an audit. steps: for each step one part for each environment."""
 
     steps: tuple[tuple[StepFeatures, ...], ...]
     findings: tuple[Finding, ...]
 
 
 def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> HackingAudit:
-    """Audit a journal. verify: a shadow verifier instead of the run's kept verdicts.
+    """Audit a journal.
 
-    Raises: ConfigError for a file that cannot be read; OSError.
+    verify: a shadow verifier; None uses the verdicts that the run has kept.
+    Raises: ConfigError if a file cannot be read; OSError.
     """
     detector, steps, findings = Detector(), [], list[Finding]()
     for features in read_features(journal, verify=verify):
@@ -39,7 +40,7 @@ def audit_hacking(journal: OpenJournal, *, verify: Verify | None = None) -> Hack
 
 
 def kept_of(journal: OpenJournal) -> Kept:
-    """Read the run's kept records. Raises: OSError."""
+    """Read the records that the run has kept. Raises: OSError."""
     if journal.run_dir is None:
         return Kept()
     places = {(file.step, file.term) for file in journal.files}
@@ -49,8 +50,9 @@ def kept_of(journal: OpenJournal) -> Kept:
 def read_features(
     journal: OpenJournal, *, verify: Verify | None = None, newest: int | None = None
 ) -> Iterator[tuple[StepFeatures, ...]]:
-    """Yield the features of each step. newest: number of steps; None: all. Raises: as
-    `audit_hacking`.
+    """Yield the features of each step.
+
+    newest: number of newest steps; None for all. Raises: the errors of `audit_hacking`.
     """
     kept = kept_of(journal)
     files = journal.files if newest is None else journal.files[-newest:]

@@ -1,8 +1,8 @@
 """A user's second verifier, which checks a sample of a step's trajectories and gives no reward.
 
-It is a reward function as `actors.environment.reward_functions` calls one, with the task's columns
-and the last reply. The sample depends on the trajectories' ids. A missing score is not an error. In
-a run it has a separate process, since it is the user's code.
+It is a reward function and is called like one (`actors.environment.reward_functions`), with the
+task's columns and the last reply. The sample depends only on the trajectories' ids. A missing score
+is not an error. In a run it has a separate process, because it is the user's code.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ from service.config.tree import Config
 from service.config.trial import load_shadow
 
 VERIFIED = 0.5
-"""Smallest score that verifies."""
+"""Smallest score that counts as verified."""
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
-    """by_id: whether each was verified. problem: why a verdict is missing; empty: none is."""
+    """The verdicts on a step.
+
+    by_id: whether each trajectory was verified. problem: why a verdict is missing; empty if none
+    is.
+    """
 
     by_id: Mapping[str, bool]
     problem: str = ""
 
 
 class ShadowVerifier:
-    """The loaded verifier; called from one thread at a time."""
+    """The loaded verifier; only one thread at a time may call it."""
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class ShadowVerifier:
         key: str = "audit.shadow",
         scores_groups: bool = False,
     ) -> None:
-        """Load a verifier. model: path or name of the tokenizer. name, key, scores_groups: see
+        """Load a verifier.
+
+        model: path or name of the model with the tokenizer. name, key, scores_groups: see
         `load_shadow`. num_samples: number of trajectories of a step that `verdicts` checks.
 
         Raises: ConfigError.
@@ -100,7 +106,8 @@ class ShadowVerifier:
     async def score(self, trajectory: Trajectory) -> float | str | None:
         """Score a trajectory's last reply with the function.
 
-        Returns: the score; a text that says why there is none; None if the function returned None.
+        Returns: the score; a text with the reason if there is none; None if the function returned
+        None.
         """
         columns = self._columns(trajectory)
         ask = partial(self._function.score, self._last_reply(trajectory), columns)
@@ -113,7 +120,7 @@ class ShadowVerifier:
         """Score the last replies of a group's trajectories together with the function.
 
         Returns: the score of each trajectory, None if the function returned None for it; a text
-        that says why there are none.
+        with the reason if there are no scores.
         """
         columns = self._columns(group[0])
         replies = [self._last_reply(each) for each in group]
@@ -134,7 +141,7 @@ class ShadowVerifier:
     ) -> _Found | str:
         """Call the function with the settings that the run has for a trajectory.
 
-        extras: as for `RewardFunction.check`. Returns: the answer; a text that says why there is
+        extras: see `RewardFunction.check`. Returns: the answer; a text with the reason if there is
         none.
         """
         member = self._members.get(trajectory.environment, self._config)
@@ -163,11 +170,11 @@ class ShadowVerifier:
             return f"{name} raised {describe(root)}{f' ({at})' if at else ''}"
 
     def knows(self, task_id: str) -> bool:
-        """Return whether a task is in the data, as they are now."""
+        """Return whether a task is in the current data."""
         return self._tasks.find(task_id) is not None
 
     def _note_of_task(self, task_id: str) -> str:
-        """Return the end of a sentence on missing columns; empty if the task is known."""
+        """Return the end of a sentence about missing columns; empty if the task is in the data."""
         if self.knows(task_id):
             return ""
         return (
@@ -176,7 +183,7 @@ class ShadowVerifier:
         )
 
     def _columns(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the task's data; if the run's tasks have none, the prompt as it was rendered."""
+        """Return the task's data; if the run's tasks have no data, the rendered prompt."""
         task = self._tasks.find(trajectory.task_id)
         first = trajectory.samples[0]
         data = {} if task is None else dict(task.data)

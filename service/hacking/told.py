@@ -1,4 +1,4 @@
-"""The audit for reward hacking as text: a line for each step, and the findings."""
+"""Format the audit for reward hacking as text: a line for each step, and the findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLOSING = (
 
 
 def describe(journal: OpenJournal, found: HackingAudit, *, limit: int) -> list[str]:
-    """Describe an audit. limit: newest lines of the table; 0: all."""
+    """Describe an audit. limit: maximum number of newest lines in the table; 0 for all."""
     rows = [_row(part) for parts in found.steps for part in parts]
     shown = rows[-limit:] if limit else rows
     lines = [*aligned([_HEADER, *shown]), "", _MEANING]

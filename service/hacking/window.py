@@ -1,8 +1,8 @@
-"""The newest steps of one environment and its earlier ones, as columns, and their comparison.
+"""The newest and the earlier steps of one environment as columns, and their comparison. Pure.
 
-A pattern is a mark on some trajectories. Its share in the newest steps is compared with that in the
-run's earlier steps, and the reward of marked trajectories with that of others in their group. Pure;
-called by `patterns`.
+A pattern is a mark on some trajectories. Its share in the newest steps is compared with its share
+in the earlier steps, and the reward of marked trajectories with the reward of others in their
+group. Called by `patterns`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Gain:
     error: float
     """Standard error of the mean, over groups."""
     num_groups: int
-    """Groups with both kinds of members."""
+    """Number of groups with marked and unmarked members."""
 
 
 class Window:
     """N trajectories of the newest steps and of the steps before them."""
 
     def __init__(self, steps: Sequence[StepFeatures]) -> None:
-        """Make a window. steps: of one environment, in order."""
+        """Make a window. steps: steps of one environment, in order."""
         self.steps = tuple(steps)
 
     @property
@@ -59,7 +59,7 @@ class Window:
 
     @cached_property
     def place(self) -> Ints:
-        """[N], the number of a trajectory's step in `steps`."""
+        """[N], index in `steps` of each trajectory's step."""
         counts = [each.num_trajectories for each in self.steps]
         return np.repeat(np.arange(len(self.steps)), counts)
 
@@ -77,17 +77,17 @@ class Window:
 
     @cached_property
     def num_missing(self) -> Ints:
-        """[number of steps], rollouts that failed."""
+        """[number of steps], number of failed rollouts."""
         return np.array([each.num_missing for each in self.steps])
 
     @cached_property
     def num_rollouts(self) -> Ints:
-        """[number of steps], including those that failed."""
+        """[number of steps], number of rollouts including failed ones."""
         return np.array([each.num_trajectories for each in self.steps]) + self.num_missing
 
     @cached_property
     def group(self) -> Ints:
-        """[N], codes of groups; groups of different steps have different codes."""
+        """[N], codes of the groups; groups of different steps have different codes."""
         return np.concatenate([each.group for each in self.steps]) ^ (self.place << 40)
 
     def floats(self, name: str) -> Floats:
@@ -110,7 +110,7 @@ class Window:
 
     @cached_property
     def scale(self) -> float:
-        """The spread of returns without extremes; if most are equal, half of the whole spread."""
+        """The spread of returns without extremes; half of the whole spread if most are equal."""
         known = self.reward[self.is_graded]
         if not known.size:
             return 0.0
@@ -122,8 +122,9 @@ class Window:
         return np.array([each.step for each in self.steps])
 
     def means(self, values: Floats, among: Bools) -> Floats:
-        """Return each step's mean of values among some, [number of steps]; NaN for a step without
-        any.
+        """Return the mean of each step over selected trajectories, [number of steps].
+
+        NaN for a step without selected trajectories.
         """
         counts = np.bincount(self.place[among], minlength=len(self.steps))
         sums = np.bincount(self.place[among], weights=values[among], minlength=len(self.steps))
@@ -136,7 +137,7 @@ class Window:
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gain(self, mark: Bools) -> Gain | None:
-        """Return the gain; None if the newest steps have too few groups with both kinds."""
+        """Return the gain; None if the newest steps have too few groups of both kinds."""
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
         _, codes = np.unique(groups, return_inverse=True)
@@ -156,7 +157,7 @@ class Window:
         return Gain(mean=float(differences.mean()), error=error, num_groups=number)
 
     def onset(self, values: Floats, *, before: float, now: float) -> int:
-        """Return the step from which values are nearer to `now` than to `before`.
+        """Return the first step from which all values are nearer to `now` than to `before`.
 
         values: [number of steps]. One step may be an exception.
         """
@@ -174,16 +175,16 @@ class Window:
 
 
 def noise(values: Floats) -> float:
-    """Return the robust spread of earlier steps' values about their trend, without NaNs.
+    """Return the robust spread of earlier steps' values about their trend; NaNs are ignored.
 
-    It is made from the differences of neighbours, whose variance is twice that of one value.
+    It is computed from differences of neighbours, whose variance is twice that of one value.
     """
     steps = np.diff(values[~np.isnan(values)])
     return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")
 
 
 def usual(values: Floats) -> tuple[float, float]:
-    """Return the median and robust spread of earlier steps' values, without NaNs."""
+    """Return the median and the robust spread of earlier steps' values; NaNs are ignored."""
     known = values[~np.isnan(values)]
     if not known.size:
         return float("nan"), float("nan")

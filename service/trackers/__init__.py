@@ -1,1 +1,1 @@
-"""Export of a run's curves to JSONL, TensorBoard, W&B, Trackio and MLflow."""
+"""Export a run's curves to JSONL, TensorBoard, W&B, Trackio and MLflow."""

@@ -1,9 +1,9 @@
-"""A thread that writes the run's stored records to one tracker.
+"""Write the run's stored records to one tracker, in a thread.
 
-It reads the records that it has not written yet from the run's database, so that nothing waits in
-memory, and stores its progress in a file. Invariants: a stored record is written at least once,
-also if the tracker was away or this process was killed, as long as the database has it; a failing
-tracker delays nothing else. Owned by `trackers.Trackers`.
+The thread reads the records that it has not written yet from the run's database, so that no queue
+in memory is needed, and stores its progress in a file. Invariants: each stored record is written at
+least once, even if the tracker was unavailable or this process was killed, as long as the database
+has the record; a failing tracker delays nothing else. Owned by `trackers.Trackers`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The target of a tracker."""
+    """A tracker and the place to which it writes."""
 
     name: str
     """Name of the setting."""
     address: str
-    """The run's location there; it is the same after --resume."""
+    """The run's location in the tracker; it stays the same after --resume."""
     make: Callable[[], Tracker]
-    """Called in the thread until it succeeds."""
+    """Creates the tracker; called in the thread until it succeeds."""
 
 
 class Follower(threading.Thread):
@@ -48,7 +48,7 @@ class Follower(threading.Thread):
         places_file: Path,
         tell: Callable[[str], None],
     ) -> None:
-        """Create a follower. tell: gives the user a notice."""
+        """Create a follower. tell: shows a notice to the user."""
         super().__init__(name=f"tracker {target.name}", daemon=True)
         self._setting = f"trackers.{target.name}"
         self._target, self._store, self._tell = target, store, tell
@@ -57,16 +57,16 @@ class Follower(threading.Thread):
         self._woken, self._ending = threading.Event(), threading.Event()
         self._writes_rest = True
         self._num_failures = 0
-        """Failures in a row."""
+        """Number of consecutive failures."""
         self._has_noticed = False
 
     def wake(self) -> None:
         self._woken.set()
 
     def end(self, *, writes_rest: bool = True) -> None:
-        """Have the thread write the stored records, close the tracker and end, even if this fails.
+        """Make the thread write the stored records, close the tracker and end, even after errors.
 
-        writes_rest: False: write nothing more.
+        writes_rest: whether to write the remaining records.
         """
         self._writes_rest = writes_rest
         self._ending.set()
@@ -100,7 +100,10 @@ class Follower(threading.Thread):
         self._num_failures = 0
 
     def _follow(self, *, is_last: bool) -> None:
-        """Write the records after the stored progress; at the end make no tracker for none."""
+        """Write the records after the stored progress.
+
+        is_last: at the end, do not create a tracker if there is nothing to write.
+        """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
         if self._tracker is None:
@@ -129,9 +132,9 @@ class Follower(threading.Thread):
             log.warning("%s", text)
 
     def _read_places(self) -> dict[RecordKind, Place]:
-        """Read how far the target has been written; a changed target begins again.
+        """Read the progress of the target; if the target has changed, start from the beginning.
 
-        Raises: OSError; ValueError for a file that was changed.
+        Raises: OSError; ValueError if the file was altered.
         """
         if not self._places_file.exists():
             return {}
@@ -141,7 +144,7 @@ class Follower(threading.Thread):
         return {RecordKind(kind): (at[0], at[1], at[2]) for kind, at in written["places"].items()}
 
     def _write_places(self, places: Mapping[RecordKind, Place]) -> None:
-        """Write how far the target has been written. Raises: OSError."""
+        """Write the progress of the target. Raises: OSError."""
         self._places_file.parent.mkdir(exist_ok=True)
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))

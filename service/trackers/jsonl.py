@@ -14,7 +14,7 @@ MAX_LINE_BYTES = 2**20
 
 
 class JsonLines:
-    """A file of whole lines: a line that was cut off by a crash or a full disk is removed."""
+    """A file of whole lines; a line that a crash or a full disk cut off is removed."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises: OSError."""
@@ -55,7 +55,7 @@ class JsonLines:
             )
 
     def flush(self) -> None:
-        """Do nothing: each line has already been given to the system."""
+        """Do nothing, because each line has already been passed to the operating system."""
 
     def close(self, *, is_ended: bool) -> None:
         """Close the file. Raises: OSError."""

@@ -1,6 +1,6 @@
-"""Write a run to an MLflow tracking server, by its REST API: the package itself is not needed.
+"""Write a run to an MLflow tracking server through its REST API, without the package `mlflow`.
 
-The server chooses the ids of its runs; ours is found again by a tag with the run's id.
+The server chooses the ids of its runs; this module finds its run again by a tag with the run's id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """A tracker with one request for each point; a metric that is sent again has the same time."""
+    """A tracker that sends a request for each point; a repeated metric has the same time."""
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
         """Open the run. Raises: httpx.HTTPError; MlflowRefused."""
@@ -89,8 +89,9 @@ class Mlflow:
         return str(made["run"]["info"]["run_id"])
 
     def _ask(self, method: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request. Raises: httpx.HTTPError; MlflowRefused for an answer without success or
-        JSON.
+        """Send a request.
+
+        Raises: httpx.HTTPError; MlflowRefused if the answer is not a success or not JSON.
         """
         if method == "GET":
             answer = self._client.get(route, params=body)

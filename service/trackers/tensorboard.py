@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written by tensorboardX, which needs neither torch nor TensorFlow.
+"""Write TensorBoard's event files with tensorboardX, which needs neither torch nor TensorFlow.
 
-A term that continues from a checkpoint begins with a restart mark: TensorBoard drops its values for
-that step and later ones.
+A term that continues from a checkpoint begins with a restart mark: TensorBoard then drops older
+values for that step and later steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from service.trackers.tracker import Point
 
 
 class TensorBoard:
-    """A file for each process that writes the run."""
+    """A tracker with one event file for each process that writes the run."""
 
     def __init__(self, directory: Path) -> None:
         """Open an event file. Raises: ImportError; OSError."""
@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 def _markdown(sample: EvaluationSample) -> str:
-    """Format a sample; its texts are indented, so that they are shown unchanged."""
+    """Format a sample; its texts are indented, so that TensorBoard shows them unchanged."""
     parts = {"prompt": sample.text.prompt, "answer": sample.text.answer}
     shown = [
         f"**{name}**\n\n" + "\n".join(f"    {line}" for line in text.splitlines())

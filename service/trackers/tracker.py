@@ -13,14 +13,14 @@ from service.telemetry.records import EvaluationSample, StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A step's numbers, or an evaluation's."""
+    """The numbers of a step or of an evaluation."""
 
     kind: RecordKind
     term: int
     first_step: int
-    """First step of the term: values of older terms for this step and later ones are void."""
+    """First step of the term; older terms' values for this step and later ones are invalid."""
     is_first_of_term: bool
-    """It is the term's first point that was ever written."""
+    """Whether it is the first point of the term that was ever written."""
     step: int
     wall_time: float
     """Seconds since 1970."""
@@ -34,11 +34,11 @@ class Tracker(Protocol):
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return when everything written will outlive this process."""
+        """Return after everything written is safe from the end of this process."""
         ...
 
     def close(self, *, is_ended: bool) -> None:
-        """Release everything. is_ended: False: another process has already continued the run."""
+        """Release all resources. is_ended: False if another process has continued the run."""
         ...
 
 

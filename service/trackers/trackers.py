@@ -1,4 +1,4 @@
-"""The trackers of a run: each has a thread, which follows the recorder's stored records."""
+"""The trackers of a run: each has a thread that follows the records that the recorder stores."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Trackers:
     """The trackers of a run. Only `close` and `catch_up` wait for a tracker."""
 
     def __init__(self, targets: Sequence[Target], *, store: Readable, directory: Path) -> None:
-        """Create the trackers. directory: for the file of each tracker's progress."""
+        """Create the trackers. directory: directory for the files with each tracker's progress."""
         self._targets, self._store, self._directory = targets, store, directory
         self._followers: list[Follower] = []
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Write stored records that are not written yet. tell: called in any thread."""
+        """Start to write stored records that are not written yet. tell: called in any thread."""
         if not self._followers:
             self._followers = self._make(tell)
             for follower in self._followers:
@@ -45,7 +45,7 @@ class Trackers:
         self.wake()
 
     def catch_up(self, tell: Callable[[str], None], *, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the missing records of an ended run, once. Blocks, limit_s at most."""
+        """Write the missing records of an ended run once. Blocks for at most `limit_s` seconds."""
         self._followers = self._make(tell)
         for follower in self._followers:
             follower.end()
@@ -69,7 +69,7 @@ class Trackers:
             follower.wake()
 
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Write the rest and close. Blocks, limit_s at most.
+        """Write the remaining records and close the trackers. Blocks for at most `limit_s` seconds.
 
         writes_rest: False if another process has the run.
         """
@@ -88,7 +88,7 @@ class Trackers:
 def trackers_of(
     config: Config, run_dir: RunDir, *, run_id: str, store: Readable
 ) -> Trackers | None:
-    """Return the trackers that the configuration names; None: it names none."""
+    """Return the trackers that the configuration names; None if it names none."""
     targets = list(_targets(config, run_dir.path, run_id))
     if not targets:
         return None

@@ -1,7 +1,7 @@
-"""Write a run to Weights & Biases, or its offline files, with the package `wandb`.
+"""Write a run to Weights & Biases, or to its offline files, with the package `wandb`.
 
-The package's own step only grows, but a run may return to a checkpoint: the curves are drawn over
-our own number `step`, and `term` distinguishes a step that was trained again.
+The package's own step can only increase, but a run may return to a checkpoint. The curves are
+therefore drawn over a metric `step`, and `term` distinguishes steps that were trained again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _COLUMNS = ("step", "task", "prompt", "answer", "outcome", "return")
 
 
 class Wandb:
-    """A tracker that owns a process of wandb, which ends with ours."""
+    """A tracker that owns a wandb process, which ends with this process."""
 
     def __init__(
         self, settings: WandbSettings, *, run_id: str, name: str, config: Any, directory: Path
     ) -> None:
-        """Open the run. config: shown next to the curves. Raises: ImportError; wandb.Error;
-        OSError.
+        """Open the run.
+
+        config: the configuration that is shown next to the curves. Raises: ImportError;
+        wandb.Error; OSError.
         """
         import wandb
 
@@ -78,7 +80,7 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """Wait until the process has written: there is no call for a flush."""
+        """Wait until the process has written everything, because wandb has no call for a flush."""
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
