@@ -1,7 +1,7 @@
-"""Find settings that do not agree with each other. Pure.
+"""Find settings that contradict each other. Pure.
 
-Each such check is made here and nowhere else; components trust the settings that they receive.
-Called by `file.py`.
+All such checks are in this module; components trust the settings that they receive. Called by
+`file.py`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _BY_TOKEN = _DPPO | {Objective.SAPO}
 
 
 def disagreements(config: Config) -> Iterator[str]:
-    """Yield a sentence for each disagreement, with got, expected and remedy; none for a sound
-    tree.
-    """
+    """Yield a sentence for each contradiction, with got, expected and remedy."""
     checks = (
         _check_model,
         _check_tasks,
@@ -370,9 +368,7 @@ def _check_refills(config: Config) -> list[str]:
 
 
 def _check_scale(config: Config) -> Iterator[str]:
-    """Yield a disagreement if advantages are divided by statistics of a group without a group
-    baseline.
-    """
+    """Yield a contradiction if advantages need group statistics but have no group baseline."""
     algorithm = config.algorithm
     if algorithm.scale is not Scale.NONE and not algorithm.has_group_baseline:
         yield (
@@ -413,7 +409,7 @@ def _check_schedules(config: Config) -> Iterator[str]:
 
 
 def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
-    """Yield disagreements among the settings of a schedule, as the configuration has them."""
+    """Yield the contradictions among a schedule's settings as the configuration has them."""
     key, kind, default = f"{section}.schedule", schedule.kind, ScheduleSettings()
     is_wsd = kind is ScheduleKind.WSD
     if kind is ScheduleKind.CONSTANT:
@@ -438,9 +434,9 @@ def _check_schedule(section: str, schedule: ScheduleSettings) -> Iterator[str]:
 
 
 def _check_decay(section: str, warmup_updates: int, planned: ScheduleSettings) -> Iterator[str]:
-    """Yield a disagreement if warm-up and decay do not fit into the updates of a schedule.
+    """Yield a contradiction if warm-up and decay do not fit into the updates of a schedule.
 
-    planned: the schedule, with its number of updates.
+    planned: the schedule with its number of updates.
     """
     if planned.kind is ScheduleKind.CONSTANT:
         return
@@ -499,7 +495,7 @@ def _check_bands(config: Config) -> Iterator[str]:
 
 
 def _check_unread_loss(config: Config) -> Iterator[str]:
-    """Yield a sentence for each setting that was changed and that nothing would read."""
+    """Yield a sentence for each setting that was changed but has no effect."""
     loss, default = config.algorithm.loss, LossSettings()
     is_clipped = loss.objective in _CLIPPED
     uses = {
@@ -567,7 +563,7 @@ def _check_weights(config: Config) -> Iterator[str]:
 
 
 def _check_blocks(config: Config) -> Iterator[str]:
-    """Yield a disagreement if vLLM's attention on CPU refuses the block size.
+    """Yield a contradiction if vLLM's attention on CPU refuses the block size.
 
     On a GPU the allowed sizes depend on the backend that vLLM chooses.
     """

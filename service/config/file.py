@@ -1,4 +1,4 @@
-"""Read a configuration from YAML with overrides, and say in sentences what is wrong with it."""
+"""Read a configuration from YAML with overrides, and describe its errors in sentences."""
 
 from __future__ import annotations
 
@@ -40,16 +40,15 @@ _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` and lay `section.key=value` overrides (values in YAML) over it.
+    """Read `path` and apply the overrides `section.key=value`, whose values are YAML.
 
-    Raises: ConfigError naming every problem.
+    Raises: ConfigError that names every problem.
     """
     return parse_config(_read_yaml(path), source=str(path), overrides=overrides)
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate a plain tree: the bounds of each leaf, then the agreement of settings with each
-    other.
+    """Validate a plain tree: first the bounds of each leaf, then that settings agree.
 
     Raises: ConfigError.
     """
@@ -115,9 +114,7 @@ def dump_config(config: Config) -> str:
 
 
 def describe_config(config: Config) -> str:
-    """Return the effective configuration as YAML, with a comment above each setting that describes
-    it.
-    """
+    """Return the effective configuration as YAML, with a comment that describes each setting."""
     schema = config_schema()
     return "\n".join(_described(_TREE.dump_python(config, mode="json"), schema, schema["$defs"]))
 
@@ -133,7 +130,7 @@ def _described(
     """Yield lines of YAML with comments.
 
     Args: values: a section of the configuration. section: the JSON schema of `values`. sections:
-    the schemas that `section` refers to, by name.
+    the schemas to which `section` refers, by name.
     """
     for key, value in values.items():
         setting = section["properties"][key]
@@ -152,9 +149,10 @@ def _described(
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader for plain values that refuses two equal keys in one mapping, of which YAML's
-    own loader takes the last one silently, and aliases that expand a few lines into more values
-    than fit into memory.
+    """A YAML loader for plain values that refuses duplicate keys and aliases that expand too far.
+
+    YAML's own loader silently keeps the last of two equal keys. Aliases can expand a few lines into
+    more values than fit into memory.
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -182,8 +180,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return the number of values of a tree whose aliases are written out; infinity if an alias
-    names a node that contains it.
+    """Return the number of values of a tree after its aliases are expanded.
+
+    Infinity if an alias refers to a node that contains it.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1
@@ -281,12 +280,12 @@ def _settings(section: Any) -> list[str]:
 
 
 def _section_of(annotation: Any) -> Any:
-    """Return the dataclass that an annotation is, or that is one of its arguments."""
+    """Return the dataclass of an annotation: the annotation itself, or one of its arguments."""
     return next(each for each in (annotation, *get_args(annotation)) if is_dataclass(each))
 
 
 def _truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:
-    """Yield a sentence for each true or false that was read as 1 or 0."""
+    """Yield a sentence for each true or false that was parsed as 1 or 0."""
     if isinstance(given, Mapping):
         for key, value in given.items():
             found = read[key] if isinstance(read, Mapping) else getattr(read, key)

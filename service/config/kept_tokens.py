@@ -1,6 +1,6 @@
-"""Check the settings that say which tokens an evaluation may sample.
+"""Check the settings that determine which tokens an evaluation may sample.
 
-Called by the checks of a configuration, and by the API for evaluations that operators begin.
+Used for a configuration, and by the API for evaluations that operators request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from actors.environment.settings import KeptTokens, StructuredOutputs
 
 
 def kept_tokens_problems(key: str, kept: KeptTokens, *, temperature: float) -> Iterator[str]:
-    """Yield a sentence for each setting that cannot be used.
+    """Yield a sentence for each invalid setting.
 
-    key: the section that has the settings, for messages; empty: they have no section.
+    key: the section with the settings, for messages; empty if they have no section.
     """
     prefix = f"{key}." if key else ""
     for name, value, is_off in (

@@ -1,7 +1,7 @@
-"""Check that a model directory's own files are sound: its settings, and the headers of its weights.
+"""Check the files of a model directory: its settings, and the headers of its weights.
 
 Without these checks, every rank and every engine would fail at once, minutes later. The checks read
-headers only, never the weights. Called by `service.config.preflight`.
+only headers, never the weights. Called by `service.config.preflight`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _REMEDY = "copy or download the model again, or export it again with `rayloom ex
 
 
 def check_model_files(directory: Path) -> None:
-    """Check that every settings file is a JSON object and that every weight file is whole.
+    """Check that every settings file is a JSON object and that every weight file is complete.
 
-    Raises: ConfigError naming the file.
+    Raises: ConfigError that names the file.
     """
     for name in _SETTINGS:
         if (directory / name).is_file():
@@ -40,7 +40,7 @@ def check_model_files(directory: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a model's settings file. Raises: ConfigError if it does not hold a JSON object."""
+    """Read a model's settings file. Raises: ConfigError if it does not contain a JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -62,14 +62,13 @@ def check_architecture(
     dtype: Dtype,
     inference: InferenceSettings | None,
 ) -> None:
-    """Check that transformers knows the architecture, the trainer can train it, and engines serve
-    it.
+    """Check that transformers, the trainer and the engines support the model's architecture.
 
     Reads no weights: the trainer's own check runs a copy with a few narrow layers.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
         inference: None for a model that only the trainer holds.
-    Raises: ConfigError naming what cannot be done.
+    Raises: ConfigError that names the unsupported part.
     """
     # Imported here, because it takes four seconds: it imports torch.
     from transformers import AutoConfig
@@ -104,12 +103,12 @@ def check_architecture_once(
     dtype: Dtype,
     inference: InferenceSettings | None,
 ) -> None:
-    """Check as `check_architecture`, but skip a check that has passed before for this user.
+    """Check as `check_architecture` does, but skip a check that has already passed for this user.
 
-    The check is repeated if anything changes that it depends on: config.json, the arguments, the
-    packages, or the code of the check. A refusal is never stored.
+    The check is repeated if anything changes on which it depends: config.json, the arguments, the
+    packages, or the code of the check. A failed check is never stored.
 
-    Args, raises: as `check_architecture`.
+    Arguments and errors are those of `check_architecture`.
     """
     given = (max_context_tokens, dtype, inference)
     passed = user_cache("checked") / _fingerprint(directory / "config.json", given)
@@ -128,7 +127,7 @@ def check_architecture_once(
 
 
 def _fingerprint(settings: Path, given: object) -> str:
-    """Return a digest of everything that the check of an architecture depends on."""
+    """Return a digest of everything on which the check of an architecture depends."""
     found = blake2b(repr((given, _versions(), sys.version)).encode(), digest_size=16)
     code = [*sorted((_ROOT / "actors" / "trainer").rglob("*.py")), Path(__file__)]
     for file in (settings, _ROOT / "service" / "inference" / "model_support.py", *code):
@@ -147,9 +146,7 @@ def _versions() -> dict[str, str]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that are loaded. Raises: ConfigError if an indexed file is
-    missing.
-    """
+    """Return the safetensors files to load. Raises: ConfigError if an indexed file is missing."""
     index = directory / INDEX
     files = sorted(directory.glob("*.safetensors"))
     if not index.is_file():

@@ -1,8 +1,8 @@
-"""Check a configuration against the machine, before anything starts.
+"""Check a configuration against the machine before anything starts.
 
-Every check raises ConfigError, whose message says what was wrong, got and expected, and the remedy.
-The checks read files and the tokenizer and begin one task. A user's own functions are called in a
-child process.
+Every check raises ConfigError; its message says what was wrong, got and expected, and the remedy.
+The checks read files, load the tokenizer and begin one task. The user's own functions are called in
+a child process.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def check_without_model(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> dict[str, Observation]:
-    """Run every check that needs no model, before one is built.
+    """Run every check that needs no model, before a model is built.
 
-    Args: is_local: whether the run starts its own Ray here; if not, the cluster's size counts.
-    trial: which of the user's own functions are called. tell: called with each warning.
+    Args: is_local: whether the run starts its own Ray on this machine; if not, the cluster's size
+    counts. trial: selects which of the user's own functions are called. tell: called with each
+    warning.
     Returns: the first observation of each environment, by name.
     Raises: ConfigError.
     """
@@ -64,7 +65,7 @@ def check_without_model(
 
 
 def check_machine(config: Config, *, is_local: bool) -> None:
-    """Run the checks that need only the machine, which the command line makes before its imports.
+    """Run the checks that need only the machine; the command line runs them before slow imports.
 
     The nodes of a cluster are checked after it is joined (`service.launch.other_nodes`). Raises:
     ConfigError.
@@ -87,8 +88,8 @@ def check_with_model(
 ) -> None:
     """Run the checks that need the model's files.
 
-    Args: model_path: directory of the model's files (the tiny model is built before). was_loaded:
-        whether the run that resumes has loaded this model before.
+    Args: model_path: directory of the model's files (the tiny model is built earlier). was_loaded:
+        whether the resumed run has loaded this model before.
     Raises: ConfigError.
     """
     check_model(config, model_path, was_loaded=was_loaded)
@@ -108,7 +109,7 @@ def check_model_sources(config: Config) -> None:
 
 
 def companions(config: Config) -> dict[str, str]:
-    """Return the models besides the policy that the configuration names, by key."""
+    """Return the configured models other than the policy, by key."""
     named = {
         "algorithm.reference": config.algorithm.reference,
         "algorithm.critic.model": config.algorithm.critic.model,
@@ -186,7 +187,7 @@ def registered_parsers() -> RegisteredParsers | None:
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """Return the keys of a dictionary that a module assigns to a name; empty if it assigns none."""
+    """Return the keys of the dictionary that a module assigns to a name; empty if there is none."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
         key.value
@@ -199,7 +200,7 @@ def _keys(file: Path, name: str) -> frozenset[str]:
 
 
 def check_parsers(config: Config) -> None:
-    """Check that the parsers that the run names are parsers of vLLM. Raises: ConfigError."""
+    """Check that the configured parsers exist in vLLM. Raises: ConfigError."""
     if not config.inference.names_parser or (registered := registered_parsers()) is None:
         return
     for key, name, names in (
@@ -264,7 +265,7 @@ def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
 
 
 def _check_companion(key: str, path: str, *, policy: Path) -> None:
-    """Check that a local reference or critic reads all ids of the policy's tokenizer.
+    """Check that a local reference or critic accepts all token ids of the policy's tokenizer.
 
     Raises: ConfigError.
     """
@@ -323,8 +324,7 @@ def check_memory(config: Config) -> None:
 
 
 def check_processes(config: Config) -> None:
-    """Check that a local run starts no more ranks, engines and environment actors than fit on a
-    machine.
+    """Check that a local run does not start more ranks, engines and actors than fit on a machine.
 
     Raises: ConfigError.
     """
@@ -342,8 +342,7 @@ def check_processes(config: Config) -> None:
 
 
 def check_gpus(config: Config) -> None:
-    """Check that a local run has the configured GPUs; a cluster's GPUs are checked after it is
-    joined.
+    """Check that a local run has the configured GPUs; those of a cluster are checked later.
 
     Raises: ConfigError.
     """
@@ -370,9 +369,9 @@ def gpus_wanted(config: Config) -> float:
 
 
 def check_metrics_address(config: Config) -> None:
-    """Check that the metrics can be served: the host is this machine's, and a fixed port is free.
+    """Check that the metrics can be served on the configured host and port.
 
-    Raises: ConfigError.
+    The host must be this machine's, and a fixed port must be free. Raises: ConfigError.
     """
     host, port = config.metrics.host, config.metrics.port
     try:

@@ -1,7 +1,8 @@
 """Build the configuration of `rayloom train --dataset … --reward …`, which has no file. Pure.
 
-The result is a tree as a file has it; `--set` is laid over it. Without a model, the tiny model is
-built and trained on the CPU. Engine and trainer of another model share a GPU, if there is one.
+The result is a tree like that of a file; `--set` overrides its values. Without a model, the tiny
+model is built and trained on the CPU. With another model, engine and trainer share a GPU if there
+is one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _TINY: dict[str, Any] = {
 def tasks_of(
     dataset: str | None, rewards: list[str], tools: list[str], group_rewards: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the section `tasks` for a data set, functions and tools; each may be left out."""
+    """Return the section `tasks` for a data set, functions and tools; each may be omitted."""
     tasks: dict[str, Any] = {} if dataset is None else {"dataset": dataset}
     options: dict[str, Any] = {
         name: functions[0] if len(functions) == 1 else list(functions)
@@ -65,7 +66,7 @@ def quick_tree(
 ) -> dict[str, Any]:
     """Return a tree of all sections except `tasks`.
 
-    Args: dataset: data set that the run is named after. model: a directory or a hub's name; None:
+    Args: dataset: data set after which the run is named. model: a directory or hub name; None for
     the tiny model.
     """
     tree = _tree(dataset, model=model, has_gpu=has_gpu)

@@ -1,7 +1,8 @@
 """Check which settings changed between a run and its resumption. Pure functions of two trees.
 
-A resumed run plays the stored groups again, under their old numbers. All other settings may change:
-`run.steps`, the learning rate, the numbers of ranks, engines and actors.
+A resumed run plays the stored groups again under their old numbers, so settings that affect these
+may not change. All other settings may: `run.steps`, the learning rate, the numbers of ranks,
+engines and actors.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ FIXED_SECTIONS = ("model", "tasks", "mixture")
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:
-    """Return a sentence for each refused change, with got, expected and the reason; empty if the
-    run can resume.
+    """Return a sentence for each refused change, with got, expected and the reason.
+
+    Empty if the run can be resumed.
     """
     found = [
         f"section {section} differs from the run's own; expected the same, because the checkpoint "
@@ -35,10 +37,10 @@ def refused_changes(before: Config, now: Config) -> list[str]:
 def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:
     """Return a sentence if the temperature changed while samples of the old one are stored.
 
-    Stored turns and uploads are trained at the temperature that they were sampled at.
+    Stored turns and uploads are trained with the temperature at which they were sampled.
 
-    Args: num_kept_samples: stored turns and uploads in the run's database.
-    Returns: like `refused_changes`.
+    Args: num_kept_samples: number of stored turns and uploads in the run's database.
+    Returns: see `refused_changes`.
     """
     own, new = before.rollouts.temperature, now.rollouts.temperature
     if new == own or not num_kept_samples:

@@ -9,23 +9,23 @@ from actors.limits import STRICT, Positive, Seconds
 
 
 class Titles(StrEnum):
-    """Handling of the calls with which an agent names its conversation."""
+    """The handling of calls with which an agent names its conversation."""
 
     TRAIN = "train"
-    """Train them, as every turn is trained."""
+    """Train them like every other turn."""
     LEAVE_OUT = "leave_out"
     """Do not train a turn that is certainly a title (docs/semantics.md)."""
 
 
 class Unsupported(StrEnum):
-    """Handling of a parameter that a session cannot obey."""
+    """The handling of a parameter that a session cannot obey."""
 
     REFUSE = "refuse"
     IGNORE = "ignore"
 
 
 class SystemMessages(StrEnum):
-    """Handling of system texts that the chat template refuses or does not show."""
+    """The handling of system texts that the chat template refuses or does not show."""
 
     MERGE = "merge"
     REFUSE = "refuse"
@@ -40,23 +40,21 @@ class SessionSettings:
     __pydantic_config__ = STRICT
 
     max_open: Positive = 1024
-    """Sessions that are open at once; further ones wait, even if their group is admitted."""
+    """Maximum number of open sessions; further sessions wait, even if their group is admitted."""
     idle_s: Seconds = 600
-    """Seconds without a request after which a session is ended, as a rollout that ran out of
-    time.
-    """
+    """Seconds without a request after which a session ends like a rollout that ran out of time."""
     hold_s: Seconds = 300
-    """Seconds that a request is held while its session waits for admission, weights are loaded, or
-    an engine or the database is away; then it is answered with status 503.
+    """Seconds for which a request is held while its session waits for admission, weights are
+    loaded, or an engine or the database is unavailable; after that it is answered with status 503.
     """
     reward_deadline_s: Seconds = 3600
-    """Seconds after its finish that a session may wait for a reward that is sent later."""
+    """Seconds for which a finished session may wait for a reward that is sent later."""
     unsupported: Unsupported = Unsupported.REFUSE
     """How to handle a parameter that a session cannot obey, if the answer has the same form without
     it (a forced tool_choice, a JSON schema, logit_bias). refuse: answer 400 with its name; ignore:
     sample without it, and count it in the session's view."""
     max_body_mib: Positive = 48
-    """Largest body of one request in MiB; also that of uploaded trajectories."""
+    """Largest body of a request in MiB; it also limits uploaded trajectories."""
     titles: Titles = Titles.TRAIN
     """Whether titles of conversations, which the session's reward does not judge, are trained. Use
     `leave_out` for agents that request titles without marking the call as auxiliary.

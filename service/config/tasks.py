@@ -1,7 +1,8 @@
 """Open a run's tasks, check their data, and check that the first prompt can be rendered.
 
-The environment begins a task, the chat template renders it, and an answer fits after it; no turn is
-played. Called by `service.config.preflight`, by the run, and by the API's settings.
+For the last check the environment begins a task, the chat template renders it, and an answer must
+fit after it; no turn is played. Called by `service.config.preflight`, by the run, and by the API's
+settings.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ NAMING = {
     TEXTARENA: ("opponent",),
     TOOLS: ("reward", "group_reward", "tools"),
 }
-"""The options of a built-in environment that name a user's own code."""
+"""Options of built-in environments that name the user's own code."""
 RESET_LIMIT_S = 60.0
-"""Time limit of the first task's reset, and of its close, in seconds."""
+"""Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
-"""Seconds beyond both limits after which the event loop that keeps them must be blocked."""
+"""Seconds after both limits at which the event loop that enforces them is considered blocked."""
 
 
 def open_tasks(
@@ -72,9 +73,9 @@ def open_tasks(
 ) -> TaskSource:
     """Open the task set.
 
-    Args: model_path: model whose tokenizer measures the prompts; too long ones are left out if the
-        environment builds a prompt from its data. None: no prompt is left out. tell: called with a
-        sentence on the number of prompts that were left out.
+    Args: model_path: model whose tokenizer measures the prompts; tasks with too long prompts are
+        left out if the environment builds prompts from data. None leaves out no task. tell: called
+        with a sentence on the number of tasks that were left out.
     Raises: ConfigError if a file cannot be used, or has no prompt that fits.
     """
     if config.mixture:
@@ -116,11 +117,11 @@ def open_sets(
     model_path: str | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[EvaluationSet]:
-    """Return what is evaluated: the run's own held-out tasks, if any, then each named set.
+    """Return the sets to evaluate: the run's own held-out tasks, if any, then each named set.
 
     For a mixture, return the held-out tasks of each part.
 
-    Args: tasks: the run's tasks. model_path, tell: as for `open_tasks`.
+    Args: tasks: the run's tasks. model_path, tell: see `open_tasks`.
     Raises: ConfigError if a set's tasks cannot be read.
     """
     if isinstance(tasks, MixedTasks):
@@ -165,7 +166,7 @@ def held_out_tasks(config: Config, tasks: TaskSource) -> list[Task]:
 
 @contextmanager
 def _named_refusals(name: str) -> Iterator[None]:
-    """Prefix refusals that are raised within the block with the name of a part of the mixture."""
+    """Prefix refusals that the block raises with the name of a part of the mixture."""
     try:
         yield
     except ConfigError as error:
@@ -177,7 +178,7 @@ def _tell_with_key(key: str, tell: Callable[[str], None], text: str) -> None:
 
 
 def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings | None:
-    """Return where a set's tasks come from; None: it plays the run's own held-out tasks."""
+    """Return the source of a set's tasks; None if it plays the run's own held-out tasks."""
     columns = settings.columns
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
     if all(each is None for each in named):
@@ -216,7 +217,7 @@ def _check_environment(tasks: PackedTasks, config: Config, *, key: str) -> None:
 def _read(
     settings: TasksSettings, checks: Mapping[str, DataCheck]
 ) -> tuple[PackedTasks, PackedTasks | None]:
-    """Return the tasks, and those of the evaluation split or None. Raises: BadTaskFile."""
+    """Return the training tasks and the evaluation split, if any. Raises: BadTaskFile."""
     if settings.dataset is None:
         assert settings.file is not None
         return PackedTasks(read_tasks(settings.file, checks=checks)), None
@@ -235,7 +236,7 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Return the tasks whose prompt leaves room for an answer. Raises: ConfigError."""
+    """Return the tasks whose prompts leave room for an answer. Raises: ConfigError."""
     if (first_messages := _first_messages(config)) is None:
         return tasks
     tools = getattr(maker(config)(), "tools", ())
@@ -266,14 +267,14 @@ def _fitting(
 def _first_messages(
     config: Config,
 ) -> Callable[[Mapping[str, Any]], Sequence[Message]] | None:
-    """Return a function that builds a task's prompt from its data; None: only a reset gives it."""
+    """Return a function that builds a task's prompt from its data; None if only a reset can."""
     if not config.has_environment:
         return None
     return getattr(maker(config)(), "first_messages", None)
 
 
 def _data_checks(config: Config) -> dict[str, DataCheck]:
-    """Return the check of the tasks' data for each environment, by name. Raises: ConfigError."""
+    """Return the checks of task data by environment name. Raises: ConfigError."""
     if not config.has_environment:
         return {}
     checks = {}
@@ -284,10 +285,9 @@ def _data_checks(config: Config) -> dict[str, DataCheck]:
 
 
 def data_schemas(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the JSON schema of each environment's task data, by name; empty if external agents
-    play.
+    """Return the JSON schema of task data by environment name; empty if only agents play.
 
-    Raises: ConfigError for an environment that cannot be made, or declares no schema.
+    Raises: ConfigError for an environment that cannot be created, or declares no schema.
     """
     if not config.has_environment:
         return {}
@@ -299,11 +299,11 @@ class _Exited(Exception):
 
 
 def check_prompt(config: Config, model_path: str, observation: Observation) -> None:
-    """Check that the first prompt can be rendered and leaves room for an answer. Raises:
-    ConfigError.
+    """Check that the first prompt can be rendered and leaves room for an answer.
 
-    If prompts are known beforehand, one of them must fit: the others are left out. observation: the
-    first observation of this configuration's environment, which is not a mixture.
+    If prompts are known in advance, at least one of them must fit; the others are left out.
+    observation: the first observation of this configuration's environment, which is not a mixture.
+    Raises: ConfigError.
     """
     if _first_messages(config) is not None:
         open_sets(config, open_tasks(config, model_path=model_path), model_path=model_path)
@@ -320,7 +320,7 @@ def check_prompt(config: Config, model_path: str, observation: Observation) -> N
 
 
 def first_observations(config: Config) -> dict[str, Observation]:
-    """Return how the first task of each environment begins, by name. Raises: ConfigError."""
+    """Return the first observation of each environment, by name. Raises: ConfigError."""
     if not config.mixture:
         return {config.tasks.environment: first_observation(config)}
     found = {}
@@ -342,7 +342,7 @@ def check_prompts(config: Config, model_path: str, observations: Mapping[str, Ob
 def first_observation(config: Config) -> Observation:
     """Begin the first task in an environment, as an episode does. Raises: ConfigError.
 
-    If external agents play, return an observation that any of them may begin with.
+    If external agents play, return an observation with which any of them may begin.
     """
     name = config.tasks.environment
     if not config.has_environment:
@@ -415,8 +415,7 @@ class _TooLong(Exception):
 
 
 def _begun(make_environment: Callable[[], Environment], task: Task) -> object:
-    """Return the result of reset, called in a thread, because a method that blocks would block this
-    one forever.
+    """Return the result of reset, called in a thread because the user's method may block.
 
     Raises: _TooLong; any exception of the user's code.
     """
@@ -478,7 +477,7 @@ def _check_tools(
 ) -> None:
     """Check the tools of an environment.
 
-    Raises: ConfigError for tools that the template does not show, or whose calls no parser reads.
+    Raises: ConfigError if the template does not show the tools, or no parser reads their calls.
     """
     if not tools:
         return
@@ -506,7 +505,7 @@ def _renderer(config: Config, model_path: str) -> ChatRenderer:
 
 
 def _check_template_options(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Check that each option is a variable of the template, which ignores a misspelt one silently.
+    """Check that each option is a variable of the template, because it ignores a misspelt option.
 
     Raises: ConfigError.
     """

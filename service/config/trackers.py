@@ -21,7 +21,7 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
 class WandbMode(StrEnum):
     ONLINE = "online"
     OFFLINE = "offline"
-    """Write into files, which `wandb sync` uploads."""
+    """Write into files, which `wandb sync` uploads later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +31,17 @@ class WandbSettings:
     __pydantic_config__ = STRICT
 
     project: Name
-    """Project that the run is in."""
+    """Name of the project that the run belongs to."""
     entity: str | None = None
-    """User or team; null: that of the key."""
+    """User or team; null: the owner of the key."""
     group: str | None = None
-    """Name of a group of runs that are shown together; null: no group."""
+    """Name of a group of runs that W&B shows together; null: no group."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
     mode: WandbMode = WandbMode.ONLINE
-    """online: send to the server; offline: only write files, for `wandb sync`."""
+    """online: send to the server; offline: only write files for `wandb sync`."""
     directory: str | None = None
-    """Directory of its files, in a folder named wandb; null: the run's directory."""
+    """Directory in which wandb creates its folder wandb; null: the run's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class MlflowSettings:
     url: Url
     """URL of the server, such as http://mlflow:5000."""
     experiment: Name
-    """Experiment that the run is in; created if it is missing."""
+    """Name of the experiment that the run belongs to; it is created if it is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,14 @@ class TrackioSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSettings:
-    """Targets to which a run's curves are written besides its own database; none by default."""
+    """Trackers that get a run's curves in addition to its own database; none by default."""
 
     __pydantic_config__ = STRICT
 
     jsonl: bool = False
     """Write metrics.jsonl in the run's directory."""
     tensorboard: str | None = None
-    """Directory in which the run gets a directory of its own; empty: tensorboard, in the run's
+    """Directory in which the run gets its own directory; empty: the folder tensorboard in the run's
     directory; null: no event files.
     """
     wandb: WandbSettings | None = None

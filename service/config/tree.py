@@ -126,9 +126,9 @@ class ModelSettings:
     tokenizer's own template.
     """
     dtype: Dtype = Dtype.FLOAT32
-    """Type that the engines compute in."""
+    """Data type in which the engines compute."""
     max_context_tokens: Annotated[int, Ge(32)] = 2048
-    """Largest number of tokens of one trajectory, prompt and answers together."""
+    """Largest number of tokens of a trajectory, prompt and answers together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class TasksSettings:
     subset: str | None = None
     """Name of one of several configurations of a data set, such as main."""
     split: str = "train"
-    """Split of a data set's directory or of a hub's data set; a file is read whole."""
+    """Split of a data set's directory or of a hub's data set; a file is read completely."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Column of the data set for each entry of a task's data; null: the entry is left out."""
     evaluation_split: str | None = None
@@ -199,7 +199,7 @@ class EvaluationSetSettings:
     columns: dict[str, str | None] | None = None
     """Columns, as for tasks.columns; null: those of tasks.columns."""
     tasks: Positive | None = None
-    """Number of tasks, the first by a hash of their ids; null: all."""
+    """Number of tasks, chosen by a hash of their ids; null: all."""
     samples: Positive = 1
     """Samples of each task."""
     temperature: NotNegative = 0.0
@@ -240,21 +240,24 @@ class EvaluationSettings:
     equal.
     """
     top_p: Share = 1.0
-    """Sample among the likeliest tokens whose probabilities add up to this number; 1: among all
-    tokens. Training always samples among all, because its loss needs a log-probability over all."""
+    """Sample only from the likeliest tokens whose probabilities add up to this number; 1: from all
+    tokens. Training always samples from all tokens, because its loss needs the log-probabilities of
+    all.
+    """
     top_k: Natural = 0
-    """Number of the likeliest tokens to sample among; 0: all tokens."""
+    """Number of the likeliest tokens to sample from; 0: all tokens."""
     min_p: Fraction = 0.0
-    """Lowest probability of a token that may be sampled, as a share of the likeliest token's; 0: no
-    minimum."""
+    """Lowest probability of a token that may be sampled, as a share of the likeliest token's
+    probability; 0: no minimum.
+    """
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the form of each reply; null: no constraint."""
     pass_reward: float = 1.0
-    """Share of the best possible return, if the environment knows it, or else the return from which
-    on a sample passes.
+    """Return from which on a sample passes, as a share of the best possible return if the
+    environment knows that.
     """
     keep_results: Natural = 20
-    """Number of the newest evaluations whose rollouts are kept, token by token, in
+    """Number of the newest evaluations whose rollouts are kept with all tokens in
     RUN_DIR/evaluations; 0: none.
     """
     sets: dict[SetName, EvaluationSetSettings] = field(default_factory=dict)
@@ -339,7 +342,7 @@ class MixtureMember:
     __pydantic_config__ = STRICT
 
     weight: Rate = 1.0
-    """Weight of this part among those of the other parts: it gets weight / sum of the groups."""
+    """Weight of this part: it gets weight / (sum of all weights) of the groups."""
     tasks: TasksSettings
     """Tasks of this part, with the settings of the run's own section tasks."""
     rollouts: MemberRollouts = field(default_factory=MemberRollouts)
@@ -348,15 +351,15 @@ class MixtureMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings:
-    """Search for reward hacking in a run's trajectories, which runs besides training."""
+    """Search for reward hacking in a run's trajectories, concurrently with training."""
 
     __pydantic_config__ = STRICT
 
     hacking: bool = True
     """Report patterns of reward hacking in the journal of each step."""
     shadow: str | None = None
-    """FILE.py:NAME of a second verifier, called as a reward function is; a trajectory is verified
-    from a score of 0.5 on. The verifier changes no reward.
+    """FILE.py:NAME of a second verifier, which is called like a reward function; a score of at
+    least 0.5 verifies a trajectory. The verifier changes no reward.
     """
     shadow_samples: Positive = 16
     """Trajectories of each step that the second verifier scores."""
@@ -369,11 +372,11 @@ class MetricsSettings:
     __pydantic_config__ = STRICT
 
     host: str = "127.0.0.1"
-    """Address that /metrics listens on."""
+    """Address at which /metrics listens."""
     port: Port = 0
     """Port of /metrics; 0: any free one."""
     stays_s: NotNegative = 0
-    """Seconds that `rayloom train` waits after the end, so that its last values are scraped."""
+    """Seconds that `rayloom train` waits after the end, so that the last values are scraped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,8 +386,9 @@ class TracingSettings:
     __pydantic_config__ = STRICT
 
     endpoint: HttpUrl = ""
-    """URL of a collector that speaks OTLP over HTTP, such as http://collector:4318/v1/traces;
-    empty: no traces."""
+    """URL of a collector for OTLP over HTTP, such as http://collector:4318/v1/traces; empty: no
+    traces.
+    """
     sample_ratio: Share = 1.0
     """Share of the rollouts that are traced, 0 to 1."""
 
@@ -396,13 +400,13 @@ class ServiceSettings:
     __pydantic_config__ = STRICT
 
     host: str = "127.0.0.1"
-    """Address that the HTTP API listens on."""
+    """Address at which the HTTP API listens."""
     port: Port = 8000
     """Port of the HTTP API; 0: any free one."""
     max_waiting_tasks: Positive = 1024
-    """Tasks that are accepted and not yet admitted; further ones are refused with status 429."""
+    """Maximum number of tasks that wait for admission; more are refused with status 429."""
     max_waiting_mib: Positive = 256
-    """MiB of waiting tasks; further ones are refused with status 429."""
+    """Maximum size of the waiting tasks in MiB; more are refused with status 429."""
     keep_ended_tasks: Positive = 10000
     """Number of the newest ended tasks that clients can still read."""
     keep_feed_entries: Positive = 200000
@@ -414,13 +418,13 @@ class ServiceSettings:
     loopback.
     """
     max_tasks_per_request: Positive = 256
-    """Tasks of one request; more are refused."""
+    """Maximum number of tasks in a request."""
     max_samples_per_task: Positive = 256
-    """Rollouts of one task; more are refused."""
+    """Maximum number of rollouts of a task."""
     max_body_kib: Positive = 1024
-    """KiB of one request's body; more are refused."""
+    """Maximum size of a request's body in KiB."""
     key_limits: KeyLimits = field(default_factory=lambda: KeyLimits(requests_per_s=100))
-    """Limits of each named key that was created without limits of its own."""
+    """Limits of each named key that was created without its own limits."""
     public_url: HttpUrl = ""
     """URL at which agents reach the API, such as https://train.example.org; empty: the host name of
     the request that creates a session.

@@ -63,7 +63,7 @@ from service.config.tree import Config, TasksSettings
 CALLS_LIMIT_S = 10.0
 """Time limit for all calls of a preflight together, in seconds."""
 SHARE_OF_ONE = 0.8
-"""Share of the remaining time that a call may take. The last call may take all of it."""
+"""Share of the remaining time that a call may take; the last call may take all of it."""
 IMPORT_LIMIT_S = 60.0
 """Time limit for an import, in seconds."""
 MADE_UP = ("I do not know.", "1")
@@ -91,13 +91,13 @@ class Trial:
     judges: bool = False
     """Whether judges are called too, over the network."""
     answer: str | None = None
-    """Column that holds the reference answer; None: as for `task_data.reference_of`."""
+    """Column with the reference answer; None: see `task_data.reference_of`."""
     others: Mapping[str, str] = field(default_factory=dict)
     """Reward functions that are only imported, each with the setting or option that names it."""
 
 
 class Fate(StrEnum):
-    """Way in which a call ended. The values are parts of sentences."""
+    """The way in which a call ended. The values are parts of sentences."""
 
     SCORED = "gave a number"
     SILENT = "gave None"
@@ -130,7 +130,7 @@ class Call:
     """Description of the answer, for messages."""
     is_reference: bool = False
     fate: Fate | None = None
-    """How the call ended; None: it was not made."""
+    """How the call ended; None if it was not made."""
     text: str = ""
     """Description of what the function raised or returned, for messages."""
     value: float = 0.0
@@ -183,7 +183,7 @@ def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[
 
 
 class _Trials:
-    """Results of the children so far, and the supervision of the current one."""
+    """The results of the child processes so far, and the supervision of the current one."""
 
     def __init__(self, config: Config, trial: Trial) -> None:
         self._config, self._trial = config, trial
@@ -301,7 +301,8 @@ class _Trials:
     def _late(self, place: str) -> None:
         """Record that the current call took too long.
 
-        place: where the child is, if there is no call. Raises: ConfigError if there is no call.
+        place: line at which the child is, for the error if no call is running. Raises: ConfigError
+        then.
         """
         if self._call is None:
             raise ConfigError(
@@ -358,7 +359,7 @@ def _own_last(path: Sequence[str]) -> list[str]:
 
 
 def _place_of(process: subprocess.Popen[bytes], dump: IO[bytes]) -> str:
-    """Return the line of the user's code at which a child is; empty if it cannot be found out."""
+    """Return the line of the user's code that a child executes; empty if unknown."""
     process.send_signal(signal.SIGUSR1)
     end = time.monotonic() + _DUMP_S
     frames: list[str] = []
@@ -427,7 +428,10 @@ def main() -> None:
 
 
 def _try_all(request: _Request, said: Connection) -> None:
-    """Import environments; begin and call what earlier children did not. Raises: ConfigError."""
+    """Import the environments, and make the calls that earlier children did not make.
+
+    Raises: ConfigError.
+    """
     trial = request.trial
     for name, key in trial.others.items():
         said.send(("doing", (key, f"import {name}", request.import_limit_s)))
