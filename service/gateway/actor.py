@@ -133,7 +133,7 @@ class Gateway:
         return await player.play(assignment)
 
     async def ping(self) -> None:
-        """Answer; an actor whose event loop is blocked does not."""
+        """Return if the event loop is running: a blocked actor does not answer."""
 
     async def stop(self) -> None:
         """Accept nothing more, and finish storing what is queued."""

@@ -35,7 +35,7 @@ class ChecksKeys(Protocol):
     """A port that knows the sessions' keys."""
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raise Refused if it is neither of the session's keys. Raises: RunUnavailable."""
+        """Check a session's key. Raises: Refused if it is neither of its keys; RunUnavailable."""
         ...
 
 
@@ -101,7 +101,7 @@ def unknown_session(name: str) -> Refused:
 
 
 def _name_in(path: str) -> str:
-    """Return the session that a path names; empty: none."""
+    """Return the session that a path names, or an empty string if it names none."""
     found = _BOUND.match(path) or _ENDING.match(path)
     return found[1] if found else ""
 

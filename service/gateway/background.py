@@ -38,7 +38,7 @@ class Background:
         *arguments: Arguments.args,
         **named: Arguments.kwargs,
     ) -> Answer:
-        """Call in the thread what would block the event loop: tokenising, hashing, samples."""
+        """Call in the thread a function that would block the event loop, such as tokenising."""
         call = partial(function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 

@@ -280,7 +280,7 @@ class FinishBody(StrictBody):
 
     @property
     def _stated_reward(self) -> float | None:
-        """The reward; 0 if it is left out and only turns have rewards, since null is explicit."""
+        """The reward; 0 if the body omits it but has turn rewards. An explicit null stays null."""
         is_left_out = "reward" not in self.model_fields_set and not self.reward_pending
         return 0.0 if is_left_out and self.turn_rewards else self.reward
 
@@ -322,7 +322,7 @@ class NewSession(StrictBody):
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
         """Derive a session's keys and addresses.
 
-        Args: name: the run's name of it. address: the API's, without a slash at its end.
+        Args: name: the session's id. address: the API's URL, without a final slash.
         """
         root = f"{address}/sessions/{name}"
         agent_key = session_key(client_key, name, AGENT)

@@ -31,22 +31,22 @@ class Finish:
     """The end of a session, as its client states it."""
 
     reward: float | None = None
-    """Of the whole session; None: it is pending, or could not be obtained."""
+    """Reward of the whole session; None if it is pending or could not be obtained."""
     is_reward_pending: bool = False
     """The reward is given later."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """By the number of the turn, in addition to the session's reward."""
+    """Rewards by the number of the turn, in addition to the session's reward."""
     turn: int | None = None
-    """Number of the judged turn, which gets the reward; None: by the gateway's rule."""
+    """Number of the turn that gets the reward; if None, `SessionTree.judged` chooses it."""
     outcome: Outcome | None = None
     """The outcome that the client states; None: the gateway decides."""
     detail: str = ""
 
     @property
     def digest(self) -> str:
-        """A digest that is equal for equal requests."""
+        """Return a digest that is equal for equal requests."""
         content = asdict(self)
         if self.turn is None:
             # Older versions had no `turn`: a request may be repeated to a newer version.
@@ -63,12 +63,12 @@ class SessionView:
     member: int
     status: SessionStatus
     created_at: float
-    """Seconds since 1970, like the next two."""
+    """Seconds since 1970, as are the next two fields."""
     opened_at: float | None
     ended_at: float | None
     totals: SessionTotals
     reward: float | None
     is_reward_pending: bool
     outcome: Outcome | None
-    """None: the session has not ended."""
+    """The session's outcome, or None if it has not ended."""
     detail: str

@@ -33,7 +33,7 @@ class Link(NamedTuple):
     key: bytes
     """Key of the conversation up to and including this message."""
     answers: int | None
-    """Number of the conversation's call that a tool answers: 0, 1, 2, …; None: of no call."""
+    """Index of the conversation's call that this tool message answers; None if it answers none."""
 
 
 def links_of(
@@ -121,7 +121,7 @@ def _values(arguments: str) -> object:
 
 
 def _number(text: str) -> float | int:
-    """Return a number as JavaScript writes it, which has one kind: 1.0 as 1."""
+    """Return a number as JavaScript writes it. Example: 1.0 -> 1"""
     value = float(text)
     return int(value) if value.is_integer() else value
 

@@ -33,7 +33,7 @@ class Reference:
     """A part of an assistant's message that a client names by its id instead of sending it."""
 
     message: int
-    """Index of the request's message that gets the part, empty until it is looked up."""
+    """Index of the request's message to which the part is added when it is looked up."""
     call: int = 0
     """For a call: its index in that message."""
     turn_id: str
@@ -55,9 +55,9 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Options for the chat template; they replace the run's options of the same names."""
     max_tokens: int | None = None
-    """Maximum of sampled tokens, >= 1; None: the session's own limit."""
+    """Maximum number of sampled tokens, >= 1; if None, the session's limit applies."""
     stop: tuple[str, ...] = ()
-    """The text that the client receives ends before the first of these; none is empty."""
+    """Stop strings, none of them empty; the text is cut before the first that it contains."""
     references: tuple[Reference, ...] = ()
     """Parts of the messages that must still be looked up in the session."""
     ignored: tuple[str, ...] = ()
@@ -80,11 +80,11 @@ class ChatRequest:
 
 
 class StopReason(StrEnum):
-    """The reason that a reply ends."""
+    """The reason why a reply ended."""
 
     STOP = "stop"
     LENGTH = "length"
-    """It was cut off; its calls do not include one that was cut off."""
+    """The reply was cut off at a limit; a call that was cut off is omitted."""
     CALLS = "calls"
 
 
@@ -102,23 +102,23 @@ class ChatReply:
     num_prompt_tokens: int
     num_sampled_tokens: int
     policy_version: int
-    """The newest version that sampled a token of it."""
+    """The newest policy version that sampled a token of the reply."""
     created_at: float
     """Seconds since 1970."""
     sampled_token_ids: TokenIds | None = None
     """[A] int32; None if the session does not show its tokens."""
     logprobs: LogProbs | None = None
-    """[A] float32, nats; None in the same case."""
+    """[A] float32, nats; None if the session does not show its tokens."""
 
 
 class RefusalCode(StrEnum):
-    """The reason that a session's request is refused; stable, for programs."""
+    """The reason why a session's request is refused; the values are stable for programs."""
 
     INVALID_REQUEST = "invalid_request"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     ROLLOUT_STOPPED = "rollout_stopped"
-    """A limit of the session is reached: it samples nothing more, and can be finished."""
+    """The session has reached a limit: it samples no more turns, but can be finished."""
     INVALID_KEY = "invalid_key"
     FORBIDDEN = "forbidden"
     """The key is the session's, but does not allow this."""
@@ -129,7 +129,7 @@ class RefusalCode(StrEnum):
     SESSION_CLOSED = "session_closed"
     TOO_MANY_REQUESTS = "too_many_requests"
     NOT_AVAILABLE = "not_available"
-    """Neither engine nor store answered in time; the same request may be sent again."""
+    """The engine or the store did not answer in time; the same request may be sent again."""
 
     @property
     def status(self) -> int:
@@ -154,7 +154,7 @@ _STATUS = {
 
 
 class Refused(Exception):
-    """A refused request of a session; the text says what was got and the remedy."""
+    """A refused request of a session; the message states the cause and the remedy."""
 
     def __init__(
         self, code: RefusalCode, message: str, *, param: str = "", retry_after_s: int | None = None

@@ -77,7 +77,7 @@ class GatewayClient:
                 self.abandon(call.session_id, call.request_id)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raise Refused if the key is neither of the session's keys. Raises: RunUnavailable."""
+        """Check a session's key. Raises: Refused if it is neither of its keys; RunUnavailable."""
 
         async def ask(actor: Any, left_s: float) -> None:
             _raised(await self._reply(actor.check_key.remote(session_id, key_digest), left_s))
@@ -94,7 +94,7 @@ class GatewayClient:
         return await self._until_answered(ask, deadline_s=call.deadline_s)
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """Return what the engine samples for token ids. Raises: Refused."""
+        """Sample the tokens that follow a prompt of token ids. Raises: Refused."""
 
         async def ask(actor: Any, left_s: float) -> GenerateReply:
             wanted = replace(request, deadline_s=max(left_s, 0.001))
@@ -148,27 +148,27 @@ class GatewayClient:
         return found
 
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """End a session untrained; None: unknown. Raises: Refused; RunUnavailable."""
+        """End a session untrained; return None if unknown. Raises: Refused; RunUnavailable."""
         found: SessionView | None = await self._ask("discard", session_id, sees)
         return found
 
     async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """Claim a session of a group; None: no such group. Raises: Refused; RunUnavailable."""
+        """Claim a group's session; None if there is no group. Raises: Refused; RunUnavailable."""
         found: int | None = await self._ask("claim", submission_id, name, sees)
         return found
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """Close a group; None: there is no such group. Raises: Refused; RunUnavailable."""
+        """Close a group; return None if unknown. Raises: Refused; RunUnavailable."""
         found: int | None = await self._ask("close_group", submission_id, sees)
         return found
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """Return a session; None: unknown. Raises: Refused; RunUnavailable."""
+        """Return a session, or None if unknown. Raises: Refused; RunUnavailable."""
         found: SessionView | None = await self._ask("view", session_id, sees)
         return found
 
     async def policy_facts(self) -> PolicyFacts:
-        """Return what uploads are checked against. Raises: RunUnavailable."""
+        """Return the policy's facts, by which uploads are checked. Raises: RunUnavailable."""
         found: PolicyFacts = await self._ask("policy_facts")
         return found
 
@@ -180,12 +180,12 @@ class GatewayClient:
         return found
 
     async def uploaded(self, name: str) -> UploadView | None:
-        """Return an upload; None: unknown. Raises: Refused; RunUnavailable."""
+        """Return an upload, or None if unknown. Raises: Refused; RunUnavailable."""
         found: UploadView | None = await self._ask("uploaded", name)
         return found
 
     async def drop_group(self, group: str) -> UploadGroup | None:
-        """Drop a group of uploads; None: unknown. Raises: Refused; RunUnavailable."""
+        """Drop a group of uploads; return None if unknown. Raises: Refused; RunUnavailable."""
         found: UploadGroup | None = await self._ask("drop_group", group)
         return found
 

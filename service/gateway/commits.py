@@ -53,7 +53,7 @@ class CommitTotals:
 class _Entry:
     changes: tuple[Change, ...]
     done: asyncio.Future[None] | None
-    """None: no caller waits."""
+    """The future for which the caller waits; None if no caller waits."""
     can_linger: bool = False
 
 
@@ -79,7 +79,7 @@ class GroupCommit:
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
         self._hurries = asyncio.Event()
-        """Set if an entry cannot linger, or if this is closed."""
+        """Set if an entry must be stored without delay, or after `close`."""
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False
@@ -92,7 +92,7 @@ class GroupCommit:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error it failed with: LeaseLost, StoreError, or a defect; None: it has not failed."""
+        """The error that ended the writing (LeaseLost, StoreError, or a defect), or None."""
         return self._failure
 
     def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:

@@ -16,7 +16,7 @@ SMALLEST: Mapping[str, dict[str, Any]] = {
     "anthropic-messages": {"model": "policy", "messages": _HELLO},
     "openai-responses": {"model": "policy", "input": "Hello."},
 }
-"""By dialect, the smallest valid body; its names are the required ones."""
+"""The smallest valid body of each dialect; its keys are the required parameters."""
 _PREFIXES = {
     Effect.READ: "",
     Effect.NONE: "Accepted without effect: ",

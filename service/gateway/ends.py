@@ -56,7 +56,7 @@ def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
 def overdue(
     stored: StoredSession, *, last_request_at: float, is_sampling: bool, now: float
 ) -> SessionEnd | None:
-    """Return the end of a session whose time is up; None: it has some left.
+    """Return the end of a session whose time is up, or None if it has time left.
 
     last_request_at, now: seconds since 1970.
     """
@@ -97,7 +97,7 @@ def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outc
 def check_turns(
     tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
-    """Raise Refused for turns that the session does not have, or that are not trained."""
+    """Check that the session has these turns and trains them. Raises: Refused."""
     num_turns, left_out = tree.num_turns, tree.left_out()
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),

@@ -90,14 +90,14 @@ class Generation:
     def __init__(
         self, make_policy: Callable[[], PolicyClient], *, take_turn: Callable[[str], None]
     ) -> None:
-        """Make an engine for it. take_turn: as `Sessions.take_turn`, counts a turn of a key."""
+        """Make an engine. take_turn: counts a turn of a key, as `Sessions.take_turn` does."""
         self._engine = Engine(make_policy)
         self._take_turn = take_turn
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Sample the tokens that follow a prompt. Raises: Refused.
 
-        key_name: name of the client's key; empty: the first admin key, or none.
+        key_name: name of the client's key; empty for the first admin key or without a key.
         """
         self._take_turn(key_name)
         _, reply = await self._engine.sample(request, param="token_ids")

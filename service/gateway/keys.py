@@ -30,7 +30,7 @@ def session_key(client_key: str, session_id: str, scope: str) -> str:
 
 
 def session_of_key(key: str) -> str:
-    """Return the session that a key names, or "". Example: rl.agent.task-9-3.f00… -> task-9-3"""
+    """Return the session that a key names, or ''. Example: rl.agent.task-9-3.f00… -> task-9-3"""
     kind, _, rest = key.partition(".")
     _, _, rest = rest.partition(".")
     return rest.rpartition(".")[0] if kind == "rl" else ""

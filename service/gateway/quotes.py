@@ -27,7 +27,7 @@ class Reply:
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
-        """Name and arguments of each call."""
+        """The name and the arguments of each call."""
         return frozenset((name, _ordered(text)) for _, name, text in self.message.call_texts)
 
     @cached_property
@@ -39,7 +39,7 @@ class Reply:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Whether a text was in the prompt already: then it does not identify this reply."""
+        """Return whether the prompt already had a text, which then does not identify this reply."""
         return any(_has_words(each, text) for each in _texts(self.history()))
 
 
@@ -58,7 +58,7 @@ class Prompt:
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
     def quotes(self, reply: Reply) -> bool:
-        """Whether the reply, one of its calls, or a text that was new in either is here."""
+        """Return whether the messages contain the reply, one of its calls, or a new text of it."""
         content = reply.message.content.strip()
         if (content and content in self._contents) or self._calls & reply.calls:
             return True

@@ -91,7 +91,7 @@ def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> Cha
 
 
 def stop_reason(message: Message, finish_reason: FinishReason) -> StopReason:
-    """Return the reason that a turn ended, as a reply states it."""
+    """Return the reason why a turn ended, for its reply."""
     if finish_reason is FinishReason.LENGTH:
         return StopReason.LENGTH
     return StopReason.CALLS if message.call_texts else StopReason.STOP

@@ -45,12 +45,12 @@ class Sampling:
     """The request that began it."""
     place: Place
     deadline_at: float
-    """In the loop's time."""
+    """The deadline, in the event loop's time."""
     task: asyncio.Task[SessionTurn] = field(init=False)
     is_abandoned: bool = False
-    """The client of its newest request is gone."""
+    """Whether the client of the newest request has disconnected."""
     is_committing: bool = False
-    """The turn has been sampled, and counts even if the session ends."""
+    """Whether the turn has been sampled; it then counts even if the session ends."""
 
 
 class TurnRates:
@@ -59,15 +59,15 @@ class TurnRates:
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
     ) -> None:
-        """Start without counted turns. default_limits: of keys without limits of their own."""
+        """Start without counted turns. default_limits: for keys without limits of their own."""
         self._keys = keys
         self._default_limits = default_limits
         self._rates = Rates(now=now)
 
     def take(self, key_name: str) -> None:
-        """Count a turn that begins under a client's key; empty: a key without a name.
+        """Count a turn that begins under a client's key; `key_name` may be empty.
 
-        Raises: Refused for one too many.
+        Raises: Refused if the key has reached its limit.
         """
         per_minute = self._keys.limits_of(key_name).over(self._default_limits).turns_per_minute
         if not key_name or per_minute is None:

@@ -89,7 +89,7 @@ class Session:
         self._over = asyncio.Event()
         """Set when the session has ended, and its reward is known or will never be."""
         self._sampling: dict[str, Sampling] = {}
-        """By request id."""
+        """The turns that are being sampled, by request id."""
         self._askers: dict[str, str] = {}
         """By the id of the request that began a turn, the id of the newest request for it."""
         self._showing: dict[int, asyncio.Task[None]] = {}
@@ -185,7 +185,7 @@ class Session:
         return self._commit(change)
 
     def _hide(self, number: int) -> None:
-        """Mark a turn as unseen: no client got it as answer."""
+        """Mark a turn as unseen, since no client received it."""
         self._note(TurnUnseen(session_id=self.stored.id, number=number))
 
     def _cut(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
@@ -218,7 +218,7 @@ class Session:
         self.apply(change)
 
     def _drop(self, why: str) -> None:
-        """End the session in memory: in the store it is over."""
+        """End the session in memory, after it has ended in the store."""
         if self.stored.end is None:
             end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
@@ -288,7 +288,7 @@ class Session:
             self._hide(number)
 
     def _check_asked(self) -> None:
-        """Record a request of its agent. Raises: Refused if no agent may send one."""
+        """Record a request of the agent. Raises: Refused if the session accepts none."""
         if not self.is_open:
             raise closed(self.stored)
         if not self.stored.is_taken:
@@ -300,7 +300,7 @@ class Session:
         self._last_request_at = self._now()
 
     async def _until_admitted(self, deadline_at: float) -> None:
-        """Wait for its admission. deadline_at: in the event loop's time. Raises: Refused."""
+        """Wait until the session is admitted. deadline_at: event loop's time. Raises: Refused."""
         try:
             async with asyncio.timeout_at(deadline_at):
                 await self._admitted.wait()
@@ -425,7 +425,7 @@ class Session:
     # -- calls of its client ------------------------------------------------------------------
 
     async def claim(self, name: str) -> None:
-        """Claim it for a client. name: the client's name for it. Raises: Refused."""
+        """Claim the session for a client. name: the client's name for it. Raises: Refused."""
         now = self._now()
         change = SessionClaimed(session_id=self.stored.id, name=name, claimed_at=now)
         await self._commit(change)
@@ -458,7 +458,7 @@ class Session:
         )
 
     async def reward(self, given: Finish) -> None:
-        """Give the pending reward of a finished session. As `finish`. Raises: Refused."""
+        """Give a finished session its reward; a repeat changes nothing. Raises: Refused."""
         end = self.stored.end
         if end is None:
             raise Refused(
@@ -523,7 +523,7 @@ class Session:
     # -- calls of the run ---------------------------------------------------------------------
 
     def open(self) -> None:
-        """Record that its group is admitted."""
+        """Record that the session's group is admitted."""
         if self.stored.opened_at is None and self.stored.end is None:
             self._note(SessionOpened(session_id=self.stored.id, opened_at=self._now()))
         self._last_request_at = self._now()
@@ -539,7 +539,7 @@ class Session:
             self._give_up()
 
     def end_if_overdue(self) -> None:
-        """Begin to end it if its time is up."""
+        """Begin to end the session if its time is up."""
         if self._ending is None:
             end = overdue(
                 self.stored,
@@ -557,7 +557,7 @@ class Session:
         await self._once(end.digest, self._give_up_and_end(end, is_stated=is_stated))
 
     async def _give_up_and_end(self, end: SessionEnd, *, is_stated: bool) -> None:
-        """Cancel turns not yet sampled, and end it when the others are stored. Raises: Refused."""
+        """Cancel unsampled turns, store the others, end the session. Raises: Refused."""
         self._give_up()
         tasks = [sampling.task for sampling in self._sampling.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -569,7 +569,7 @@ class Session:
         await self._store_end(end)
 
     async def _once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin the work that ends it, or wait for equal work in progress. Raises: Refused."""
+        """Start the work that ends the session, or wait for equal work. Raises: Refused."""
         ending = self._ending
         if ending is not None:
             work.close()

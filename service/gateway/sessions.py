@@ -63,7 +63,7 @@ class GatewaySettings:
     finds_parser: bool = False
     """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
     num_ahead: int = 0
-    """Versions minus steps when the term began."""
+    """Number of policy versions minus number of steps when the term began."""
     shape: ModelShape | None = None
     """Vocabulary and routing of the trained model; None: not known."""
 
@@ -110,7 +110,7 @@ class Sessions:
             reads_calls=not settings.finds_parser or call_form(renderer) is not None,
         )
         self._loading: dict[str, asyncio.Task[Session | None]] = {}
-        """By name: the tasks that load sessions; a finished one has the session in memory."""
+        """The tasks that load sessions, by name; a finished task holds the session."""
         self._claiming = asyncio.Lock()
         self._is_closed = False
 
@@ -138,7 +138,7 @@ class Sessions:
         return await session.num_prompt_tokens(call.request)
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Raise Refused if the key is neither of the session's two keys."""
+        """Check a session's key. Raises: Refused if it is neither of the session's keys."""
         try:
             await self._of_key(session_id, key_digest, wanted="agent")
         except Refused as refused:
@@ -147,7 +147,7 @@ class Sessions:
                 raise
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Call `abandon` of the session, if it exists. Raises: Refused if the store is away."""
+        """Call `Session.abandon` if the session exists. Raises: Refused if the store is away."""
         session = await self._find(session_id)
         if session is not None:
             session.abandon(request_id)
@@ -212,7 +212,7 @@ class Sessions:
         return session.view()
 
     async def view(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """Return a session; None: there is none, or it is not visible.
+        """Return a session, or None if it does not exist or is not visible.
 
         sees: the tenant whose sessions are visible; None: every tenant's. Raises: Refused.
         """
@@ -314,7 +314,7 @@ class Sessions:
     # -- finding sessions ---------------------------------------------------------------------
 
     async def _find(self, name: str) -> Session | None:
-        """Return a session; None: there is none. Raises: Refused if the store is away."""
+        """Return a session, or None if unknown. Raises: Refused if the store is away."""
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = self._background.begin(self._load(name))
@@ -375,7 +375,7 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return the session, if this is the wanted one of its keys.
+        """Return the session if the digest is that of its `wanted` key.
 
         An unknown session is refused as one with other keys is, so that a caller without its keys
         does not learn whether it exists. Raises: Refused.

@@ -44,12 +44,12 @@ from service.intake.turns import SessionTurn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The turn that a request continues, by value: `next_prompt` needs nothing else."""
+    """The turn that a request continues: a copy of all values that `next_prompt` needs."""
 
     parent: int | None
     """The number of the turn that it continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
-    """In the order in which they were first declared."""
+    """The tools, in the order in which they were first declared."""
     template_options: Mapping[str, Any]
     is_instructed: bool
     """Whether the first message of the conversation came as a request's instructions. A turn with a
@@ -67,7 +67,7 @@ class Place:
     is_ambiguous: bool = False
     """Whether several turns with different ids match, so that it continues none of them."""
     request_digest: str
-    """Equal for an equal request at the same place."""
+    """Digest of the request; equal for an equal request at the same place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ class SessionCounts:
     left_out_tokens: Mapping[LeftOutReason, int]
     """Sampled tokens of the untrained turns."""
     num_malformed: int
-    """Malformed trained turns; the next counts are of trained turns too."""
+    """Number of malformed trained turns; the next fields too count only trained turns."""
     num_inserted: int
     render_breaks: Mapping[str, int]
-    """By `BreakReason`."""
+    """Number of breaks by `BreakReason`."""
     num_ambiguous: int
     """Conversations that were rendered again because several turns with equal texts match."""
 
@@ -431,7 +431,7 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: _Node, idempotency_key: str) -> bool:
-        """Whether a retry with a key, or none, repeats another request than that of a turn."""
+        """Return whether a retry repeats another request: the turn is continued, or keys differ."""
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
@@ -703,7 +703,7 @@ class SessionTree:
         )
 
     def _is_lonely(self, node: _Node) -> bool:
-        """Whether a turn is its conversation's only one, and was offered no tools."""
+        """Return whether a turn is the only one of its conversation and was offered no tools."""
         return node.parent is None and node.num_in_root == 1 and not node.tools
 
     def _is_used(self, node: _Node) -> bool:

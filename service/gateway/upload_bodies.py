@@ -36,7 +36,7 @@ class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit
     """A column as bytes."""
 
     dtype: str
-    """NumPy's name, such as <i4; each column has its own."""
+    """Name of the NumPy type, such as <i4; each column requires its own type."""
     data: bytes
     shape: tuple[Natural, ...] | None = None
     """For recorded experts; null: one row."""
@@ -82,9 +82,9 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     versions: list[SpanBody]
     """Contiguous spans that cover all trained tokens."""
     mask: Integers | None = None
-    """[T], |u1: 1 is trained. null: the turns' tokens."""
+    """[T], |u1; 1 marks a trained token. If null, the tokens of the turns are trained."""
     turns: Annotated[list[TurnBody], Meta(min_length=1, max_length=MAX_TURNS)] | None = None
-    """null: the runs of mask 1."""
+    """The sampled turns; if null, each run of mask 1 is a turn."""
     token_rewards: Numbers | None = None
     """[T], <f4; 0 outside of the turns."""
     experts: ExpertsBody | None = None
@@ -98,10 +98,10 @@ class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     samples: Annotated[list[SampleBody], Meta(min_length=1, max_length=MAX_SAMPLES)]
     """In the order in which they began."""
     reward: float | None = None
-    """Of the whole trajectory; null: there is none, or `token_rewards` have it."""
+    """Reward of the whole trajectory; null if it has none or `token_rewards` contain it."""
     components: dict[str, float] = {}
     turn_rewards: dict[int, float] = {}
-    """By the number of the turn, in addition to the trajectory's reward."""
+    """Rewards by the number of the turn, in addition to the trajectory's reward."""
     outcome: str = "completed"
     detail: Annotated[str, Meta(max_length=2000)] = ""
     metadata: dict[str, Any] = {}
@@ -126,7 +126,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """[P], <i4: the prompt."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: str = ""
-    """From the answer to the turn before; so is the replica."""
+    """The cache salt in the previous turn's answer; the replica is also from there."""
     replica: str = ""
 
 
@@ -153,12 +153,12 @@ class GenerateAnswer(Struct, frozen=True, kw_only=True):
 
 
 def is_packed(headers: Headers) -> bool:
-    """Whether a body is MessagePack; else it is JSON."""
+    """Return whether a body is MessagePack; otherwise it is JSON."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == MSGPACK
 
 
 def decode_body(body: bytes, kind: type[Body], *, packed: bool) -> Body:
-    """Read a body. packed: it is MessagePack. Raises: Problem."""
+    """Read a body. packed: whether it is MessagePack. Raises: Problem."""
     decode = msgspec.msgpack.decode if packed else msgspec.json.decode
     try:
         return decode(body, type=kind)

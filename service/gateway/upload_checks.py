@@ -440,14 +440,14 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
-    """Whether turns with equal ids are the same sampled turn, so that tokens would train twice."""
+    """Return whether turns with equal ids are one sampled turn, which would be trained twice."""
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Whether the body has a reward; 0 is a reward."""
+    """Return whether the body has a reward; 0 counts as one."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards
@@ -520,7 +520,7 @@ def _turn_rewards(body: TrajectoryBody, num_turns: int) -> dict[int, float]:
 
 
 def _sums_of_tokens(columns: Sequence[_Columns]) -> list[float] | None:
-    """Return each turn's sum of token rewards, in order; None: no rewards. Raises: Violation."""
+    """Return each turn's sum of token rewards, or None if there are none. Raises: Violation."""
     if all(each.token_rewards is None for each in columns):
         return None
     sums = []

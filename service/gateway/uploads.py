@@ -90,14 +90,14 @@ class Uploads:
             raise unavailable(f"{error}; send it again") from error
 
     async def view(self, name: str) -> UploadView | None:
-        """Return an uploaded trajectory; None: unknown. Raises: Refused."""
+        """Return an uploaded trajectory, or None if unknown. Raises: Refused."""
         try:
             return await self._thread.call(self._store.view, name)
         except StoreError as error:
             raise unavailable(f"{error}; send it again") from error
 
     async def drop(self, group: str) -> UploadGroup | None:
-        """Drop a group, as `UploadStore.drop` does. Raises: Refused."""
+        """Delete a group's trajectories, as `UploadStore.drop` does. Raises: Refused."""
         try:
             return await self._thread.call(self._store.drop, group, term=self._term)
         except (LeaseLost, StoreError) as error:

@@ -23,7 +23,7 @@ class AnswerStyle:
     """The name that the client gave; the answer repeats it."""
     streams: bool
     shows_usage: bool = False
-    """A stream ends with the counts of tokens; only in the dialect that makes this a choice."""
+    """Whether a stream ends with token counts; used only if the dialect has this option."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the provider's answer repeats, as JSON."""
 
@@ -52,7 +52,7 @@ class Dialect:
     parameters: Parameters
     """Parameters of the body."""
     heartbeat: bytes
-    """Sent any number of times before the first event; clients ignore it."""
+    """Bytes that a stream repeats before its first event; clients ignore them."""
     read: Reads
     answer: Callable[[ChatReply, AnswerStyle], dict[str, Any]]
     """The whole answer, as JSON."""

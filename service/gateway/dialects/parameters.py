@@ -26,7 +26,7 @@ class Parameter:
 
     effect: Effect
     note: str
-    """Its form if read; why it has no effect; why it is refused, or what to do instead."""
+    """Note for the docs: its form if it is read, else why it is ignored or refused."""
     harmless: tuple[object, ...] = ()
     """Values of a refused parameter that change nothing, and are accepted."""
     is_ignorable: bool = False

@@ -21,7 +21,7 @@ ERROR_TYPES = {
     RefusalCode.NOT_FOUND: "not_found_error",
     RefusalCode.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""Both providers' types of errors; every other error is an `invalid_request_error`."""
+"""Error types of both providers; any other code is an `invalid_request_error`."""
 
 
 def event(data: Mapping[str, Any], *, name: str = "") -> bytes:
