@@ -20,19 +20,19 @@ class FeedKind(StrEnum):
     """The kind of an entry."""
 
     ACCEPTED = "accepted"
-    """A task."""
+    """A task was accepted."""
     CANCELLED = "cancelled"
-    """A task, at the client's request."""
+    """A task was cancelled at the client's request."""
     ADMITTED = "admitted"
-    """A task: its group is in the window."""
+    """A task's group was admitted to the window."""
     TRAINED = "trained"
-    """A rollout, with its step."""
+    """A rollout left with a training step, which the entry names."""
     EVICTED = "evicted"
-    """A rollout, with its reason."""
+    """A rollout was evicted, for the reason in the entry."""
     SESSION_OPENED = "session_opened"
     SESSION_ENDED = "session_ended"
     SESSION_REWARDED = "session_rewarded"
-    """With the pending reward of an ended session, or without one if it never came."""
+    """An ended session got its pending reward, or its deadline passed without one."""
     WENT_BACK = "went_back"
     """The run continues from an older checkpoint, since the newest could not be read."""
 
@@ -42,9 +42,9 @@ class FeedEntry:
     """One entry. Fields that its kind does not have are None."""
 
     number: int = 0
-    """1, 2, 3, … in the order of the feed; some may be left out. 0: not stored yet."""
+    """Number in the feed, which ascends from 1, with possible gaps; 0 before it is stored."""
     at: float
-    """When it was stored, in seconds since 1970."""
+    """Time when the entry was stored, in seconds since 1970."""
     kind: FeedKind
     task: str | None = None
     """The submission's id."""
@@ -89,4 +89,4 @@ class FeedPage:
 
     entries: tuple[FeedEntry, ...]
     oldest: int
-    """The oldest number that is kept; 0: the feed is empty."""
+    """The smallest number that is kept; 0 if the feed is empty."""

@@ -11,7 +11,7 @@ from service.intake.submission import Status, SubmissionView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFilter:
-    """A filter of tasks; None: any."""
+    """A filter of tasks; a field that is None matches any task."""
 
     status: Status | None = None
     environment: str | None = None
@@ -32,7 +32,7 @@ class TaskPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFilter:
-    """A filter of sessions; None: any."""
+    """A filter of sessions; a field that is None matches any session."""
 
     group: str | None = None
     """The submission's id."""
@@ -54,7 +54,7 @@ class SessionLine:
     member: int
     status: SessionStatus
     created_at: float
-    """Seconds since 1970, like the next two."""
+    """Seconds since 1970, as are the next two fields."""
     opened_at: float | None
     ended_at: float | None
     reward: float | None

@@ -27,7 +27,7 @@ class SessionSpec:
     reward_deadline_s: float
     """Seconds from its finish, within which a pending reward must be given."""
     shows_tokens: bool = False
-    """Answers carry the sampled ids and their log-probabilities."""
+    """Whether answers contain the sampled token ids and their log-probabilities."""
     join_s: float | None = None
     """Seconds from the admission within which agents claim sessions one by one; unclaimed ones end
     untrained. None: the client has all sessions from the start."""
@@ -57,7 +57,7 @@ class SessionStatus(StrEnum):
     """The state of a session."""
 
     QUEUED = "queued"
-    """Its group waits for admission to the window; requests are held."""
+    """The session's group waits for admission to the window; its requests wait too."""
     OPEN = "open"
     FINISHED = "finished"
     DISCARDED = "discarded"
@@ -88,24 +88,24 @@ class SessionEnd:
     """The end of a session."""
 
     status: SessionStatus
-    """finished, discarded or expired."""
+    """The final status: finished, discarded or expired."""
     outcome: Outcome
     reward: float | None
-    """Of the whole session, in addition to those by turn; None: it is pending, or none."""
+    """Reward of the whole session, in addition to `turn_rewards`; None if pending or absent."""
     components: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
-    """By the number of the turn."""
+    """Rewards by the number of the turn."""
     judged: int | None = None
-    """The number of the turn that the client named as the judged one; None: it named none."""
+    """Number of the turn that the client named as the judged one; None if it named none."""
     detail: str = ""
     ended_at: float
     """Seconds since 1970."""
     reward_until: float | None = None
-    """Deadline of a pending reward; None: it was given, or will not be."""
+    """Deadline of a pending reward (seconds since 1970); None if no reward is pending."""
     digest: str = ""
     """Digest of the request that ended it: the same request again changes nothing."""
     totals: SessionTotals | None = None
-    """Kept longer than the turns; None: it was ended without reading them."""
+    """Totals, kept longer than the turns; None if the session ended without reading these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Cut:
     """Number of turns that were stored or in progress then: later ones came after it. None: not
     known."""
     follows: int | None = None
-    """The newest turn that it continued, or whose reply it contained; None: no turn."""
+    """The newest turn that the request continued, or whose reply it contained, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +138,14 @@ class StoredSession:
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
-    """When its group was first admitted; None: it waits."""
+    """Time when its group was first admitted (seconds since 1970); None while it waits."""
     claimed_by: str = ""
-    """Name given by the client that claimed it; empty: it is not claimed, or need not be."""
+    """Name given by the client that claimed it; empty if it is unclaimed or needs no claim."""
     claimed_at: float | None = None
     cut: Cut | None = None
     """The newest request that was refused for a limit, or for a full context."""
     end: SessionEnd | None = None
-    """None: it has not ended."""
+    """The session's end, or None if it has not ended."""
 
     @property
     def tenant(self) -> str:
@@ -159,7 +159,7 @@ class StoredSession:
 
     @property
     def begun_at(self) -> float | None:
-        """The time from which it was admitted and usable by an agent; None: not yet."""
+        """The time when an agent could first use the session; None if none can use it yet."""
         if self.opened_at is None or not self.is_taken:
             return None
         return max(self.opened_at, self.claimed_at or self.opened_at)

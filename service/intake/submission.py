@@ -30,16 +30,16 @@ class Status(StrEnum):
     """The state of a rollout, or of a submission as a whole."""
 
     QUEUED = "queued"
-    """Accepted; its group is not admitted yet."""
+    """It is accepted, but its group is not admitted yet."""
     RUNNING = "running"
-    """Admitted; being played, or to be played again."""
+    """It is admitted, and is being played or will be played again."""
     FINISHED = "finished"
-    """Played; waits for its training step."""
+    """It has been played, and waits for its training step."""
     TRAINED = "trained"
     """Has left; its checkpoint may not be committed yet. The same holds for `evicted`."""
     EVICTED = "evicted"
     CANCELLED = "cancelled"
-    """At the client's request."""
+    """It was cancelled at the client's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,17 @@ class RolloutRequest:
 
     task: Task
     num_samples: int
-    """Rollouts of the task."""
+    """Number of rollouts of the task."""
     min_usable_samples: int | None = None
-    """Train as soon as this number can be used; None: wait for all."""
+    """Number of usable rollouts that is enough to train; if None, all are awaited."""
     digest: str
-    """Equal for a repeated request, different for a changed one."""
+    """Digest of the request; equal for a repeated request, different for a changed one."""
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
     """Name of the request's key; empty: the first admin key, or none."""
     batch: str = ""
-    """The client's own name for some tasks; empty: none."""
+    """The client's name for a batch of tasks; empty if it gave none."""
     sessions: SessionRequest | None = None
     """For a task of external agents; it has one member for each sample."""
 
@@ -152,7 +152,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     id: str
     position: int
-    """1, 2, 3, … in the order of acceptance, never given twice."""
+    """Position in the order of acceptance (1, 2, 3, …), which is never given twice."""
     digest: str
     num_samples: int
     num_bytes: int
@@ -160,7 +160,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds since 1970."""
     environment: str
     key_name: str = ""
-    """As the request's."""
+    """Name of the request's key, as in `RolloutRequest`."""
     batch: str = ""
     is_cancelled: bool = False
 
@@ -176,7 +176,7 @@ class RolloutResult:
     num_turns: int
     num_sampled_tokens: int
     policy_versions: tuple[int, int] | None
-    """Oldest and newest version that sampled a token; None: no token."""
+    """Oldest and newest version that sampled a token; None if no token was sampled."""
     detail: str = ""
 
     @classmethod
@@ -213,11 +213,11 @@ class RolloutView:
     index: int
     status: Status
     result: RolloutResult | None = None
-    """None until an attempt has ended."""
+    """Result of the last ended attempt; None until an attempt has ended."""
     step: int | None = None
     """The training step that it left with."""
     reason: str | None = None
-    """Why it was evicted."""
+    """The reason why it was evicted; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,7 @@ class Backlog:
 
     waiting: int
     capacity: int
-    """Submissions that may wait at once."""
+    """Maximum number of submissions that wait at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,17 +270,17 @@ class SubmitReply:
     places: tuple[PlaceAnswer, ...] = ()
     """One for each task, in order."""
     conflicts: tuple[str, ...] = ()
-    """Ids that are known with another content."""
+    """Ids that were accepted before with a different content."""
     is_key_taken: bool = False
     """Another request was accepted under this one's idempotency key."""
     refusal: str = ""
-    """Why nothing can be accepted now."""
+    """The reason why nothing can be accepted now; empty if it is not refused."""
     is_quota: bool = False
-    """A limit of the caller's own key refuses it."""
+    """Whether the request exceeds a limit of the caller's key."""
     retry_after_s: int | None = None
-    """When to send a refused request again; None: waiting does not help."""
+    """Seconds after which to retry a refused request; None if waiting does not help."""
     is_too_large: bool = False
-    """Only a smaller request can be accepted."""
+    """Whether only a smaller request could be accepted."""
 
     @property
     def new_ids(self) -> frozenset[str]:

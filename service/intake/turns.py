@@ -25,7 +25,7 @@ class SessionTurn:
     parent: int | None
     """The number of the turn that it continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
-    """Declared in the conversation; empty with a parent, whose tools apply."""
+    """Tools of the conversation; empty if the turn has a parent, whose tools then apply."""
     new_messages: tuple[Message, ...]
     """Messages of the request after the parent's reply; the whole chat if there is no parent."""
     reply: Message
@@ -34,7 +34,7 @@ class SessionTurn:
     """Whether its prompt begins with all ids of the parent; False if the chat was rendered again,
     and without a parent."""
     new_token_ids: TokenIds
-    """[N] int32: what follows the parent's ids in the prompt; else the whole prompt."""
+    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
     sampled_token_ids: TokenIds
     """[A] int32."""
     logprobs: LogProbs
@@ -42,22 +42,22 @@ class SessionTurn:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     num_inserted: int = 0
-    """Closing tokens among the new ids that the policy did not sample."""
+    """Number of closing tokens in the new ids that were inserted, not sampled."""
     break_reason: BreakReason | None = None
-    """Why the chat was rendered again."""
+    """The reason why the chat was rendered again; None if it was not."""
     is_malformed: bool = False
-    """A call in it could not be read, or names an undeclared tool."""
+    """Whether a call in the reply is unreadable or names an undeclared tool."""
     is_auxiliary: bool = False
-    """The client marked it as outside the task."""
+    """Whether the client marked the turn as outside the task."""
     is_unseen: bool = False
-    """The client left before the answer, and has not repeated the request."""
+    """Whether the client left before the answer, and has not repeated the request."""
     expert_indices: ExpertIndices | None = None
     cache_salt: str = ""
     replica: str = ""
     request_id: str = ""
     """Id of the HTTP request that it answers; a request that is forwarded again keeps its id."""
     request_digest: str = ""
-    """Equal for an equal request at the same point of the conversation."""
+    """Digest of the request; equal for an equal request at the same point."""
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
@@ -90,7 +90,7 @@ class SessionIntent:
     parent: int | None
     """The parent of the turn."""
     policy_version: int | None
-    """The version that was loaded at the engine's call; None: not known."""
+    """The policy version that was loaded when the engine was called; None if unknown."""
     created_at: float
     """Seconds since 1970."""
 

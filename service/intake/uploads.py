@@ -25,11 +25,11 @@ class PolicyFacts:
     tokenizer_fingerprint: str
     """From `actors.environment.rendering.tokenizer_fingerprint`."""
     vocab_size: int | None
-    """None: not known."""
+    """Size of the policy's vocabulary; None if it is not known."""
     mixture: MixtureShape | None
-    """None: recorded experts cannot be replayed."""
+    """Shape of the mixture of experts; if None, recorded experts cannot be replayed."""
     max_context_tokens: int
-    """Prompt and reply together."""
+    """Maximum number of tokens of prompt and reply together."""
     temperature: float
 
 
@@ -41,13 +41,13 @@ class Upload:
     """Unique in the run."""
     group: str
     digest: str
-    """Equal for an equal trajectory of an equal group, in either format."""
+    """Digest; equal for an equal trajectory of an equal group, in either format."""
     content: bytes
     """From `service.gateway.upload_content`: a trajectory without an assignment."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """For people."""
+    """Data for people, which the run does not use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class GroupPolicy:
 
     id: str
     num_members: int | None = None
-    """It is complete with this number; None: not stated."""
+    """Number of members that completes the group; None if the client states none."""
     closes: bool = False
-    """It is complete with its current members."""
+    """Whether the group is complete with its current members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,9 @@ class UploadGroup:
     id: str
     num_uploaded: int
     num_members: int | None
-    """It is complete with this number; None: once it is closed."""
+    """Number of members that completes the group; if None, the client closes it."""
     is_closed: bool
-    """It is complete: it can be submitted, and accepts no more."""
+    """Whether the group is complete: it can be submitted, and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
         """Make the submission of a closed group; always the same one. key_name: of the closing
@@ -126,7 +126,7 @@ class UploadReply:
 
     accepted: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
-    """Accepted before, with the same content."""
+    """Uploads that were accepted before with the same content."""
     rejected: tuple[RefusedUpload, ...] = ()
     groups: tuple[UploadGroup, ...] = ()
     """All groups that the request names."""
