@@ -71,7 +71,7 @@ class SubmissionQueue:
         groups_per_step: int,
         policy: OutcomePolicy,
     ) -> None:
-        """Create a queue. groups_per_step: P."""
+        """Create a queue. groups_per_step: number of groups in a training step (P)."""
         self._run_store = store
         self._store = SubmissionStore(store)
         self._sessions = SessionStore(store)
@@ -151,7 +151,7 @@ class SubmissionQueue:
         ]
 
     async def _submit(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer each offer separately, in order."""
+        """Answer the offers in order, each with its own reply."""
         return await self._thread.finish(self._answer(offers))
 
     async def _answer(self, offers: Sequence[Offer]) -> list[SubmitReply | Exception]:
@@ -162,7 +162,7 @@ class SubmissionQueue:
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer each as if they came one after the other; store all new tasks in one write."""
+        """Answer offers as if they came one by one; store all new tasks in one write."""
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
         try:
@@ -282,7 +282,7 @@ class SubmissionQueue:
     def _refusal(
         self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
     ) -> SubmitReply | None:
-        """Return the reply that refuses these tasks for now; None: they can be accepted."""
+        """Return the reply that refuses these tasks for now, or None if they can be accepted."""
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:
             return SubmitReply(refusal=self._closed_because, backlog=self.backlog)
@@ -321,7 +321,7 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply if the key may not add these tasks now; None: it may."""
+        """Return the refusal if the tasks exceed the key's limits, or None."""
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),

@@ -44,7 +44,7 @@ class SubmissionTable:
     """The table of a run's submissions; called only by the submission queue, from one thread."""
 
     def __init__(self, policy: OutcomePolicy) -> None:
-        """Create a table. policy: decides which attempts do not count: repeated or dropped ones."""
+        """Create a table. policy: decides which attempts are repeated or dropped."""
         self._policy = policy
         self._entries: dict[str, _Entry] = {}
         self._by_group: dict[str, _Entry] = {}
@@ -154,7 +154,7 @@ class SubmissionTable:
         return entry.submission.id, entry.results.get(index)
 
     def is_admitted(self, submission_id: str) -> bool:
-        """Whether the queue is known to have admitted its group."""
+        """Return whether the table knows that the submission's group was admitted."""
         return self._entries[submission_id].admitted_seq is not None
 
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
@@ -215,7 +215,7 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Whether the attempt was the last: a dropped one is repeated, or leaves at once."""
+        """Return whether an attempt was the last; a dropped one is repeated or leaves at once."""
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -247,7 +247,7 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Whether it was admitted after the first event and evicted, without a step, by the second."""
+    """Return whether it was admitted after the first event, and all evicted by the second."""
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
     has_left = len(entry.exits) == entry.submission.num_samples
