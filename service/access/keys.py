@@ -22,9 +22,9 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
 KEY_MARK = "rk_"
 """Prefix of every named key, so that scanners of secrets can recognise one."""
 MAX_KEY_CHARACTERS = 512
-"""Of any key in a request; a session's key is its name and 75 characters."""
+"""Maximum length of a key in a request; a session's key is its name and 75 characters."""
 MAX_KEYS = 10_000
-"""Of one run, including revoked ones: every replica of the API has them all in memory."""
+"""Maximum number of a run's keys, with revoked ones: each API replica keeps all in memory."""
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -80,9 +80,9 @@ class NamedKey:
     """Owner of its tasks and sessions; empty, only for an admin's key: the run's own."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     created_at: float
-    """Seconds since 1970, like the next."""
+    """Seconds since 1970, as is the next field."""
     revoked_at: float | None = None
-    """None: it is valid."""
+    """Time of the revocation, or None if the key is valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class Caller:
 
 
 def may_see(sees: str | None, tenant: str) -> bool:
-    """Whether a tenant's tasks and sessions are visible. sees: as `Caller.sees`."""
+    """Return whether a tenant's tasks and sessions are visible. sees: see `Caller.sees`."""
     return sees is None or sees == tenant
 
 
@@ -141,7 +141,7 @@ def digest_of(key: str) -> str:
 
 
 def check_key(name: str, scope: Scope, tenant: str) -> None:
-    """Raise ValueError for a name, scope or tenant that no key can have."""
+    """Check a new key's fields. Raises: ValueError if no key can have them."""
     for what, text in (("name", name), ("tenant", tenant)):
         if not _NAME.match(text) and (text or what == "name"):
             raise ValueError(
@@ -178,7 +178,7 @@ class KeyBook:
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:
-        """Whether the key with this name was revoked."""
+        """Return whether the key with this name was revoked."""
         key = self._by_name.get(name)
         return key is not None and key.revoked_at is not None
 

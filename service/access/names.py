@@ -8,16 +8,16 @@ from __future__ import annotations
 
 MARK = "~"
 WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-"""A caller's own id, or an id with its tenant."""
+"""Pattern of a caller's own id, or of an id with its tenant."""
 
 
 def whole_id(tenant: str, own: str) -> str:
-    """Return the run's id for a tenant's id. tenant: empty: the run's own."""
+    """Return the run's id for a tenant's id. tenant: empty for the run's own ids."""
     return f"{tenant}{MARK}{own}" if tenant else own
 
 
 def tenant_of(whole: str) -> str:
-    """Return the tenant of an id; empty: the run's own. Example: acme~task-9 -> acme"""
+    """Return an id's tenant, empty for the run's own. Example: acme~task-9 -> acme"""
     return whole.rpartition(MARK)[0]
 
 

@@ -16,7 +16,7 @@ class Rates:
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._buckets: dict[str, tuple[float, float]] = {}
-        """By name: the number of tokens left, and the time of that count."""
+        """The number of remaining tokens and the time of that count, by name."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
         """Take a token. Returns: 0, or the whole seconds until there is one.
