@@ -60,7 +60,7 @@ class ControlStore:
         return self._store.read(read)
 
     def set_paused(self, part: Pausable, pause: Pause | None, *, term: int) -> None:
-        """Store the pause of a part; None: its end. Raises: LeaseLost, StoreError."""
+        """Store the pause of a part, or its end if None. Raises: LeaseLost, StoreError."""
         table = tables.pauses
 
         def write(connection: Connection) -> None:

@@ -99,7 +99,7 @@ class Database:
 
     @property
     def away_s(self) -> float:
-        """Return the seconds without an answer; 0: it answers, or was not called."""
+        """Return for how many seconds the database has not answered; 0 if it answers."""
         since = list(self._away_since.values())
         return time.monotonic() - min(since) if since else 0.0
 
@@ -354,7 +354,7 @@ def _reason(error: DBAPIError | NoConnectionLeft) -> str:
 
 
 def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
-    """Whether the same operation may succeed a little later."""
+    """Return whether the same operation may succeed a little later."""
     if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
         return True
     cause = error.orig
@@ -451,7 +451,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _check_in_place(connection: Connection, file: Path) -> None:
-    """Raise StoreError if the file was removed or moved: SQLite's writes would be lost."""
+    """Check that the file is in its place, else writes are lost. Raises: StoreError."""
     try:
         is_there = os.path.samestat(os.stat(file), connection.info["opened"])
     except OSError:

@@ -59,7 +59,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The part of one term that survives; None means all of it."""
+    """The part of one term that survives; a bound that is None does not limit it."""
 
     term: int
     last_step: int | None = None
@@ -74,7 +74,7 @@ class History:
     """The steps that `retention` keeps: the first ones, some older ones, all of the newest."""
     evaluations: tuple[EvaluationRecord, ...]
     totals: RunTotals
-    """Totals of all its steps."""
+    """Totals of all steps of the lineage."""
     spans: tuple[Span, ...]
     """The surviving parts of terms; empty for a run that never had a lease."""
 
@@ -228,7 +228,7 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Whether `name`, a directory name or a step's number, may refer to a checkpoint."""
+    """Return whether `name` (a directory or a step's number) may refer to a checkpoint."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 

@@ -27,7 +27,7 @@ def process_of(owner: str) -> str:
 
 
 def is_alive_here(owner: str, process: str) -> bool | None:
-    """Whether the owner's process is alive; None if this machine cannot find out.
+    """Return whether the owner's process is alive; None if this machine cannot find out.
 
     process: the text of `process_of` when the lease was acquired.
     """

@@ -35,7 +35,7 @@ class StoreOptions:
     """A user's options for the store of a new run."""
 
     state_dir: Path | None = None
-    """The directory of rayloom.db; None: the run directory."""
+    """The directory of rayloom.db; if None, the run directory."""
     database_url: str | None = None
     """URL of a PostgreSQL database; None: the environment's, unless state_dir is given."""
 
@@ -128,7 +128,7 @@ def shown(url: str | URL) -> str:
 
 
 def check_local(url: str | URL) -> None:
-    """Raise StoreError if SQLite would be on a network or FUSE file system."""
+    """Check that SQLite is not on a network or FUSE file system. Raises: StoreError."""
     file = sqlite_file(url)
     if file is not None and (name := refused_filesystem(file.parent)) is not None:
         raise StoreError(

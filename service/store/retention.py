@@ -40,7 +40,7 @@ class Retention:
     max_policy_age: int
     """Bound on the policy's age, in versions."""
     keep_checkpoints: int
-    """Number of the newest checkpoints to keep, whether they are among the best or not."""
+    """Number of the newest checkpoints to keep; those among the best count too."""
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:

@@ -73,15 +73,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write."""
+    """The right to write to a run's database, which a term gives."""
 
     term: int
     parent: Checkpoint | None
-    """The checkpoint that this term continues from; None: a fresh start."""
+    """The checkpoint from which this term continues; None if it starts afresh."""
     queue_snapshot: QueueSnapshot | None
-    """The state of the queue at the parent."""
+    """The queue's state at the parent checkpoint."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None
-    """Results of tasks at the parent; None: the run has no curriculum."""
+    """Results of tasks at the parent checkpoint; None if the run has no curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +147,12 @@ class ReadOnlyStore:
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Read in a transaction, as `Database.read`."""
+        """Read in a transaction, as `Database.read` does."""
         return self._database.read(body)
 
     @property
     def away_s(self) -> float:
-        """Return the seconds without an answer, as `Database.away_s`."""
+        """Return for how many seconds the database has not answered."""
         return self._database.away_s
 
     def newest_term(self) -> int:
@@ -213,7 +213,7 @@ class ReadOnlyStore:
             raise self._database.damaged(found)
 
     def is_older(self) -> bool:
-        """Whether the database is in an older format than this Rayloom's."""
+        """Return whether the database has an older format than this Rayloom's."""
 
         def is_older(connection: Connection) -> bool:
             return self._has_tables(connection) and self._read_format(connection) < self._format
@@ -256,14 +256,14 @@ class ReadOnlyStore:
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Whether the tables exist. Raises: StoreError if they are in another format."""
+        """Return whether the tables exist. Raises: StoreError if they have another format."""
         if not self._database.has_tables(connection):
             return False
         self._check_format(connection)
         return True
 
     def _check_format(self, connection: Connection) -> None:
-        """Raise StoreError for a format that can be neither read nor moved forward."""
+        """Check that the format can be read or moved forward. Raises: StoreError."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
         written = f"the run in {place} was written in format {number}, this Rayloom reads format "
@@ -409,7 +409,7 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Raise LeaseHeld if the run has a living owner. replaces: as for `acquire_lease`."""
+        """Check that no living owner holds the run; `replaces` is as in `acquire_lease`."""
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(
@@ -442,7 +442,7 @@ class RunStore(ReadOnlyStore):
         return file.with_name(f"{file.name}.format-{number}.bak")
 
     def check_lease(self, term: int) -> None:
-        """Raise LeaseLost if `term` is not the newest. Raises: StoreError."""
+        """Check that `term` is the newest. Raises: LeaseLost if it is not; StoreError."""
         self.read(lambda connection: _check_term(connection, term))
 
     def renew(self, term: int) -> None:
@@ -576,7 +576,7 @@ class RunStore(ReadOnlyStore):
         self._database.prepare(self._is_ready, self._create_tables)
 
     def _is_ready(self, connection: Connection) -> bool:
-        """Whether the tables can be used. Raises: StoreError for tables that cannot be written."""
+        """Return whether the tables can be used. Raises: StoreError if they cannot be written."""
         if not self._has_tables(connection):
             return False
         if self._read_format(connection) < self._format and not self._may_be_older:
@@ -590,7 +590,7 @@ class RunStore(ReadOnlyStore):
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Whether a run has ever had a lease in this PostgreSQL database. Raises: StoreError."""
+    """Return whether a run ever had a lease in this PostgreSQL database. Raises: StoreError."""
     store = ReadOnlyStore(url, patience_s=patience_s, may_be_older=True)
     try:
         return store.newest_term() > 0
@@ -599,7 +599,7 @@ def has_run(url: str, *, patience_s: float) -> bool:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Raise StoreError if a run would change its kind."""
+    """Check that a run keeps its kind. Raises: StoreError."""
     if stored is not None and stored is not asked:
         raise StoreError(
             f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
@@ -614,7 +614,7 @@ def _newest_lease(connection: Connection) -> Row[Any] | None:
 
 
 def _check_term(connection: Connection, term: int) -> None:
-    """Raise LeaseLost if `term` is not the newest."""
+    """Check that `term` is the newest. Raises: LeaseLost."""
     newest = _newest_lease(connection)
     if newest is None or newest.term != term:
         raise _lost(term, newest)

@@ -214,9 +214,9 @@ class _Rows:
     ends: dict[str, SessionEnd]
     """Ends of sessions, stored or new."""
     marks: dict[tuple[str, int], tuple[str, float]]
-    """The request's id and the time of turns to add that are already stored."""
+    """The request id and the time of each stored turn that a change adds again."""
     intents: dict[tuple[str, str], SessionIntent | None] = field(default_factory=dict)
-    """Intents by session and request; None: to be deleted."""
+    """Intents by session and request; None marks an intent to be deleted."""
     turns: dict[tuple[str, int], SessionTurn] = field(default_factory=dict)
     """New turns by session and number."""
     unseen: dict[tuple[str, int], bool] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Read turns from rows of a term and a turn's fields. first: as of `first_versions`."""
+    """Read turns from rows of a term and a turn's fields. first: from `first_versions`."""
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]

@@ -44,7 +44,7 @@ class StoredUpload:
     """An uploaded trajectory, to deliver."""
 
     content: bytes
-    """The content, as `Upload.content`."""
+    """The trajectory's content, in the form of `Upload.content`."""
     kept_version: int | None
     """A recovery after the upload has undone the versions after this one; None: there was none."""
 
@@ -308,7 +308,7 @@ class _Intake:
 
 
 def _check_room(connection: Connection, new: Sequence[Upload], limits: UploadLimits) -> None:
-    """Raise UploadsFull if there is no room."""
+    """Check that there is room for the new uploads. Raises: UploadsFull."""
     uploads, bindings = tables.uploads.c, tables.bindings.c
     # An upload that has been admitted does not count as waiting: else a run with rare checkpoints
     # could refuse the data that it needs to reach the next one.
