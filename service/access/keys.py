@@ -44,14 +44,14 @@ class KeyLimits:
     __pydantic_config__ = STRICT
 
     requests_per_s: Rate | None = None
-    """Requests a second, in each replica of the API; five seconds' worth at once. Null: any."""
+    """Maximum requests per second in each API replica; bursts: 5 seconds' worth. Null: no limit."""
     max_waiting_tasks: Positive | None = None
-    """Its tasks that are accepted and not yet admitted. Null: as many as all together may."""
+    """Maximum number of the key's accepted tasks that wait for admission. Null: no own limit."""
     max_open_sessions: Positive | None = None
-    """Its sessions that wait or are open. Null: any number."""
+    """Maximum number of the key's sessions that wait or are open. Null: no limit."""
     turns_per_minute: Rate | None = None
-    """Turns that its sessions begin, and requests to sample behind ids, in a minute, all together;
-    a minute's worth at once. Null: any number."""
+    """Maximum number per minute of turns of the key's sessions and requests to sample after token
+    ids, together; bursts: one minute's worth. Null: no limit."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
         """Return these limits, with the default for each that is None."""
@@ -87,8 +87,8 @@ class NamedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The sender of a request: a named key's holder, the first admin key's, or anyone without
-    keys.
+    """The sender of a request: the holder of a named key or of the first admin key, or anyone if
+    no key is required.
     """
 
     name: str = ""

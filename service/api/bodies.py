@@ -35,7 +35,7 @@ class BodyRoom:
         """Number of bytes in use."""
 
     async def take(self, num_bytes: int, *, limit_s: float) -> bool:
-        """Wait until there is room; return False at the time limit."""
+        """Wait until there is room and reserve it; return False if the time limit passes first."""
         try:
             async with asyncio.timeout(limit_s), self._turn:
                 while self.num_bytes and self.num_bytes + num_bytes > self.max_bytes:
@@ -69,7 +69,7 @@ def give_back_memory() -> None:
 
 
 def announced_bytes(headers: Headers) -> int | None:
-    """Return the length of a request's body by its head; None if the head does not state it."""
+    """Return the length of a request's body from its headers; None if they do not state it."""
     if "transfer-encoding" in headers:
         return None
     announced = headers.get("content-length", "0")
@@ -78,5 +78,5 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Whether a body is counted, and its key checked before it is read. None: length not stated."""
+    """Return whether a body is counted, and its key checked first. None: length not stated."""
     return num_bytes is None or num_bytes > LARGE_BYTES

@@ -61,7 +61,7 @@ class Callers:
         self._rates = Rates()
         self._book = KeyBook()
         self._read_at: float | None = None
-        """When the newest finished reading was begun."""
+        """Time when the newest finished reading of the keys began; None before the first."""
         self._reading: asyncio.Task[None] | None = None
 
     async def known(self, headers: Mapping[str, str]) -> Caller:
@@ -98,7 +98,7 @@ class Callers:
         )
 
     def count(self, caller: Caller) -> None:
-        """Count a request. Raises: Problem for a caller that sends too many."""
+        """Count a request. Raises: Problem if the caller sends too many."""
         per_s = caller.limits.requests_per_s
         if not caller.name or per_s is None:
             return
@@ -160,7 +160,7 @@ def note_caller(scope: Scope, caller: Caller) -> None:
 
 
 def check_scope(caller: Caller, *, path: str) -> None:
-    """Raise Problem for a path that is only for admins."""
+    """Check that the caller may use a path. Raises: Problem if the path is only for admins."""
     if not caller.is_admin and not is_for_clients(path):
         raise Problem(
             403,
@@ -183,7 +183,7 @@ _CLIENT_PATHS = re.compile(
 
 
 def is_for_clients(path: str) -> bool:
-    """Whether a path is for clients' keys as well as admins'."""
+    """Return whether clients' keys, and not only admins' keys, may use a path."""
     return _CLIENT_PATHS.fullmatch(path) is not None
 
 

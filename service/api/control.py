@@ -20,18 +20,18 @@ from service.store.tables import Pausable
 
 
 class RefusalCode(StrEnum):
-    """The reason of a refusal."""
+    """The reason why a call is refused."""
 
     UNKNOWN = "unknown"
     GONE = "gone"
-    """It existed, but no longer does."""
+    """The requested object existed, but no longer does."""
     CONFLICT = "conflict"
-    """Not possible now: the run is in another state."""
+    """The call is not possible in the run's present state."""
     INVALID = "invalid"
 
 
 class ControlRefused(Exception):
-    """The call did nothing; the text says why, and the remedy."""
+    """A refused call, which changed nothing; the message states the reason and the remedy."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(code, message)
@@ -47,9 +47,9 @@ class EvaluationRequest:
 
     sampling: Sampling
     num_tasks: int | None
-    """Number of tasks, from the first on; None: all tasks, or `task_ids`."""
+    """Number of tasks, from the first on; None for all tasks, or for `task_ids` if given."""
     task_ids: tuple[str, ...]
-    """Ids of tasks, instead of the first ones."""
+    """Ids of the tasks to play, instead of the first `num_tasks`."""
 
 
 class OperationStatus(StrEnum):

@@ -281,7 +281,7 @@ async def _begun(
 
 
 async def _asked(work: Awaitable[Found]) -> Found:
-    """Await a call of the run. Raises: Problem instead of ControlRefused."""
+    """Await a call of the run. Raises: Problem if the run refuses it."""
     try:
         return await work
     except ControlRefused as refused:

@@ -133,7 +133,7 @@ class _Counted:
         return message
 
     def give_back(self) -> None:
-        """Give back the room, if that was not done."""
+        """Give back the body's room, if this has not been done yet."""
         self._room.give_back(self._num_bytes)
         self._num_bytes = 0
 

@@ -79,7 +79,7 @@ class TaskChecks:
         self._checks = {name: DataCheck(each) for name, each in settings.data_schemas.items()}
 
     async def check(self, environment: str, requests: Sequence[RolloutRequest]) -> None:
-        """Raise Problem for data that the environment does not accept."""
+        """Check tasks' data. Raises: Problem if the environment does not accept them."""
         check = self._checks.get(environment)
         if check is None:
             return

@@ -53,7 +53,7 @@ OPEN_BODY_BYTES = 4 << 10
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
-"""Path and headers of a request to a session -> the answer if the key is not the session's."""
+"""Maps a session request's path and headers to a refusal, or None if the key is accepted."""
 
 
 class Guards:
@@ -70,7 +70,7 @@ class Guards:
         body_limit_s: float = BODY_LIMIT_S,
         room: BodyRoom | None = None,
     ) -> None:
-        """Create the guards. hosts: names that a request may be for; None: any. room: for bodies;
+        """Create the guards. hosts: accepted host names; None accepts any. room: for bodies;
         None: its own.
         """
         self._app = app
@@ -122,7 +122,7 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """Return None if the request may pass by its head. Raises: Problem; RunUnavailable."""
+        """Return a refusal, or None if the head is accepted. Raises: Problem; RunUnavailable."""
         path = scope["path"]
         _check_headers(scope["headers"])
         if self._hosts is not None and _host_of(headers) not in self._hosts:
@@ -135,7 +135,7 @@ class Guards:
             return None if check is None else await check(path, headers)
         caller = await self._callers.known(headers)
         if ASKS_HEADER not in headers:
-            # Not if only `door` asks: the request itself comes later.
+            # A check by `door` is not counted: the request itself follows.
             self._callers.count(caller)
         check_scope(caller, path=path)
         note_caller(scope, caller)
@@ -185,7 +185,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Whether a path's route itself requires a session's own key."""
+    """Return whether a path's route itself requires a session's key."""
     return _SESSION_PATH.match(path) is not None
 
 
@@ -230,7 +230,7 @@ class _Body:
         return {"type": "http.request", "body": whole, "more_body": False}
 
     def drop(self) -> None:
-        """Give back its room, if that was not done."""
+        """Give back the body's room, if this has not been done yet."""
         self._whole = None
         room, self._room = self._room, None
         if room is not None:
@@ -274,7 +274,7 @@ def _no_room() -> Problem:
 
 
 def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
-    """Raise Problem for too many or too large headers."""
+    """Check the number and size of headers. Raises: Problem if they exceed the limits."""
     size = sum(len(name) + len(value) for name, value in headers)
     if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         raise Problem(
@@ -286,7 +286,7 @@ def _check_headers(headers: list[tuple[bytes, bytes]]) -> None:
 
 
 def _check_format(headers: Headers, media_types: tuple[str, ...]) -> None:
-    """Raise Problem for a body with another media type than these, or an encoding."""
+    """Check that a body has one of these media types and no encoding. Raises: Problem."""
     encoding = headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         raise Problem(

@@ -1,4 +1,4 @@
-"""The calls of a run that the routes use. The routes depend neither on Ray nor on its location."""
+"""The calls of a run that the routes use. The routes do not depend on Ray or on the run's host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RunPort(Protocol):
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Cancel a submission; otherwise as `submission`."""
+        """Cancel a submission; the arguments and the result are those of `submission`."""
         ...
 
     async def keys(self) -> Sequence[NamedKey]:
@@ -62,11 +62,11 @@ class RunPort(Protocol):
         ...
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a key; None: there is none."""
+        """Revoke a key and return it; None if there is no such key."""
         ...
 
     async def stop(self, grace_s: float | None) -> None:
-        """End the run after the current step; grace_s: limit for it; None: no limit."""
+        """End the run after the current step. grace_s: time limit, or None for no limit."""
         ...
 
     async def readiness(self) -> ReadyAnswer: ...

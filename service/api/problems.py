@@ -27,11 +27,11 @@ def shown(text: str) -> str:
 
 
 class RunUnavailable(Exception):
-    """The run does not answer, or cannot write now; the text says why."""
+    """The run does not answer, or cannot write now; the message states the reason."""
 
 
 class Problem(Exception):
-    """An error of a route. code: stable, for programs; detail: for people, with the remedy."""
+    """An error of a route. `code` is stable for programs; `detail` states a remedy to people."""
 
     def __init__(
         self,

@@ -243,7 +243,7 @@ def _check(environment: str, requests: Sequence[RolloutRequest], settings: HttpS
 def check_samples(
     task_id: str, num_samples: int, min_usable_samples: int | None, settings: HttpSettings
 ) -> None:
-    """Raise Problem for a group that could never be trained, or is too large."""
+    """Check the size of a group. Raises: Problem if it could never train, or is too large."""
     lowest, most = settings.algorithm.min_group_size, settings.service.max_samples_per_task
     least = min_usable_samples or num_samples
     if not lowest <= least <= num_samples <= most:
@@ -258,7 +258,7 @@ def check_samples(
 
 
 def refuse_if_needed(reply: SubmitReply) -> None:
-    """Raise Problem for a request of which nothing was accepted."""
+    """Check that a request was accepted. Raises: Problem if nothing of it was."""
     if reply.is_key_taken:
         raise Problem(
             422,

@@ -44,7 +44,7 @@ def _digits(text: object) -> object:
 
 
 Digits = BeforeValidator(_digits)
-"""For a number in an address or a header; written after its bounds."""
+"""Validator of a number in an address or a header; place it after the number's bounds."""
 # Far beyond any position, and within the integers of every database.
 MAX_NUMBER = 2**31 - 1
 Natural = Annotated[int, Field(ge=0, le=MAX_NUMBER), Digits]
@@ -63,7 +63,7 @@ def _as_whole(value: object) -> object:
 
 
 WHOLE = BeforeValidator(_as_whole)
-"""For a strict integer of a body."""
+"""Validator of a strict integer in a body."""
 NumSamples = Annotated[int, Field(ge=1, strict=True), WHOLE]
 
 
@@ -163,7 +163,7 @@ class StopAnswer(StrictBody):
 
 
 def is_deeper(tree: Any, limit: int) -> bool:
-    """Whether containers are nested more than `limit` deep. Example: {"a": [1]} has depth 2."""
+    """Return whether containers nest deeper than `limit`. Example: {"a": [1]} has depth 2."""
     level = [tree]
     for _ in range(limit):
         if not level:

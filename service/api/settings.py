@@ -29,7 +29,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpSettings:
-    """The settings that the routes check themselves."""
+    """The settings that the API's routes use."""
 
     service: ServiceSettings
     algorithm: AlgorithmSettings
@@ -157,7 +157,7 @@ def take_key() -> str | None:
 
 
 def bearer_of(headers: Mapping[str, str]) -> str:
-    """Return the bearer key of a request; empty: it has none."""
+    """Return a request's bearer key, or an empty string if it has none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
