@@ -46,7 +46,7 @@ STORE_HOLD_S = PATIENCE_S / 2
 class Gateway:
     """An asynchronous Ray actor; its calls are those of `Sessions`, `Uploads` and `Generation`.
 
-    Refusals are returned, since Ray logs what is raised.
+    Refusals are returned instead of raised, since Ray logs raised errors.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Check by a request's headers that it has a key of its session, before its body is read.
 
 A key that names another session, or none, is refused at once. Before a large body is read, the
-gateway checks that the key is the session's. What the key allows now, the gateway decides when it
-answers, as for every request.
+gateway checks that the key is the session's. It checks the key's permissions when it answers, as
+for every request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When two messages are equal: the canonical form of a message, and keys of conversations.
+"""Decide whether messages are equal: their canonical form, and keys of conversations.
 
 Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
 write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of

@@ -60,8 +60,8 @@ class _Entry:
 class GroupCommit:
     """The only writer of its sessions.
 
-    If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`:
-    only so is it known whether a transaction whose connection broke was done.
+    If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`,
+    to find out whether a transaction whose connection broke was committed.
     After that, or if the lease is lost, it has failed: it writes nothing more, and the gateway
     ends. Its successor resumes from what is stored: if the last transaction was done but not
     confirmed, its turns look as after a kill between commit and answer.
@@ -79,7 +79,7 @@ class GroupCommit:
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
         self._hurries = asyncio.Event()
-        """Set if an entry must be stored without delay, or after `close`."""
+        """Set if an entry must be stored without delay, or if `close` was called."""
         self._writing: asyncio.Task[None] | None = None
         self._ended_at = -PAUSE_S
         self._is_closed = False

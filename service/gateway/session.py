@@ -3,8 +3,8 @@
 Invariants: only this file writes a session's fields. Everything that happens to a session is a
 `Change`: `Session.apply` does in memory what `service.store.sessions` does in the database, so that
 loading a session replays its changes. A turn is stored before a client receives it. A session ends
-once; the same request again waits for the first. The newest request for a turn decides whether a
-client has seen it. `service.gateway.sessions` makes and calls sessions.
+once; a repeated request to end it waits for the first. The newest request for a turn decides
+whether a client has seen it. `service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class _Node:
         return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
 
     def call_number(self, call_id: str) -> int | None:
-        """Return the number of the newest call with this id up to its reply; None: no call."""
+        """Return the number of the newest call with this id up to this turn's reply, or None."""
         for node in self.path():
             for number in range(len(node.calls) - 1, -1, -1):
                 if node.calls[number][0] == call_id:
@@ -436,7 +436,7 @@ class SessionTree:
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
     def number_of(self, request_id: str) -> int | None:
-        """Return the number of the turn that answers an HTTP request; None: no turn does."""
+        """Return the number of the turn that answers an HTTP request, or None."""
         return self._by_request.get(request_id)
 
     def left_out(self) -> dict[int, LeftOutReason]:
@@ -478,7 +478,7 @@ class SessionTree:
         return None if found is None else found.turn.number
 
     def is_ended_by(self, cut: Cut, named: int | None = None) -> bool:
-        """Whether a refused request is the last event of the judged conversation.
+        """Return whether a refused request is the last event of the judged conversation.
 
         named: as in `judged`.
         """
@@ -662,7 +662,7 @@ class SessionTree:
         return found
 
     def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
-        """Whether a turn only asks for the title of another conversation, which continued."""
+        """Return whether a turn only asks for a title of another conversation, which continued."""
         if not self._is_lonely(node) or self._quotes(node) or self._is_used(node):
             return False
         roots = (
@@ -690,7 +690,7 @@ class SessionTree:
         return PromptText(replies).quotes(node.reply)
 
     def _is_like_a_title(self, node: _Node) -> bool:
-        """Whether a turn looks like a title of an earlier conversation: it quotes its question."""
+        """Return whether a turn may be a title: it quotes an earlier conversation's question."""
         if not self._is_lonely(node) or self._quotes(node):
             return False
         asked = "\n".join(user_texts(node.turn.new_messages))
@@ -707,7 +707,7 @@ class SessionTree:
         return node.parent is None and node.num_in_root == 1 and not node.tools
 
     def _is_used(self, node: _Node) -> bool:
-        """Whether a turn's whole reply is a later message, or a value in a call's arguments."""
+        """Return whether a turn's whole reply is a later message, or a value in a call."""
         said = node.turn.reply.content.strip()
         later = self._nodes[node.turn.number + 1 :]
         messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
@@ -727,7 +727,7 @@ class SessionTree:
         )
 
     def _is_continuing(self, node: _Node) -> bool:
-        """Whether a turn's conversation has another turn, or quotes an earlier reply.
+        """Return whether a turn's conversation has another turn, or quotes an earlier reply.
 
         An auxiliary turn that continues it does not count.
         """
