@@ -353,7 +353,7 @@ class SubmissionQueue:
         )
 
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Return a submission's view; None: it was never accepted, is no longer kept, or is not
+        """Return a submission's view; None if it was never accepted, is no longer kept, or is not
         visible.
 
         sees: the tenant whose tasks are visible; None: every tenant's. Raises: StoreError.
@@ -421,11 +421,12 @@ class SubmissionQueue:
         evict: Callable[[str], Awaitable[bool]],
         sees: str | None = None,
     ) -> SubmissionView | None:
-        """Cancel a submission that no step has taken. Returns: its view then; None: as `view`.
+        """Cancel a submission that no step has taken. Returns: its view afterwards, or None.
 
-        evict: has the queue evict a group; False: a step has it, and nothing changes, or the loop
-        is about to admit it, which is waited for. Nothing changes if the submission is unknown, has
-        left already, or is cancelled. sees: as in `view`.
+        Nothing changes if the submission is unknown, has left already, or is cancelled.
+        Args: evict: evicts a group from the queue. It returns False if a step has taken the group,
+        and nothing changes; or if the group is about to be admitted, and this call waits for that.
+        sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
         # One at a time: a second call would find the group evicted but not yet stored.
