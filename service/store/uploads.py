@@ -46,7 +46,7 @@ class StoredUpload:
     content: bytes
     """The trajectory's content, in the form of `Upload.content`."""
     kept_version: int | None
-    """A recovery after the upload has undone the versions after this one; None: there was none."""
+    """Newest version that a recovery after the upload kept; None if there was no recovery."""
 
 
 class UploadStore:
