@@ -73,8 +73,9 @@ class Callers:
         return caller
 
     async def find(self, key: str) -> Caller | None:
-        """Return the holder of a key; None: the key is unknown. Raises: RunUnavailable if the keys
-        cannot be read.
+        """Return the holder of a key, or None if the key is unknown.
+
+        Raises: RunUnavailable if the keys cannot be read.
         """
         key = key if len(key) <= MAX_KEY_CHARACTERS else ""
         digest = digest_of(key)

@@ -70,8 +70,9 @@ class Guards:
         body_limit_s: float = BODY_LIMIT_S,
         room: BodyRoom | None = None,
     ) -> None:
-        """Create the guards. hosts: accepted host names; None accepts any. room: for bodies;
-        None: its own.
+        """Create the guards.
+
+        hosts: accepted host names; None accepts any. room: memory for bodies, new if None.
         """
         self._app = app
         self._hosts = hosts
