@@ -322,7 +322,7 @@ class NewSession(StrictBody):
     def of(cls, name: str, *, client_key: str, address: str) -> NewSession:
         """Derive a session's keys and addresses.
 
-        Args: name: the session's id. address: the API's URL, without a final slash.
+        Args: name: the run's id of the session. address: the API's URL, without a final slash.
         """
         root = f"{address}/sessions/{name}"
         agent_key = session_key(client_key, name, AGENT)
