@@ -141,8 +141,7 @@ class EnvironmentActor:
     ) -> tuple[TokenIds, ...]:
         """Render the first prompts of tasks, until they are num_tokens long or limit_s has passed.
 
-        An environment that fails or is slow gives no prompt here; its tasks are played all the
-        same.
+        An environment that fails or is slow gives no prompt here; its tasks are still played.
         """
         prompts: list[TokenIds] = []
         end = time.monotonic() + limit_s
@@ -174,7 +173,7 @@ class EnvironmentActor:
     async def stop(
         self, *, drain_s: float = 0.0, limit_s: float = 30.0
     ) -> tuple[tuple[LostCalls, ...], int]:
-        """Take no more rollouts; after drain_s cancel the running ones, and hand all over.
+        """Take no more rollouts, cancel the running ones after drain_s, and hand over the rest.
 
         Returns: `workers.report()`, as soon as `run` has ended, or limit_s after the drain.
         """
@@ -194,11 +193,11 @@ class EnvironmentActor:
         slots_share: float = 1.0,
         keeps_tokens: bool = False,
     ) -> list[Played]:
-        """Play an evaluation beside training episodes; nothing of it goes to the queue.
+        """Play an evaluation during training; its trajectories do not enter the queue.
 
         Args: kept: the tokens that may be sampled; None: every token. slots_share: share of
-        rollouts.slots_per_actor to play at once. keeps_tokens: put a line of each into the object
-        store, so that this process keeps only the episodes in play.
+        rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each
+        into the object store, so that this process keeps only the running episodes.
         Returns: a result for each play, in order, the first SHOWN_SAMPLES with their text.
         """
         slots = asyncio.Semaphore(

@@ -19,11 +19,11 @@ class CallForm:
     """The form in which a family of models writes its calls."""
 
     parser: str
-    """vLLM's name of the parser."""
+    """Name of the parser in vLLM."""
     start: str | None
     """The text that begins a call; None if nothing distinguishes a call from text."""
     signs: tuple[str, ...]
-    """Texts that are all in such a model's chat template, or in its rendering of a call."""
+    """Texts that identify the form: all of them occur in the chat template or its rendered call."""
 
 
 USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))

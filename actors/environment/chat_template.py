@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @cached_property
     def rendered_call(self) -> str:
-        """Return the rendering of a chat that ends in a call; empty if the template refuses it."""
+        """Render a chat that ends in a call; return an empty text if the template refuses it."""
         return self._try_form(self._call_form)
 
     @cached_property

@@ -341,7 +341,7 @@ def _entries(
 def _task(
     row: dict[str, Any], taken: frozenset[str] | None, *, environment: str, where: str
 ) -> Task:
-    """Make a row's task. taken: the columns that its data may have; None: any."""
+    """Make a row's task. taken: the columns that its data may have; None allows every column."""
     own, data = row, row
     if "task_id" in row or "seed" in row:
         own = {name: value for name, value in row.items() if name not in _OWN}

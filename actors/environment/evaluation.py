@@ -56,7 +56,7 @@ class Played:
 
     summary: TrajectorySummary
     line: Any = None
-    """Reference to the bytes of `rollout_line` in the object store; None: not requested."""
+    """Reference to the bytes of `rollout_line` in the object store; None if not requested."""
 
 
 def plays_of(tasks: Sequence[Task], num_samples: int) -> list[Play]:

@@ -43,7 +43,7 @@ from actors.user_code import describe
 MAX_DELAY_S = 30.0
 MAX_REPLY_CHARS = 100_000
 _RETRIED = frozenset({408, 409, 425, 429})
-"""Besides all statuses from 500."""
+"""HTTP statuses below 500 that are retried; all statuses from 500 are retried too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Judgement:
     num_tokens: int
     """Tokens of question and reply; 0 for a kept or shared reply."""
     cost: float
-    """In the currency of the prices; 0 for a kept or shared reply."""
+    """Cost in the currency of the prices; 0 for a kept or shared reply."""
 
 
 class Judge:
@@ -275,9 +275,9 @@ def _retry_after(answer: httpx.Response) -> float:
 # Kept replies of judges, in memory or in an SQLite file that a node's processes share.
 KEPT_REPLIES = 20_000
 LOCK_LIMIT_S = 2.0
-"""Time to wait for another process that has locked the file."""
+"""Seconds to wait for another process that has locked the file."""
 PAUSE_S = 60.0
-"""Time not to use the file after an error, so that not every judgement waits for it."""
+"""Seconds without using the file after an error, so that not every judgement waits for it."""
 _log = logging.getLogger(__name__)
 
 
@@ -313,7 +313,7 @@ class ReplyCache:
         return self._file is not None and time.monotonic() >= self._unused_until
 
     def _pause(self, error: sqlite3.Error) -> None:
-        """Do without the file for PAUSE_S, and log the first such error."""
+        """Stop using the file for PAUSE_S seconds, and log the first such error."""
         self._unused_until = time.monotonic() + PAUSE_S
         if not self._has_warned:
             self._has_warned = True

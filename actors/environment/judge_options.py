@@ -41,7 +41,7 @@ class JudgeOptions:
     """The address without /chat/completions, such as https://api.openai.com/v1."""
     model: str
     prompt: str
-    """$completion, $prompt and $COLUMN are replaced by their values; $$ gives a dollar."""
+    """The question; $completion, $prompt and $COLUMN are replaced by values, and $$ by a dollar."""
     system: str | None = None
     parse: str = ONLY_NUMBER
     """A regular expression with one group, the score; the last match counts. The default needs a
@@ -50,11 +50,12 @@ class JudgeOptions:
     """Instead of `parse`: the score is this field of the last JSON object in the reply that has it;
     a dot leads into an object (grades.helpful). true is 1."""
     scale: tuple[float, float] | None = None
-    """[low, high] become 0 and 1, and a number outside is an error; None: the number unchanged."""
+    """The range [low, high] that is mapped to [0, 1]; a number outside it is an error. None keeps
+    the number unchanged."""
     temperature: float = 0.0
     max_tokens: int = 512
     timeout_s: float = 60.0
-    """Limit of one request."""
+    """Time limit of one request, in seconds."""
     max_retries: int = 3
     """Retries after a lost request, or a status that may pass (429, 503, …)."""
     concurrency: int = 16
@@ -67,9 +68,9 @@ class JudgeOptions:
     body: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the request, as the service requires; null removes one of ours."""
     input_price: float = 0.0
-    """Price of a million tokens."""
+    """Price of a million tokens of the question."""
     output_price: float = 0.0
-    """Price of a million tokens."""
+    """Price of a million tokens of the reply."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -117,7 +118,10 @@ def _problems(settings: JudgeOptions) -> list[str]:
 
 
 def key_of(options: JudgeOptions) -> str:
-    """Return the key to send; empty: none. Raises: ValueError, without the key in its text."""
+    """Return the API key to send; empty if no key is sent.
+
+    Raises: ValueError, without the key in its text.
+    """
     if options.api_key is None:
         key = os.environ.get("OPENAI_API_KEY", "")
     else:

@@ -59,7 +59,7 @@ class ServerOptions:
     url: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
     tools: tuple[str, ...] = ()
-    """The tools that the policy is shown; empty: all."""
+    """The tools that the policy is shown; empty for all tools."""
     per: str = ACTOR
     """ACTOR: all episodes of an actor share one server. EPISODE: each episode opens its own."""
 
@@ -253,14 +253,15 @@ class McpServer:
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
         """Close the lost server, unless another caller has, so that its next use opens it again.
 
-        Waits for the end: it would never end if the event loop ended in the middle of it.
+        It waits until the server is closed, because an event loop that ends earlier would leave it
+        open.
         """
         if self._opened is opened:
             await self.close()
         return ServerLost(f"{self._options.where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
-        """Hold the client open until the task is cancelled; it has to end in its own task."""
+        """Hold the client open until this task is cancelled; it must be closed in its own task."""
         from mcp import Client
 
         try:

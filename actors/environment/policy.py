@@ -33,9 +33,9 @@ class GenerateRequest:
     """A request for one turn."""
 
     prompt_token_ids: TokenIds
-    """[P] int32."""
+    """Token ids of the prompt: [P] int32."""
     max_tokens: int
-    """Most tokens to sample, 1 or more."""
+    """Maximum number of tokens to sample, at least 1."""
     temperature: float
     """0 is greedy; training uses rollouts.temperature, or that of a mixture's part."""
     deadline_s: float
@@ -43,7 +43,7 @@ class GenerateRequest:
     cache_salt: str | None = None
     """The salt in the trajectory's first reply; None on its first turn."""
     tenant: str = ""
-    """The tenant that owns it; tenants share no cached prefixes. Empty: the run itself."""
+    """The tenant that owns the request; empty for the run itself. Tenants share no cache."""
     replica: str = ""
     """The replica that sampled the trajectory's last reply and has its prefix cached; empty on the
     first turn."""
@@ -70,7 +70,7 @@ class ParsedCall:
 
     name: str
     arguments: str
-    """JSON; for a broken call, the text in its place."""
+    """The arguments as JSON; for a broken call, its text."""
     id: str
 
 
@@ -83,7 +83,7 @@ class ParsedReply:
     reasoning: str | None = None
     """The thinking; None: the reply has none."""
     calls: tuple[ParsedCall | MalformedCall, ...] = ()
-    """In the order of the text; a malformed call is markup that the parser could not read."""
+    """The calls in the order of the text; a malformed one is markup that the parser cannot read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +91,20 @@ class GenerateReply:
     """The reply that the engine sampled for one turn."""
 
     token_ids: TokenIds
-    """[A] int32, sampled stop token included."""
+    """Sampled token ids, including a sampled stop token: [A] int32."""
     logprobs: LogProbs
-    """[A] float32, nats, processed (temperature applied)."""
+    """Log-probabilities in nats, after the temperature was applied: [A] float32."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
-    """Contiguous, covering [0, A)."""
+    """The weight version of each token: contiguous spans that cover [0, A)."""
     cache_salt: str
-    """The salt of the trajectory's later requests."""
+    """The salt to send with the trajectory's later requests."""
     replica: str = ""
-    """The replica of the trajectory's next request."""
+    """The replica that should get the trajectory's next request."""
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, as `Turn.expert_indices`; None: not recorded."""
     parsed: ParsedReply | None = None
-    """None: the request had no `tools`."""
+    """The parsed reply; None if the request had no `tools`."""
 
 
 class PolicyClient(Protocol):

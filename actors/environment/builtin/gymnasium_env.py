@@ -70,7 +70,7 @@ class GymnasiumEnvironment:
 
     id, kwargs: arguments of `gymnasium.make`. actions: names of a Discrete space's actions, in
     order. prompt: the first message, with {observation} and {actions}; step_prompt: later
-    messages. best_return: the game's, if known.
+    messages. best_return: the highest possible return, if known.
     """
 
     data_schema: Mapping[str, Any] = {

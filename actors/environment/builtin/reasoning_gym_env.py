@@ -5,10 +5,10 @@ tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` 
 options. The optional package is imported at first use only.
 
 Stated choices: the answer is the text of the last `<answer>…</answer>`, else the whole visible
-text. An empty answer scores 0 without the scorer, even if the true answer is empty. So does an
-answer longer than `max_answer_chars`, and one on which the scorer raises although it scores the
-true answer (the answer is at fault, not the scorer). With several attempts a turn's `score` is its
-gain over the best one so far, so that the return is the best score.
+text. An empty answer scores 0 without the scorer, even if the true answer is empty. An
+answer also scores 0 if it is longer than `max_answer_chars`, or if the scorer raises on it but
+scores the true answer (then the answer is at fault, not the scorer). With several attempts a
+turn's `score` is its gain over the best one so far, so that the return is the best score.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int
 
 
 class ReasoningGymEnvironment:
-    """One question, `max_attempts` answers; `instruction` is appended to the question."""
+    """One question with up to `max_attempts` answers; `instruction` is appended to the question."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",

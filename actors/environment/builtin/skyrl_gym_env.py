@@ -44,7 +44,7 @@ class SkyRLGymEnvironment:
     """An environment of skyrl-gym.
 
     id: a registered name, such as gsm8k, or a user's environment, as FILE.py:CLASS. env_config: the
-    environment's argument of that name.
+    argument `env_config` of the environment.
     """
 
     data_schema = PROMPT_DATA

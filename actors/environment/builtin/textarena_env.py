@@ -54,7 +54,7 @@ def import_textarena() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """The text to show to the policy, and whether and how the game ended."""
+    """The text to show to the policy, and the game's end if it has ended."""
 
     text: str
     is_refused: bool = False
@@ -66,8 +66,9 @@ class _Seen:
 class TextArenaEnvironment:
     """A game of textarena.
 
-    game, kwargs: arguments of `textarena.make`. best_return: the game's, if known. opponent:
-    FILE.py:FUNCTION, from a text to a text; None: a game for one. Against an opponent the policy
+    game, kwargs: arguments of `textarena.make`. best_return: the highest possible return, if
+    known. opponent: FILE.py:FUNCTION, which takes and returns a text; None for a game for one.
+    Against an opponent the policy
     has the first seat for an even seed, else the second.
     """
 
@@ -172,7 +173,7 @@ class _Game:
     def _num_refused(self) -> int:
         """Return the number of moves in a row that the game refused of the current seat.
 
-        A game with a state class of its own may not count them; then 0.
+        The result is 0 if the game has its own state class that does not count them.
         """
         return getattr(self._env.state, "error_count", 0)
 

@@ -1,4 +1,4 @@
-"""Find the files that a question about a repository is about, with tools that list, search, read.
+"""Find the files that answer a question about a repository, with tools to list, search and read.
 
 A task's data: `question`, `repository` (a directory or an archive, by a path relative to the
 option `root`) and `files`, the true paths within it; other keys are ignored. The answer is a call
@@ -56,8 +56,8 @@ class CodeSearchEnvironment:
     """Questions about repositories, with search tools.
 
     root: the directory of the tasks' repositories, relative to the working directory. max_lines,
-    max_chars: size of a tool's answer. call_limit_s: seconds of a call. max_repository_mib: size of
-    an unpacked archive.
+    max_chars: maximum size of a tool's answer. call_limit_s: time limit of a call, in seconds.
+    max_repository_mib: maximum size of an unpacked archive.
     """
 
     data_schema: Mapping[str, Any] = {
@@ -244,7 +244,7 @@ class Grade:
     recall: float
     """Share of the true files that are answered."""
     f1: float
-    """Their harmonic mean."""
+    """Harmonic mean of precision and recall."""
 
     def components(self) -> dict[str, float]:
         return {"precision": self.precision, "recall": self.recall, "f1": self.f1}

@@ -1,7 +1,7 @@
 """Questions about a git repository, with answers from its history or its files.
 
 `commits`: the subject of a commit is the question, the files that it changed are the truth; the
-policy searches the repository at HEAD, which has the change. Left out are merges, reverts and
+policy searches the repository at HEAD, which has the change. It skips merges, reverts and
 fixups; subjects with fewer than MIN_WORDS words, or with the name of one of the files; commits that
 changed more than `max_files` files, or a file that is gone; and all but the newest commit with the
 same subject. `docstrings`: the first sentence of a Python module's docstring is the question, the

@@ -40,7 +40,7 @@ _LOCKLESS_S = 3600.0
 
 
 class BadRepository(ValueError):
-    """A task's repository cannot be used; the text says what, got, expected."""
+    """A task's repository cannot be used; the text names the value and what was expected."""
 
 
 @dataclass(slots=True, kw_only=True)

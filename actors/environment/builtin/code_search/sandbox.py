@@ -83,7 +83,7 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def confine(limits: Confinement, *, processor: str = platform.machine()) -> list[str]:
-    """Confine this process, and have it die with the process that started it.
+    """Confine this process, and let the kernel kill it when its parent process ends.
 
     Args: processor: for tests; an unknown one gets no filter.
     Returns: the walls that keep it from the network: `namespace`, `seccomp`, or both.

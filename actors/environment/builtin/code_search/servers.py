@@ -129,8 +129,9 @@ class ServerThreads:
     def __init__(self, program: str, *, retires_after_cpu_s: float) -> None:
         """Prepare the servers; each starts at its thread's first request.
 
-        Args: program: as the name in `start_program`; its answers report their CPU seconds so far
-        in `cpu_s`. retires_after_cpu_s: a server that has used them is replaced.
+        Args: program: the module, as `name` of `start_program`; the field `cpu_s` of its answers is
+        the CPU time that it has used. retires_after_cpu_s: a server that has used this many CPU
+        seconds is replaced.
         """
         self._program = program
         self._retires_after_cpu_s = retires_after_cpu_s

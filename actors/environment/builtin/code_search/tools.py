@@ -1,4 +1,4 @@
-"""The tools of code search: their schemas for the policy, and how a call is made.
+"""The tools of code search: their schemas for the policy, and the code that runs a call.
 
 An environment or an external agent needs only `CodeTools`: it locates a repository, and runs calls
 in confined processes, shared by all users of the same settings in this process. Costs of a call,
@@ -165,7 +165,7 @@ class CodeTools:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Release what it uses; the last user of these settings ends every process."""
+        """Release the shared processes; the last user of these settings ends them."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -81,7 +81,7 @@ class _Page:
 
 
 def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """List a directory, or with a glob all files below it whose path or name matches."""
+    """List a directory; if a glob is given, list all files below it whose path or name matches."""
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)
     start = _opened(root, directory, is_directory=True)

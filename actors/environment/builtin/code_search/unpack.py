@@ -48,7 +48,7 @@ class ArchiveLimits:
 class _Entry:
     name: str
     content: IO[bytes] | None
-    """None: a directory."""
+    """The content of a file; None for a directory."""
 
 
 def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int]:
@@ -193,7 +193,7 @@ def main(archive: str, directory: str, limits: str) -> None:
 
 
 def arguments(archive: str, directory: str, limits: ArchiveLimits) -> tuple[str, str, str]:
-    """Return the arguments of the program."""
+    """Return the command-line arguments of the program."""
     return archive, directory, json.dumps(asdict(limits))
 
 

@@ -28,7 +28,7 @@ _building = threading.Lock()
 
 
 class BadCorpus(ValueError):
-    """The documents cannot be used; the text says what, got, expected."""
+    """The documents cannot be used; the text names the value and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class CorpusOptions:
     """The source of the documents, and how to read it."""
 
     path: str | None = None
-    """JSONL or Parquet; None: generated documents."""
+    """A JSONL or Parquet file; None for generated documents."""
     num_generated: int = 200
     id_column: str = "id"
     text_column: str = "text"
     title_column: str = "title"
-    """An optional column."""
+    """The column of the titles; the file may lack it."""
     stopwords: str | None = "en"
     """A language of bm25s whose stop words are ignored; None: all words count."""
 

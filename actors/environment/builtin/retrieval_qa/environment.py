@@ -77,10 +77,11 @@ REWARDS = ("f1", "exact_match")
 class RetrievalQaEnvironment:
     """Questions with a search tool.
 
-    corpus: JSONL or Parquet, relative to the working directory; None: num_generated documents.
-    k: documents of a search without a number. snippet_chars: size of each document in a search's
-    answer. has_read: false to leave out the tool `read`, if snippets show whole documents.
-    max_chars: size of a document that `read` shows. max_calls: most calls of both tools together.
+    corpus: a JSONL or Parquet file, relative to the working directory; None for num_generated
+    documents. k: number of documents that a search returns by default. snippet_chars: characters
+    of each document in a search's answer. has_read: false to leave out the tool `read`, if snippets
+    show whole documents. max_chars: characters of a document that `read` shows. max_calls: maximum
+    number of calls, of both tools together.
     """
 
     data_schema: Mapping[str, Any] = {

@@ -71,8 +71,8 @@ class SqlEnvironment:
 
     root: the directory of the tasks' databases, relative to the working directory. database_path:
     path of a task's database below it. level: level of generated questions. sample_rows: rows of
-    each table in the prompt. max_rows, max_chars: size of a tool's answer. limit_s: seconds of a
-    query.
+    each table in the prompt. max_rows, max_chars: maximum size of a tool's answer. limit_s: time
+    limit of a query, in seconds.
     """
 
     data_schema: Mapping[str, Any] = {

@@ -36,9 +36,9 @@ class Database:
     """A database, either in memory or in a file."""
 
     script: str | None = None
-    """SQL that makes it in memory."""
+    """SQL script that creates the database in memory."""
     path: str | None = None
-    """Absolute path of its file."""
+    """Absolute path of the database's file."""
 
     def request(self) -> dict[str, Any]:
         return {"script": self.script} if self.path is None else {"path": self.path}

@@ -1,4 +1,4 @@
-"""Make a small database and a question about it from a seed: pure.
+"""Make a small database and a question about it from a seed, without side effects.
 
 Level 1 asks for one number of a whole table, level 2 also for rows under a condition or in an
 order, level 3 also about two joined tables. No true answer is empty or ambiguous by a tie.
