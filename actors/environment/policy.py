@@ -130,8 +130,9 @@ class UnusableReply(Exception):
 def check_reply(request: GenerateRequest, reply: GenerateReply) -> Turn:
     """Make the turn of a request and its reply.
 
-    Raises: UnusableReply for no sampled token (empty); for a fault that `find_misalignment` finds,
-    or a log-probability that is not finite (misaligned); for a reply that lacks its parsing.
+    Raises: UnusableReply if no token was sampled (empty), if `find_misalignment` finds a fault or a
+    log-probability is not finite (misaligned), or if the request has tools and the reply is not
+    parsed.
     """
     token_ids = np.asarray(reply.token_ids, dtype=np.int32)
     logprobs = np.asarray(reply.logprobs, dtype=np.float32)

@@ -1,8 +1,8 @@
 """The protocol of an environment: reset, step, close, and their frozen values.
 
 An environment plays one episode at a time and never sees token ids: it gets text and returns
-messages. Terminated (the game has ended) and truncated (the environment cut it off) are different
-things. Built-in environments implement `Environment`; `turn_loop` plays them.
+messages. Terminated means that the game has ended; truncated means that the environment cut it
+off. Built-in environments implement `Environment`; `turn_loop` plays them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Message:
     name: str | None = None
     """Name of the tool that answers, or of the speaker, for chat templates that show it."""
     tool_calls: tuple[ToolCall, ...] = field(default=(), compare=False)
-    """The assistant's calls, which its content does not repeat."""
+    """The assistant's tool calls; the content does not repeat them."""
     tool_call_id: str | None = None
-    """The call that a tool answers."""
+    """The id of the call that a tool's message answers."""
     reasoning: str | None = None
     """The assistant's thinking before its content, without the markers around it."""
     call_texts: tuple[tuple[str, str, str], ...] = field(default=(), init=False, repr=False)
@@ -252,19 +252,19 @@ class StepResult:
     """
 
     messages: tuple[Message, ...] = ()
-    """Only new messages, of role user or tool."""
+    """The new messages, each of role user or tool."""
     reward: float = 0.0
     """The reward of this turn."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     terminated: bool = False
-    """The task has ended."""
+    """Whether the task has ended."""
     truncated: bool = False
-    """The environment's own limit cut the task off (recorded as `max_turns`)."""
+    """Whether the environment's own limit cut the task off (recorded as `max_turns`)."""
     is_malformed: bool = False
     """Whether the action could not be understood."""
     ended_by_malformed: bool = False
-    """Whether the episode ends for that reason (recorded as `malformed_tool_call`)."""
+    """Whether the episode ends because of malformed actions (recorded as `malformed_tool_call`)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Named numbers that are not rewarded. The mean of each over a step is shown as a curve."""
     extra_columns: Mapping[str, str] = field(default_factory=dict)
@@ -352,7 +352,7 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: Task) -> Observation:
-        """Begin the task's episode and return its first messages. Any exception retries it."""
+        """Begin the task's episode and return its first messages; it is retried if it raises."""
         ...
 
     async def step(self, action: Action) -> StepResult:
@@ -360,7 +360,7 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release everything; called once, whatever happened before, also after a time-out."""
+        """Release all resources; called once, also after an error or a time-out."""
         ...
 
 

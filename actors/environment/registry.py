@@ -85,7 +85,8 @@ def known_names() -> list[str]:
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """Find an environment and bind its options.
 
-    Args: name: registered, an entry point's, or "module:Class". options: its keyword arguments.
+    Args: name: a registered name, an entry point's name or "module:Class". options: keyword
+    arguments of the environment.
     Returns: a callable that makes a fresh environment.
     Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError if an optional package that the
     environment needs is missing (the message has the remedy).

@@ -95,7 +95,7 @@ class BreakReason(StrEnum):
 
     @property
     def branch_reason(self) -> BranchReason:
-        """Reason to record if the newly rendered prompt extends no sample and begins one."""
+        """The reason to record if the newly rendered prompt begins a new sample."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 
@@ -108,7 +108,7 @@ class Extension:
     num_inserted: int = 0
     """Closing tokens after the sampled ids that the policy did not sample."""
     break_reason: BreakReason | None = None
-    """Why the whole chat was rendered again; None when the prompt was appended to."""
+    """The reason why the whole chat was rendered again; None if the prompt was extended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class _Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
-    """Parts of the reply before a delta that a template may look back at."""
+    """The parts of the reply before a delta that can change how a template renders the delta."""
 
     has_content: bool = True
     has_reasoning: bool = False
@@ -228,7 +228,7 @@ class ChatRenderer:
     def under(self, template_options: Mapping[str, Any]) -> ChatRenderer:
         """Return a renderer with these options added to its own; they replace equal names.
 
-        Args: template_options: JSON.
+        Args: template_options: values that JSON can represent.
         """
         if not template_options:
             return self
@@ -294,7 +294,8 @@ class ChatRenderer:
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, its reply, which may be cut
         off. history: every message so far, the reply last; rendered only if the delta cannot be
-        used. Empty: the reply is plain text. new_messages: the messages after it; may be empty.
+        used. Empty if the reply is plain text. new_messages: the messages after the reply; may be
+        empty.
         Raises: RenderError if the history has to be rendered and the template refuses it.
         """
         if self._history is History.AS_RENDERED:
@@ -465,7 +466,7 @@ class ChatRenderer:
         return next(ends, len(closing_ids))
 
     def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
-        """Whether a turn is ended: by the policy, or by tokens that can be inserted.
+        """Whether the policy has ended a turn, or tokens that end it can be inserted.
 
         If it is not, the delta would continue a call that may be cut off.
         """
@@ -500,8 +501,8 @@ def _unshown(
 ) -> Iterator[Said]:
     """Yield the texts that a rendering does not show.
 
-    marks: the shown ones of the marks that replace the texts; None: not known. in_place: whether a
-    mark appended to the text is shown, for templates that read the text.
+    marks: those marks that the template shows instead of the texts; None if not known. in_place:
+    whether a mark appended to the text is shown, for templates that read the text.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in said:

@@ -6,10 +6,11 @@
     def score(completions, answer, **columns):           # as TRL's trainers call it, with lists
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-Either may be a coroutine. A function gets the columns of the data set that it names, or all columns
-if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it. An argument
-`columns` gets the whole row as a mapping. With tools, `messages` is the conversation after the
-prompt, and `environment` (`environments`) is the instance of the class whose methods are the tools.
+Both kinds may be coroutines. A function gets the columns of the data set that it names, or all
+columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it.
+An argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation
+after the prompt, and `environment` (`environments`) is the instance of the class whose methods are
+the tools.
 `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`. Rayloom sets all these
 arguments: a function reads a column of the same name from `columns`. The exception is a column
 `messages`, which a function with lists gets by its name, as from TRL.
@@ -98,11 +99,11 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float
     takes_lists: bool
-    """Whether it is called as TRL does: `completions`, and a list for each column."""
+    """Whether the function takes lists as in TRL: `completions`, and a list for each column."""
     named: frozenset[str] | None
-    """The arguments that it names; None: it takes all."""
+    """The names of the function's arguments; None if it takes every column."""
     required: frozenset[str]
-    """Its arguments without a default, which have to be columns."""
+    """The function's arguments without a default; the data must have a column for each."""
     takes_row: bool
     """Whether the function has an argument `columns`, which gets the whole row."""
     target: str = ""
@@ -287,7 +288,7 @@ class RewardFunction:
         return Score(value=value, parts=parts, metrics=logs.metrics, extras=extras)
 
     def _value_of(self, found: object) -> tuple[float | None, dict[str, float]]:
-        """Return the reward, and the named numbers that the function gave it with.
+        """Return the reward, and the named numbers that the function returned.
 
         If the named numbers include one called `score`, it is the reward and the others are only
         reported (verl's form); otherwise their sum is the reward. Raises: RewardError.
@@ -540,7 +541,7 @@ def method_as_reward(
 
 
 def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> RewardFunction:
-    """Return a function with its manner of calling, read from its signature."""
+    """Return a function with the arguments that it takes, read from its signature."""
     named = _arguments(function)
     parameters = inspect.signature(function).parameters.values()
     takes_lists = bool(named.keys() & {"completions", "environments"})

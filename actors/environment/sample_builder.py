@@ -67,7 +67,7 @@ class _OpenSample:
         return int(self.sampled[position - num_prompt])
 
     def begins(self, prompt: TokenIds) -> bool:
-        """Whether all its ids are an exact prefix of the prompt."""
+        """Whether the sample's ids are an exact prefix of the prompt."""
         # Compare the last id first: it rules out most samples without reading the other ids.
         if self.length > prompt.shape[0] or prompt[self.length - 1] != self.last_id:
             return False
@@ -77,7 +77,7 @@ class _OpenSample:
         )
 
     def num_common(self, prompt: TokenIds) -> int:
-        """Count the ids that it shares with the prompt from the start."""
+        """Return the length of the common prefix of the sample and the prompt, in ids."""
         shared = common_prefix(self.prompt, prompt)
         if shared < self.prompt.shape[0]:
             return shared
@@ -104,9 +104,9 @@ class SampleBuilder:
     def add(self, turn: Turn, *, reason: BranchReason | None = None) -> None:
         """Add a turn to the sample that its prompt extends, or to a new sample.
 
-        The longest sample that begins the prompt wins, the newest among equals.
-        Args: reason: why the prompt extends no sample, if the caller knows; None: inferred from the
-        ids as far as possible.
+        If the prompt extends several samples, the longest is chosen; among equals, the newest.
+        Args: reason: the reason why the prompt extends no sample; None to infer it from the ids as
+        far as possible.
         """
         prompt = turn.prompt_token_ids
         found: _OpenSample | None = None

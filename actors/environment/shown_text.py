@@ -104,7 +104,7 @@ def marks_in(text: str) -> frozenset[str]:
 def holds(rendering: str, text: str, *, times: int = 1) -> bool:
     """Whether a text is shown, trimmed, escaped or wrapped, but with all of its words.
 
-    times: least number of times; ignored if the text is in no form that can be counted.
+    times: minimum number of occurrences; ignored if they cannot be counted.
     """
     text = text.strip()
     # One message may be shown unchanged and another, with the same text, escaped.

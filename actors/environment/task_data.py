@@ -1,4 +1,4 @@
-"""The JSON schema of an environment's task data, and the check of data against it; pure.
+"""The JSON schema of an environment's task data, and the check of data against it.
 
 An environment may declare the schema as its attribute `data_schema`, of the class or of the
 instance; without it any object is accepted. A schema refers to nothing outside itself, so that
@@ -148,7 +148,7 @@ class DataCheck:
         self._validator = Draft202012Validator(dict(schema), registry=Registry())
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
-        """Names of the entries that the data may have; None: any."""
+        """Names of the entries that the data may have; None allows every name."""
         self._accepts = _acceptor(schema)
         # Most tasks have only a seed.
         self._of_none = self._problem({})

@@ -1,4 +1,4 @@
-"""Tasks by index, the same in every process and after every restart; and task files.
+"""Return tasks by index, equal in every process and after every restart; read task files.
 
 Training tasks and held-out tasks never overlap: generated tasks draw their seeds from disjoint
 ranges, a file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by
@@ -114,7 +114,7 @@ class GeneratedTasks:
 class PackedTasks(Sequence[Task]):
     """A list of tasks as JSON in one buffer; each reading of a task makes a new object.
 
-    100,000 rows as tasks are a million objects, which each garbage collection would visit.
+    Task objects of 100,000 rows would be a million objects, which each garbage collection visits.
     Invariant: the buffer only grows, so that selections can share it.
     """
 
@@ -203,8 +203,8 @@ class FileTasks:
     ) -> None:
         """Split the tasks into training and held-out tasks.
 
-        Args: held_out: a list from which to take the held-out tasks, by the same hash; None: they
-        are taken from the tasks themselves.
+        Args: held_out: a list from which to take the held-out tasks, by the same hash; None to take
+        them from `tasks`.
         Raises: ValueError if there are too few.
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):

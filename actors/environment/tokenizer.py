@@ -177,7 +177,7 @@ def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
 def stop_token_ids(model: str) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a model directory or hub name, ascending.
 
-    Raises: ValueError for a model without such an id: its answers would never end.
+    Raises: ValueError if the model has no such id, because its answers would never end.
     """
     ids = stop_ids_of(model, load_tokenizer(model))
     if not ids:

@@ -155,13 +155,13 @@ def _check_call(
 
 
 def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
-    """Return the unchecked arguments of a call that a parser read; None unless an object."""
+    """Return the unchecked arguments of a parsed call; None if they are not a JSON object."""
     arguments = _unpacked(call.arguments)
     return arguments if isinstance(arguments, dict) else None
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Decode arguments that are JSON text, also JSON text within JSON, as some models write it.
+    """Decode arguments from JSON text; some models write them as JSON text within JSON.
 
     Returns: the value; a MalformedCall for a text that is not JSON.
     """

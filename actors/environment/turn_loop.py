@@ -308,7 +308,7 @@ class _Episode:
         return before_stop(text, self._settings.stop)[0]
 
     async def _score_cut_off(self, turn: Turn) -> None:
-        """Have the environment score a cut-off turn as if it were a whole answer."""
+        """Let the environment score a cut-off turn as a complete answer."""
         try:
             await self._step(Action(text=self._shown(turn)))
         except _Ended as ended:
@@ -422,7 +422,7 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def short_answer(answer: str) -> str:
-    """Return an answer; of a long one the beginning and a digest, so that equal ones stay equal."""
+    """Return an answer, shortened to its beginning and a digest if long; equal ones stay equal."""
     text = _sendable(answer)
     if len(text) <= MAX_ANSWER_CHARS:
         return text
@@ -436,7 +436,7 @@ def _sendable(text: str) -> str:
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return a reply as a message for the chat template; with a broken call, its plain text."""
+    """Return a reply as a message for the chat template; if a call is broken, as plain text."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)

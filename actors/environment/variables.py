@@ -1,6 +1,6 @@
 """Replace `$NAME` in a configuration's texts by a variable of the process's environment.
 
-So no file of a run contains secrets.
+Secrets can therefore be left out of a run's files.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def _status_bytes(field: str) -> int:
 
 
 def die_with(parent: int, number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent, of this process id, ends."""
+    """Let the kernel send this process a signal when its parent ends. parent: its process id."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

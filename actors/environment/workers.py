@@ -124,7 +124,7 @@ _preloaded: dict[str, None] = {}
 
 
 def preload(name: str) -> None:
-    """Have a function's module imported before workers are forked.
+    """Register a function's module for import before workers are forked.
 
     A pool that has started already imports the module in each worker, on the first call there.
     """
@@ -337,7 +337,7 @@ class Pool:
             self._send({"kill": worker.process})
 
     def leave(self, worker: _Worker, keys: list[int]) -> None:
-        """Have a worker drop the values that an episode held there."""
+        """Request that a worker drops the values that it keeps for an episode."""
         worker.num_homes -= 1
         if not worker.is_over and keys:
             dropping = asyncio.ensure_future(worker.send(_message(0, (None, keys, False))))
