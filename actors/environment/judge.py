@@ -74,7 +74,7 @@ class Judge:
         Raises: RewardError if there is no judgement.
         """
         question = question_of(self.settings, completion, columns)
-        # With the address: two services may have models of the same name.
+        # The key has the address, because two services may have models of the same name.
         identity = json.dumps([self.settings.url, question], sort_keys=True)
         key = blake2b(identity.encode(), digest_size=20).hexdigest()
         line = self._of_loop.setdefault(

@@ -212,7 +212,7 @@ def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:
-        # Third-party code: the scorers document no exceptions and raise many on odd answers.
+        # The scorers document no exceptions, but raise many kinds on odd answers.
         raise _ScorerFailed(describe(error)) from error
 
 

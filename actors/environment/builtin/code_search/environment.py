@@ -229,7 +229,7 @@ def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
     return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
 
 
-# Scoring an answer's files against the true ones: pure, for the environment and external agents.
+# Score an answer's files against the true ones, for the environment and external agents.
 #
 # Stated choices. A path counts once, however often it is named; `./a` and `a//b` are `a` and `a/b`;
 # upper and lower case differ. Everything else that is not the path of a true file is wrong: a

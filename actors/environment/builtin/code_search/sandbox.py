@@ -101,7 +101,7 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     walls = []
     if not libc.unshare(_CLONE_NEWNET) or not libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
         walls.append("namespace")
-    # After the namespace, because a change of rights cancels the signal.
+    # Set this after the namespace, because a change of rights cancels the signal.
     _control(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
     _control(libc, _PR_SET_NO_NEW_PRIVS, 1)
     machine = _MACHINES.get(processor)

@@ -272,7 +272,7 @@ class RetrievalQaEnvironment:
         return f"[{document.id}] {title}{' '.join(cut.split())}"
 
 
-# Scoring a short answer against the true ones: pure.
+# Score a short answer against the true ones.
 #
 # As in SQuAD's evaluation (Rajpurkar et al. 2016, evaluate-v1.1), texts are normalised, an exact
 # match is 1, and F1 is over the bag of words; the best of several true answers counts. Stated

@@ -299,7 +299,7 @@ def _format_row(row: Sequence[Any]) -> str:
     )
 
 
-# Whether two results of a query are equal: pure.
+# Compare two results of a query.
 #
 # Stated choices. Rows are compared as a multiset, or in their order if the true query orders them
 # at its top level. The names of columns do not matter, their number and order do. A whole number
