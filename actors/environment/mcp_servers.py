@@ -253,8 +253,8 @@ class McpServer:
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
         """Close the lost server, unless another caller has, so that its next use opens it again.
 
-        It waits until the server is closed, because an event loop that ends earlier would leave it
-        open.
+        It waits until the server is closed: if the event loop ended in the middle, the closing
+        would never end.
         """
         if self._opened is opened:
             await self.close()

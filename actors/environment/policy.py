@@ -43,7 +43,8 @@ class GenerateRequest:
     cache_salt: str | None = None
     """The salt in the trajectory's first reply; None on its first turn."""
     tenant: str = ""
-    """The tenant that owns the request; empty for the run itself. Tenants share no cache."""
+    """The tenant that owns the request; empty for the run itself. Tenants share no
+    cached prefixes."""
     replica: str = ""
     """The replica that sampled the trajectory's last reply and has its prefix cached; empty on the
     first turn."""
