@@ -3,7 +3,8 @@
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 ACTOR_DEATHS = (ActorDiedError, OutOfMemoryError)
-"""What a call to a dead actor raises: the second if Ray's memory monitor ended its process.
+"""The errors that a call to a dead actor raises. Ray raises OutOfMemoryError if its memory monitor
+ended the actor's process.
 
 An actor that Ray restarts raises ActorUnavailableError in both cases.
 """

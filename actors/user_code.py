@@ -22,7 +22,8 @@ MAX_LOCATIONS = 100
 _CLOSE_FAILED = "its close failed too: "
 
 _Result = TypeVar("_Result")
-# Threads are started as needed, idle ones are used first; as many as an actor's slots by default.
+# A new thread is started only if none is idle. The maximum is the default number of an actor's
+# slots.
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="user-code")
 # The event loop keeps only weak references to its tasks.
 _abandoned: set[asyncio.Task[Any]] = set()

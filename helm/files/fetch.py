@@ -1,7 +1,7 @@
-"""What the init container `fetch-models` runs: fetches models and data sets of a hub into HF_HOME.
+"""Fetch models and data sets of a hub into HF_HOME, for the init container `fetch-models`.
 
-Its argument is a JSON list of objects: name, revision (a commit, or empty: the newest), and for a
-data set subset and split as well. The other pods find what is fetched without asking the hub.
+The argument is a JSON list of objects with a name and a revision (a commit; empty for the newest),
+and for a data set also subset and split. The other pods then need no hub.
 """
 
 from __future__ import annotations

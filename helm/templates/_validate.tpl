@@ -67,7 +67,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What no API server takes as a label, of a pod that the operator would then try to create for ever. */}}
+{{/* Labels that the API server refuses. The operator would try again and again to create such a pod. */}}
 {{- define "rayloom.labelProblems" -}}
 {{- $maps := dict "commonLabels" .Values.commonLabels "labels" .Values.labels
       "kueue.queueName" (dict "kueue.x-k8s.io/queue-name" .Values.kueue.queueName) -}}

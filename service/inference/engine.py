@@ -56,7 +56,7 @@ from service.inference.weight_transfer import StagedBuffer, update_payload
 # Enough for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
-# Parsing so many takes less than a millisecond, or a few with vLLM's slower parsers.
+# Parsing this number of tokens takes less than a millisecond; vLLM's slower parsers take a few.
 MAX_TOKENS_PARSED_INLINE = 512
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 

@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from service.store import tables
 from service.store.errors import Damaged, StoreError
-from service.store.place import shown, sqlite_file, with_password
+from service.store.place import connection_url, shown, sqlite_file
 
 log = logging.getLogger("rayloom.store")
 
@@ -383,7 +383,7 @@ def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
         "keepalives_count": 3,
         "tcp_user_timeout": 20_000,
     }
-    connection = with_password(url.difference_update_query(["schema"]))
+    connection = connection_url(url.difference_update_query(["schema"]))
     given = {key: value for key, value in defaults.items() if key not in connection.query}
     engine = create_engine(
         connection,

@@ -138,7 +138,7 @@ def check_local(url: str | URL) -> None:
         )
 
 
-def with_password(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
+def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
     """Return the URL to connect with: the recorded one, or the environment's for the same database.
 
     The server, its port, the user, the password and the TLS options may change between two starts;

@@ -1,4 +1,4 @@
-"""What `helm test` submits, as the chart renders it, against the real application of the API."""
+"""The requests of `helm test`, as the chart renders them, to the real application of the API."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def checked(
     directory: Path,
     outcome: Outcome = Outcome.COMPLETED,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """What the container of `helm test` prints of the API, and the tasks that were submitted."""
+    """Run the container's program. Returns: its output, and the tasks that it submitted."""
     manifests = rendered(values, *files)
     config = RunArguments.model_validate(arguments_of(manifests)).read_config()
     container = one(manifests, "Pod")["spec"]["containers"][0]

@@ -124,7 +124,7 @@ SECTIONS = list(SCHEMA["properties"])
 
 
 def check(values: dict[str, Any], section: str) -> None:
-    """The run is told this configuration, and in addition where a pod listens."""
+    """Check that the run receives this configuration, with the addresses of the pods added."""
     groups = {
         "inference": {**LARGE, "gpus": 8 if section == "inference" else 0},
         "trainer": {**LARGE, "gpus": 8 if section == "trainer" else 0},

@@ -1,4 +1,4 @@
-"""What the chart's init container fetches from a hub, and what pods that are offline then read."""
+"""The chart's init container fetches from a hub, and offline pods read what it fetched."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def fetch(hub: str, home: Path, revisions: dict[str, str]) -> None:
 
 
 def read(home: Path) -> list[str]:
-    """What a pod that is offline reads, with Rayloom's own reader."""
+    """Read as an offline pod does, with Rayloom's own reader. Returns: the printed lines."""
     return run([sys.executable, "-c", READ], {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -28,12 +29,17 @@ def make_score(bonus: float) -> Callable[[str, str], float]:
     return score
 
 
+def configuration(model: str) -> dict[str, Any]:
+    config = copy.deepcopy(SMALL)
+    config["model"].update(tiny=None, path=model)
+    return config
+
+
 async def test_a_function_by_value_is_trained_by_twice_and_continued(
     tmp_path: Path, small_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = copy.deepcopy(SMALL)
-    config["model"].update(tiny=None, path=small_model)
+    config = configuration(small_model)
     config["run"] = {"steps": 2, "checkpoint_every": 1, "evaluate_every": 10}
     config["tasks"] = {"evaluation_tasks": 0}
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
@@ -62,8 +68,7 @@ async def test_a_run_serves_tasks_and_its_checkpoint_is_evaluated(
     tmp_path: Path, small_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = copy.deepcopy(SMALL)
-    config["model"].update(tiny=None, path=small_model)
+    config = configuration(small_model)
     config["service"] = {"port": 0}
     with rayloom.serve(config, run_dir="served", run={"steps": 2}) as client:
         client.submit("guessing", [TaskBody(id=f"task-{number}") for number in range(8)])

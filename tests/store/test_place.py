@@ -20,10 +20,10 @@ from service.store.place import (
     StoreOptions,
     check_local,
     chosen_url,
+    connection_url,
     recorded_url,
     refused_filesystem,
     sqlite_url,
-    with_password,
 )
 from service.store.run_store import RunStore, StoreError
 from service.store.tables import RunKind
@@ -96,11 +96,11 @@ def test_the_record_of_a_url_has_no_password(
     monkeypatch.setenv("RAYLOOM_DATABASE_URL", SECRET)
     url = chosen_url(tmp_path, "rayloom-r-1", StoreOptions())
     assert make_url(url) == make_url(RECORDED)
-    assert with_password(make_url(url)).password == "geheim"
+    assert connection_url(make_url(url)).password == "geheim"
     # The password goes to the environment's server alone, and not for another database.
-    moved = with_password(make_url(url.replace("db.example", "evil.example")))
+    moved = connection_url(make_url(url.replace("db.example", "evil.example")))
     assert (moved.host, moved.password) == ("db.example", "geheim")
-    assert with_password(make_url(url.replace("/runs", "/other"))).password is None
+    assert connection_url(make_url(url.replace("/runs", "/other"))).password is None
     (tmp_path / "store.json").write_text(json.dumps({"url": url}))
     assert make_url(recorded_url(tmp_path / "store.json")) == make_url(RECORDED)
 
@@ -120,7 +120,7 @@ def test_the_record_of_a_url_has_no_password(
 def test_the_environment_names_the_server_the_user_and_tls_and_the_record_the_schema(
     given: str,
 ) -> None:
-    found = with_password(make_url(RECORDED), {"RAYLOOM_DATABASE_URL": given})
+    found = connection_url(make_url(RECORDED), {"RAYLOOM_DATABASE_URL": given})
     own = make_url(given)
     assert (found.host, found.port, found.username) == (own.host, own.port, own.username)
     assert found.database == "runs" and found.drivername == "postgresql+psycopg"
@@ -132,7 +132,7 @@ def test_the_environment_names_the_server_the_user_and_tls_and_the_record_the_sc
 @pytest.mark.parametrize("given", ["", "postgresql://user:p@db.example:6432/other"])
 def test_the_url_of_another_database_changes_nothing(given: str) -> None:
     environ = {"RAYLOOM_DATABASE_URL": given} if given else {}
-    assert with_password(make_url(RECORDED), environ) == make_url(RECORDED)
+    assert connection_url(make_url(RECORDED), environ) == make_url(RECORDED)
 
 
 def test_a_run_is_continued_by_another_user_at_another_server(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from worlds.json_server import serving
 
 # By "models/OWNER/NAME" or "datasets/OWNER/NAME": files by name, of each commit; the last is main.
 Repositories = Mapping[str, Mapping[str, Mapping[str, bytes]]]
@@ -78,12 +79,5 @@ def model_hub(repositories: Repositories) -> Iterator[str]:
     def tag(content: bytes) -> str:
         return hashlib.sha1(content).hexdigest()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as address:
+        yield address
