@@ -94,8 +94,10 @@ def check_rollout(told: dict[str, Any]) -> None:
     if status >= 400:
         raise Failed(f"the task is refused: status {status}: {text[:300]}; {SET_TASK}")
     address = f"{api}/api/v1/rollouts/{task['id']}"
-    view = polled(address, lambda view: bool(view["outcomes"]), told, waits_for="a rollout's end")
-    cancel(address)
+    try:
+        view = polled(address, lambda v: bool(v["outcomes"]), told, waits_for="a rollout's end")
+    finally:
+        cancel(address)
     if set(view["outcomes"]) <= ERRORS:
         raise Failed(f"its rollouts ended as {', '.join(sorted(view['outcomes']))}; {SET_TASK}")
 

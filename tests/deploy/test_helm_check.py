@@ -147,6 +147,13 @@ def test_a_release_that_does_what_it_should_passes_and_nothing_is_trained_on(
     assert release.cancelled == [body.tasks[0].id]
 
 
+def test_a_task_that_ends_too_late_is_taken_back_too(release: Release, address: str) -> None:
+    release.outcomes = {}
+    code, said = checked(release, address)
+    assert code == 1 and "FAILED rollout: waited" in said
+    assert release.cancelled == [release.submitted[0].tasks[0].id]
+
+
 @pytest.mark.parametrize(
     ("release", "checks"),
     [("job", "ok metrics ok pods"), ("cluster", "ok pods")],
