@@ -1,4 +1,4 @@
-"""The experts that a mixture chose for each token, and the choices that a model has; plain values.
+"""Records of the experts that a mixture of experts chose for each token.
 
 A record belongs to the token that was processed: it holds the choices of each routed layer in the
 forward pass of that token. So it shapes the logits that predict the next token, and through
@@ -21,14 +21,17 @@ ExpertIndices = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureShape:
-    """num_layers: those with a router. num_chosen: experts of each token in each of them."""
+    """The routing of a mixture of experts.
+
+    num_layers: layers with a router. num_chosen: experts that each of them chooses for a token.
+    """
 
     num_layers: int
     num_experts: int
     num_chosen: int
 
     def fault(self, indices: ExpertIndices) -> str | None:
-        """Return why records, [R, L, K], are not of this mixture, with a remedy; None: they may be.
+        """Return why records [R, L, K] do not fit this mixture, with a remedy; None if they fit.
 
         Example: two layers of four experts, two chosen; indices of shape [5, 2, 3] -> "expert
         records for (2, 3) layers and experts, the trained model has (2, 2); ..."
@@ -38,8 +41,8 @@ class MixtureShape:
         if indices.shape[1:] != (self.num_layers, self.num_chosen):
             return (
                 f"expert records for {indices.shape[1:]} layers and experts, the trained model has "
-                f"{(self.num_layers, self.num_chosen)}; record all that it chooses, in its routed "
-                "layers alone"
+                f"{(self.num_layers, self.num_chosen)}; record every choice of its routed layers, "
+                "and no other layer"
             )
         ids = np.sort(indices, -1)
         if ids.min() < 0 or ids.max() >= self.num_experts:
@@ -84,7 +87,7 @@ def routed_layers(config: Any) -> tuple[int, ...]:
     """Return the decoder layers with a router that the trainer can replay, ascending.
 
     Args: config: Hugging Face's configuration of a language model.
-    Returns: () for a model without routers, or with others than `trainer.routing_replay` knows.
+    Returns: () if the model has no routers, or only kinds that `trainer.routing_replay` lacks.
     Example: a Qwen3-MoE of four layers with decoder_sparse_step 2 -> (1, 3)
     """
     layers = range(config.num_hidden_layers)

@@ -4,7 +4,7 @@ A file holds a line with the format's number, then two sections, each with its l
 checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
 under a temporary name and renamed. A step that is played again in a later term gets another file;
 `service.store.lineage` decides which of them belongs to the run. A failure to write is reported
-once and never ends a run: the journal is for people, the training does not need it. Written by the
+once and never ends a run, because training does not read the journal. Written by the
 merge actor, read by `rayloom inspect`.
 """
 
@@ -27,7 +27,7 @@ from actors.trajectory_queue.codec import decoder_of, to_bytes, with_shared, wit
 FORMAT = 2
 _FIRST_WORDS = b"rayloom journal "
 _SECTION = struct.Struct("<QI")
-# The training step waits for the compression.
+# The fastest level, because the training step waits for the compression.
 _COMPRESSION = 1
 _NAME = re.compile(r"step-([0-9]+)-term-([0-9]+)\.journal")
 
@@ -92,8 +92,8 @@ def _check_format(file: IO[bytes]) -> None:
         return
     if line.startswith(_FIRST_WORDS):
         found = line.removeprefix(_FIRST_WORDS).split(b"\n")[0].decode(errors="replace")
-        raise JournalDamaged(f"format {found}, expected {FORMAT}: another Rayloom wrote it")
-    raise JournalDamaged(f"no journal of format {FORMAT}: damaged, or another Rayloom wrote it")
+        raise JournalDamaged(f"format {found}, expected {FORMAT}: another version wrote it")
+    raise JournalDamaged(f"no journal of format {FORMAT}: damaged, or another version wrote it")
 
 
 def _read_section(file: IO[bytes]) -> bytes:
@@ -104,11 +104,11 @@ def _read_section(file: IO[bytes]) -> bytes:
     try:
         section = file.read(length)
     except (MemoryError, OverflowError):
-        raise JournalDamaged("a section that no memory can hold") from None
+        raise JournalDamaged("it has a section that does not fit in memory") from None
     if len(section) < length:
         raise JournalDamaged("it was cut short")
     if zlib.crc32(section) != checksum:
-        raise JournalDamaged("its checksum is another than its content's")
+        raise JournalDamaged("its checksum does not match its content")
     return section
 
 

@@ -1,4 +1,4 @@
-"""Decide for each trajectory whether it is in the baseline and in the loss, and if not why.
+"""Decide whether each trajectory is in the baseline and in the loss, and give the reason if not.
 
 Invariant: a member that is not in the loss has a reason. The rules are data (`actors.outcomes`),
 one set for each environment. Called by `groups`.
@@ -24,7 +24,7 @@ from actors.types import Outcome, Trajectory
 MAX_NOTICES = 3
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = RewardSettings()
-_REWARD_REMEDY = "look at what the environment gave, or set algorithm.reward.clip"
+_REWARD_REMEDY = "check the environment's rewards, or set algorithm.reward.clip"
 
 
 def classify(
@@ -41,9 +41,9 @@ def classify(
     penalty; score: unchanged if it was graded, else as mask; mask: in the baseline if it was
     graded, not in the loss; drop: in neither. A trajectory is in neither if it does not fit the
     model, or if its rewards are not finite or exceed MAX_REWARD after shaping. A trajectory with no
-    tokens to train is not in the loss. Each of these has its reason.
+    tokens to train is not in the loss. Each trajectory that is not in the loss has a reason.
 
-    Args: misfit: why its tokens do not fit the trained model; None: they do. worst_completed: as
+    Args: misfit: why its tokens do not fit the trained model; None if they fit. worst_completed:
     `worst_completed_return` of its group.
     """
     left_out = Member(
@@ -90,7 +90,7 @@ def classify(
 def worst_completed_return(
     trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
 ) -> float | None:
-    """Return the lowest shaped return of a group's completed trajectories; None without any."""
+    """Return the lowest shaped return of a group's completed trajectories; None if it has none."""
     returns = [
         total(shaped_rewards(each, reward))
         for each in trajectories
@@ -123,5 +123,5 @@ def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
         for member in found[:MAX_NOTICES]
     ]
     if len(found) > MAX_NOTICES:
-        notices.append(f"step {step}: {len(found) - MAX_NOTICES} more like it; `rayloom inspect`")
+        notices.append(f"step {step}: {len(found) - MAX_NOTICES} more; see `rayloom inspect`")
     return tuple(notices)

@@ -1,12 +1,12 @@
-"""Complete checkpoints: their directories, their manifests, and the run that may write them.
+"""Directories and manifests of checkpoints, and the claim of a term to write them.
 
-A checkpoint is the directory `step-000012-t2`: shards of weights and optimiser, and
+A checkpoint is a directory such as `step-000012-t2`: shards of weights and optimiser, and
 `manifest.json`, written last, with a digest of every other file and of itself. Invariants: a
-directory with a manifest is whole, anything else is not a checkpoint; nobody reads weights from it
-before `check_files` has found the bytes that were written; once a term has claimed the parent
-directory, an older term writes and deletes nothing there. Imports no torch: the command line and
-the supervisor read this before anything that trains is imported. `sharded_model` writes and reads
-the shards.
+directory with a manifest is complete, and one without is not a checkpoint; weights are read only
+after `check_files` has compared the bytes with their digests; after a term has claimed the parent
+directory, an older term writes and deletes nothing there. The module does not import torch: the
+command line and the supervisor use it before anything that trains is imported. `sharded_model`
+writes and reads the shards.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Format of a manifest that may lack digests, by an older version or by another program."""
-# `finish` writes this format; a manifest of it without digests was changed.
+"""Format of a manifest that may lack digests: an older version or another program wrote it."""
+# `finish` writes this format; a manifest of this format without digests has been changed.
 _DIGESTED_FORMAT = 4
 _READ_FORMATS = (2, FORMAT, _DIGESTED_FORMAT)
 _DIGEST_FIELDS = ("digests", "digest_s")
@@ -33,7 +33,7 @@ CLAIM = ".term"
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, incomplete, broken, of another model, or of a run replaced."""
+    """A checkpoint is missing, incomplete, broken, of another model, or claimed by a newer term."""
 
 
 class CheckpointNotWritten(CheckpointError):
@@ -45,19 +45,19 @@ class Progress:
     """The content of a checkpoint's manifest."""
 
     step: int
-    """Training steps done."""
+    """Number of training steps done."""
     version: int
     """The policy version of the weights."""
     term: int
-    """Term of the run's lease."""
+    """The run's term that wrote it."""
     num_updates: int
-    """Optimiser updates applied to the policy."""
+    """Number of optimiser updates applied to the policy."""
     num_ranks: int
     """Number of ranks that wrote it; any number may read it."""
     model: str
-    """The base model, which has its configuration and tokenizer."""
+    """Directory or hub name of the base model, which has the configuration and the tokenizer."""
     critic_updates: int | None = None
-    """Optimiser updates applied to the critic that is in it; None: there is none."""
+    """Number of optimiser updates applied to its critic; None if it has no critic."""
     chat_template: str | None = None
     """The run's chat template: Jinja text, or the word "none" for raw prompts. None means the base
     model's own template."""
@@ -70,16 +70,15 @@ class Progress:
 def read_manifest(path: Path) -> Progress:
     """Read a checkpoint's manifest.
 
-    Raises: CheckpointError if there is none, it is not ours, or it is not what was written.
+    Raises: CheckpointError if it is missing, of an unknown format, or changed since it was written.
     """
     return _read(path)[0]
 
 
 def has_digests(path: Path) -> bool:
-    """Whether changed bytes would be noticed; False for a checkpoint of an older version, or of
-    another program.
+    """Whether a checkpoint has digests, which an older version or another program does not write.
 
-    Raises: as `read_manifest`.
+    Raises: CheckpointError, as `read_manifest`.
     """
     return bool(_read(path)[1])
 
@@ -93,9 +92,9 @@ def check_files(
 ) -> None:
     """Read a checkpoint's files and compare them with their digests, if it has digests.
 
-    Args: part, num_parts: which share of the files, where several processes divide them. on_read:
-        called with each number of bytes.
-    Raises: CheckpointError for a file that is not what was written; as `read_manifest`.
+    Args: part, num_parts: check only part number `part` of num_parts, so that several processes can
+        divide the files. on_read: called with the number of bytes after each read.
+    Raises: CheckpointError if a file has changed or cannot be read, or as `read_manifest`.
     """
     for name, written in sorted(_read(path)[1].items())[part::num_parts]:
         try:
@@ -114,7 +113,7 @@ def check_files(
 
 
 def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
-    """Read the manifest; return its content and each file's digest. Raises: as `read_manifest`."""
+    """Read the manifest; return its content and each file's digest. Raises: CheckpointError."""
     try:
         fields = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError as error:
@@ -169,11 +168,11 @@ def _digest_of_fields(fields: Mapping[str, Any]) -> str:
 
 
 def claim(root: Path, term: int) -> None:
-    """Take the checkpoint directory for a term; an older term can no longer save.
+    """Claim the checkpoint directory for a term, so that an older term can no longer save.
 
-    What an interrupted save left there is removed.
+    The files of interrupted saves are removed.
 
-    Raises: CheckpointError when a newer term has it.
+    Raises: CheckpointError if a newer term has claimed it.
     """
     _claim(root, term)
     for leftover in root.glob(f"{_TEMPORARY}step-*"):
@@ -186,17 +185,17 @@ def temporary_path(root: Path, progress: Progress) -> Path:
 
 
 def begin(root: Path, progress: Progress) -> None:
-    """Make the directory that the ranks write their shards into. Raises: as `claim`."""
+    """Create the directory into which the ranks write their shards. Raises: CheckpointError."""
     claim(root, progress.term)
     temporary_path(root, progress).mkdir()
 
 
 def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest_s: float) -> None:
-    """Turn the written shards into a checkpoint that is on the disk when this returns.
+    """Turn the written shards into a checkpoint, which is on the disk when this returns.
 
     digests: SHA-256 of each file that the ranks have written, by its name. digest_s: seconds that
-    they took the slowest rank; for people.
-    Raises: as `claim`.
+    the slowest rank took to compute them; only for information.
+    Raises: CheckpointError if a newer term has claimed the directory.
     """
     _claim(root, progress.term)
     aside, final = temporary_path(root, progress), root / progress.directory_name
@@ -207,7 +206,7 @@ def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest
         file.flush()
         os.fsync(file.fileno())
     if final.exists():
-        # Its manifest first, so that a half-deleted one does not count.
+        # The manifest first, so that a half-deleted directory does not count as a checkpoint.
         (final / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(final)
     aside.rename(final)
@@ -228,7 +227,7 @@ def _claim(root: Path, term: int) -> None:
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {root}: its file {CLAIM} holds no number, expected the newest term's; "
-            "remove that file where no other process trains this run"
+            "remove that file if no other process trains this run"
         ) from error
     if newest > term:
         raise CheckpointError(

@@ -1,11 +1,11 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
-Every call goes to all ranks and has a deadline; where the time depends on the model's size, it is
-one of progress: the group gives up when no rank has moved a byte for so long. Invariant: after
-`TrainerRankLost` no rank of the group is alive, so nothing half-done can come later;
-`service/run/restartable_trainer.py` makes a new group, which loads the newest checkpoint. Errors
-that all ranks agree on (a refused shard, a broken checkpoint) leave the group as it was.
-`TrainerStartFailed` ends it too, and a new one would fail alike.
+Every call goes to all ranks and has a deadline. If the time depends on the model's size, the
+deadline is one of progress: the group gives up after no rank has moved a byte for that long.
+Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
+effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
+checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group
+running. `TrainerStartFailed` ends the group too, and a new group would fail in the same way.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from actors.weights.board import WeightGroup
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
 # Errors of a rank's own code in these calls would be raised again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
-# Caused by another process that ended or still holds memory; a new group may not meet them.
+# Errors caused by another process that ended or still holds memory; a new group may not meet them.
 _CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
 _GRACE_S = 10.0
 _BLAME_S = 2.0
-# Time for ranks that could share a node to find one; then they are spread over several.
+# Time for the ranks to find one node with room for all; then they are spread over several.
 _ONE_NODE_S = 5.0
 _LOOK_EVERY_S = 2.0
 _Result = TypeVar("_Result")
@@ -59,7 +59,7 @@ log = logging.getLogger("rayloom.trainer")
 
 
 class _RankFailure(Exception):
-    """A call that one rank failed; the whole group has been killed."""
+    """A call failed on one rank; the whole group has been killed."""
 
     sentence: str
 
@@ -89,20 +89,20 @@ class TrainerStartFailed(_RankFailure):
     """A rank's own code raised during the start; the whole group has been killed."""
 
     sentence = (
-        "trainer: rank {rank} cannot start ({method}: {reason}); a new group would fail alike: "
-        "correct the model or the trainer's settings"
+        "trainer: rank {rank} cannot start ({method}: {reason}); a new group would fail in the "
+        "same way: correct the model or the trainer's settings"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds until a call other than a step must have ended on every rank."""
+    """Deadlines in seconds of every call except a step."""
 
     place_s: float = 300.0
-    """Time until a cluster has room for the ranks."""
+    """Time to wait until the cluster has room for the ranks."""
     idle_s: float = 300.0
-    """Without progress of any rank, in a start, a load, a checkpoint or a publish, nor of the
-    weight board, while it makes copies of its own."""
+    """Time without progress of any rank during a start, a load, a checkpoint or a publish, or
+    without progress of the weight board while it copies the weights."""
     check_s: float = 60.0
     stop_s: float = 10.0
 
@@ -115,8 +115,8 @@ def reservation_name(run_id: str, term: int) -> str:
 def remove_reservations(run_id: str, *, before_term: int) -> None:
     """Remove the placement groups that older terms of a run have left.
 
-    Ray keeps one whose creator was killed for as long as the creator's job lives: it would hold
-    CPUs and GPUs that the next term's actors wait for.
+    If its creator was killed, Ray keeps a placement group while the creator's job lives: it would
+    hold CPUs and GPUs that the next term's actors wait for.
     """
     older = {reservation_name(run_id, term) for term in range(1, before_term)}
     for group in placement_group_table().values():
@@ -126,10 +126,10 @@ def remove_reservations(run_id: str, *, before_term: int) -> None:
 
 
 class TrainerGroup:
-    """N rank actors behind one interface; `start` it, then use it, then `stop` it.
+    """A group of rank actors with one interface; call `start` first and `stop` last.
 
-    version: the policy version that the ranks hold; one more after each step. shape: of the model;
-    None before the start.
+    version: the policy version that the ranks hold, which each step increments. shape: the model's
+    shape; None before the start.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TrainerGroup:
         """Create a group; `start` starts its ranks.
 
         Args: resources: resources that a rank requests besides its CPU and its GPUs. reservation:
-        the name of its placement group (`reservation_name`); empty: none.
+        the name of its placement group (`reservation_name`); empty for no name.
         """
         self.settings = settings
         self._reservation = reservation
@@ -154,20 +154,20 @@ class TrainerGroup:
         self.processes: tuple[RankProcess, ...] = ()
         self._ranks: list[ActorHandle] = []
         self._lost: _RankFailure | None = None
-        """The error that every call raises once the group has been killed."""
+        """The error that every call raises after the group has been killed."""
         self._saves: list[ObjectRef] = []
         self._placement: PlacementGroup | None = None
 
     async def reserve(self) -> None:
-        """Take the ranks' places, before others take them; `start` does it too.
+        """Reserve the ranks' resources before other actors take them; `start` does it too.
 
-        Raises: TrainerRankLost for resources that do not come in time.
+        Raises: TrainerRankLost if the resources are not available in time.
         """
         if self._placement is not None:
             return
         num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
         bundle = {"CPU": 1, **self._resources, **self._gpus}
-        # On one node if there is one for all: gradients would cross the network at each step.
+        # On one node if it has room for all: else gradients cross the network at each step.
         if await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)):
             return
         log.warning(
@@ -180,15 +180,15 @@ class TrainerGroup:
             raise TrainerRankLost(0, "start", f"no {num_ranks} x {bundle} within {timeout_s} s")
 
     async def start(self) -> None:
-        """Start the ranks, let them meet, load the model.
+        """Start the ranks, connect them and load the model.
 
-        Raises: TrainerStartFailed, with the first rank's reason, for a model that is not there or
-            an architecture that cannot be trained; TrainerRankLost for a rank that died, or
-            resources that do not come in time.
+        Raises: TrainerStartFailed, with the first rank's reason, if the model is missing or its
+            architecture cannot be trained; TrainerRankLost if a rank died or the resources are not
+            available in time.
         """
         self._check_not_killed()
         await self.reserve()
-        # The group was killed meanwhile: no one would own its ranks.
+        # The group may have been killed meanwhile; nothing would end ranks started now.
         self._check_not_killed()
         options = {
             "num_cpus": 1,
@@ -209,15 +209,15 @@ class TrainerGroup:
 
     @property
     def serves_engines(self) -> bool:
-        """Whether engines get a published version from the ranks themselves, for as long as it is
-        the current one."""
+        """Whether engines receive a published version directly from the ranks, while it is the
+        current one."""
         return self.settings.weight_backend is WeightBackend.COLLECTIVE
 
     async def check_alive(self) -> tuple[int, ...]:
-        """Ask every rank, beside whatever it is doing; nothing before the start.
+        """Check that every rank is alive, concurrently with its other work.
 
-        Returns: the peak memory of each, bytes.
-        Raises: TrainerRankLost for one that is dead, or does not broadcast its weights any more.
+        Returns: the peak memory of each rank in bytes; () before the start.
+        Raises: TrainerRankLost if a rank is dead or no longer broadcasts its weights.
         """
         self._check_not_killed()
         if not self._ranks:
@@ -227,9 +227,9 @@ class TrainerGroup:
     async def score(self, shard_refs: Sequence[ObjectRef]) -> tuple[ObjectRef, ...]:
         """Score rows before they are trained; each rank fetches only its own shard.
 
-        Args: as `step`.
-        Returns: of each rank, a reference to its `RowScores`, one a row.
-        Raises: as `step`.
+        Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
+        Returns: for each rank, a reference to its `RowScores`, one for each row.
+        Raises: ShardRefused, StepAbandoned; TrainerRankLost.
         """
         calls = [rank.score_rows.remote(ref) for rank, ref in self._dealt(shard_refs)]
         return tuple(await self._join("score_rows", calls, self.settings.trainer.step_deadline_s))
@@ -240,9 +240,9 @@ class TrainerGroup:
         """Train one step; each rank fetches only its own shard.
 
         Args: shard_refs: one reference to a `RankShard` for each rank, in the order of ranks.
-            value_shard_refs: one reference to a `ValueShard` for each rank, with a critic.
+            value_shard_refs: one reference to a `ValueShard` for each rank; empty without a critic.
         Returns: statistics over all ranks; the seconds are rank 0's.
-        Raises: ShardRefused, PolicyTooOld, StepAbandoned with the weights unchanged;
+        Raises: ShardRefused, PolicyTooOld or StepAbandoned, with the weights unchanged;
             TrainerRankLost.
         """
         values = value_shard_refs or [None] * len(shard_refs)
@@ -257,10 +257,9 @@ class TrainerGroup:
         return stats
 
     async def abandon(self) -> None:
-        """Request that the current step is abandoned if none of its updates is done.
+        """Request that the current step is abandoned if none of its updates has been applied.
 
-        `step` or `score` then raises StepAbandoned. The caller that awaits it learns of a lost
-        rank.
+        `step` or `score` then raises StepAbandoned, or TrainerRankLost if a rank was lost.
         """
         asked = [asyncio.wrap_future(rank.abandon.remote().future()) for rank in self._ranks]
         _ignore_results(asked)
@@ -270,10 +269,10 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Make the ranks' weights the board's current publication.
 
-        Returns: what the board was given, once it holds copies of its own; without buffers when
+        Returns: the published groups, after the board holds its own copies; without buffers if
             rank 0 broadcasts them.
-        Raises: ValueError for a version that the ranks do not hold; TrainerRankLost; ActorLost for
-            a board that died or stands still; its own errors (`actors.weights.board`).
+        Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the
+            board died or makes no progress; the board's own errors (`actors.weights.board`).
         """
         if version != self.version:
             raise ValueError(f"trainer: got version {version}, expected {self.version} to publish")
@@ -286,7 +285,7 @@ class TrainerGroup:
         try:
             await self._hand_over(board, term, version, groups)
         except (RayError, TimeoutError) as error:
-            # Ray frees what a dead rank put: then the rank is what was lost.
+            # Ray frees the objects of a dead rank; if a rank died, this raises TrainerRankLost.
             await self.check_alive()
             raise ActorLost(f"the weight board is lost: {error}") from error
         return groups
@@ -294,7 +293,7 @@ class TrainerGroup:
     async def _hand_over(
         self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
     ) -> None:
-        """Wait until the board has made it the current publication, as long as it gets on."""
+        """Publish on the board, and wait until it is done or the board makes no progress."""
 
         async def progress() -> dict[int, int]:
             with suppress(RayError, TimeoutError):
@@ -310,7 +309,7 @@ class TrainerGroup:
         await _answer(answer, _GRACE_S)
 
     async def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Score rows as `TrainerRank.check_logprobs`, with the weights as they are.
+        """Score rows with the current weights (`TrainerRank.check_logprobs`).
 
         Raises: TrainerRankLost.
         """
@@ -321,7 +320,7 @@ class TrainerGroup:
         return logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Copy the ranks' state and start to write it; steps may follow at once.
+        """Copy the ranks' state and start to write it; a step may start before it is written.
 
         Raises: TrainerRankLost.
         """
@@ -329,15 +328,14 @@ class TrainerGroup:
         self._saves = [rank.finish_save.remote() for rank in self._ranks]
 
     async def finish_save(self) -> Path:
-        """Wait for the checkpoint that was begun last; return its directory once it counts.
+        """Wait until the checkpoint that was begun last is complete; return its directory.
 
         Raises: CheckpointError; TrainerRankLost.
         """
         return Path((await self._join("finish_save", self._saves, None))[0])
 
     async def fingerprint(self) -> tuple[int, ...]:
-        """Return a hash of each rank's weights and optimiser: equal if these are equal, bit for
-        bit.
+        """Return a hash of each rank's weights and optimiser; equal if they are bitwise equal.
 
         Raises: TrainerRankLost.
         """
@@ -345,7 +343,7 @@ class TrainerGroup:
         return tuple(await self._call_all("fingerprint", timeout_s=timeout_s))
 
     async def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Call the weights another version of the same step, as `TrainerRank.renumber`.
+        """Give the weights another version of the same step (`TrainerRank.renumber`).
 
         Raises: TrainerRankLost.
         """
@@ -354,9 +352,9 @@ class TrainerGroup:
         self.version = version
 
     async def load(self, path: Path) -> Progress:
-        """Take weights, optimiser, version and progress from a checkpoint.
+        """Load weights, optimiser, version and progress from a checkpoint.
 
-        Raises: CheckpointError (load another one before going on); TrainerStartFailed;
+        Raises: CheckpointError, after which another checkpoint must be loaded; TrainerStartFailed;
             TrainerRankLost.
         """
         found = await self._call_all("load", path)
@@ -365,7 +363,7 @@ class TrainerGroup:
         return progress
 
     async def stop(self) -> None:
-        """Let the ranks leave in order, then end them whatever they do."""
+        """Close the ranks, and kill those that do not end in time."""
         try:
             if self._ranks:
                 await self._on_all("close", timeout_s=self.deadlines.stop_s)
@@ -375,7 +373,7 @@ class TrainerGroup:
             self.kill()
 
     def kill(self) -> None:
-        """End the ranks at once, whatever they do."""
+        """Kill the ranks at once."""
         self._lost = self._lost or TrainerRankLost(0, "kill", "the group was ended")
         for rank in self._ranks:
             ray.kill(rank, no_restart=True)
@@ -416,7 +414,7 @@ class TrainerGroup:
         return {"scheduling_strategy": strategy}
 
     def _check_not_killed(self) -> None:
-        """Raise the error that the group was killed for; `RestartableTrainer` then makes a new
+        """Raise the error for which the group was killed; `RestartableTrainer` then makes a new
         group.
         """
         if self._lost is not None:
@@ -431,14 +429,14 @@ class TrainerGroup:
     async def _call_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every `TrainerRank`. timeout_s: None: as long as there is progress."""
+        """Call a method of every `TrainerRank`. timeout_s: None to wait while there is progress."""
         calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
     async def _on_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every actor. timeout_s: as `_call_all`."""
+        """Call a method of every actor. timeout_s: None to wait while there is progress."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
@@ -450,7 +448,7 @@ class TrainerGroup:
     async def _join(
         self, method: str, calls: Sequence[ObjectRef], timeout_s: float | None
     ) -> list[Any]:
-        """Await every rank; the first that fails or is late decides for all."""
+        """Await every rank's answer; if a rank fails or is late, kill the group and raise."""
         if not calls:
             self._check_not_killed()
             raise RuntimeError(f"trainer: {method} on a group that is not running; start it")
@@ -481,14 +479,14 @@ class TrainerGroup:
             method, answers, limit if timeout_s is None else f"answer within {timeout_s:g} s"
         )
         failure = _start_failure(method, answers) if method in _START_METHODS else None
-        # Not over the first loss, which is why the others follow.
+        # The first loss is kept, because it causes those that follow.
         self._lost = self._lost or failure or lost
         self.kill()
         _ignore_results(answers)
         raise self._lost
 
     async def _progress(self) -> dict[int, int]:
-        """Return the progress of each rank that answers at once."""
+        """Return the progress of each rank that answers within _LOOK_EVERY_S."""
         looks = [asyncio.wrap_future(rank.progress.remote().future()) for rank in self._ranks]
         if looks:
             await asyncio.wait(looks, timeout=_LOOK_EVERY_S)
@@ -501,7 +499,7 @@ class TrainerGroup:
 
 
 async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
-    """Await a Ray call; an error raised by the callee comes out as itself."""
+    """Await a Ray call; raise the callee's own error instead of Ray's RayTaskError."""
     try:
         return await within(timeout_s, call)
     except RayTaskError as error:
@@ -509,9 +507,9 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 
 
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
-    """Name the rank to blame: one that died, else one that failed, else one that is late.
+    """Return the error of the rank to blame: one that died, else one that failed, else a late one.
 
-    limit: what a late one did not keep to.
+    limit: the limit that a late rank exceeded, as words after "no".
     """
     failed = [
         (rank, error)
@@ -544,7 +542,7 @@ def _start_failure(
 
 
 def _is_caused_elsewhere(cause: BaseException) -> bool:
-    # Two seconds of imports, which a group that starts as it should does without.
+    # These imports take two seconds, which a group that starts without an error does not need.
     import torch
     import torch.distributed as dist
 

@@ -293,7 +293,7 @@ def test_a_reward_that_is_no_number_costs_its_trajectory_alone_and_is_told(rewar
         assert (known["reward_mean"], known["scaled_reward_mean"]) == (0.5, 0.25)
     (notice,) = problem_notices(result.members, step=8)
     assert notice.startswith("step 8: trajectory g000000.0-0.a0 left out as reward_error: ")
-    assert notice.endswith("look at what the environment gave, or set algorithm.reward.clip")
+    assert notice.endswith("check the environment's rewards, or set algorithm.reward.clip")
 
 
 def test_a_return_that_is_clipped_may_be_of_any_size() -> None:
@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_told_for_three_trajectories_and_counted_beyond() -
     assert [notice.split(":")[0] for notice in notices] == ["step 2"] * 4
     assert "g000000.0-2.a0 left out as token_misaligned: sample 0: 1 token ids" in notices[2]
     assert "use the policy's own tokenizer" in notices[2]
-    assert notices[3] == "step 2: 2 more like it; `rayloom inspect`"
+    assert notices[3] == "step 2: 2 more; see `rayloom inspect`"
 
 
 def test_tokens_of_undone_versions_are_trained_as_recorded_and_age_no_statistic() -> None:
