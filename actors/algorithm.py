@@ -3,7 +3,7 @@
 This is `algorithm` of the configuration: each setting is declared once, with its derived values.
 Each choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the
 table. The aggregation is not a part of the loss function: the merge side turns it into a weight of
-each token. Plain values: no Ray, no torch.
+each token. The module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.outcomes import Disposition, OutcomeRule
 
 
 class Baseline(StrEnum):
-    """The number that a return is compared with."""
+    """The value that is subtracted from a return."""
 
     MEAN = "mean"
     LEAVE_ONE_OUT = "leave_one_out"
@@ -28,7 +28,7 @@ class Baseline(StrEnum):
 
 
 class Scale(StrEnum):
-    """The number that the difference is divided by."""
+    """The divisor of the difference between a return and its baseline."""
 
     NONE = "none"
     STD = "std"
@@ -36,11 +36,11 @@ class Scale(StrEnum):
 
 
 class Truncation(StrEnum):
-    """The treatment, with a critic, of a trajectory that was cut off.
+    """The treatment of a trajectory that was cut off, with a critic.
 
-    bootstrap: trained, with V(s_T) after the last token. terminal: trained, with 0 there. mask: not
-    in the loss. penalty: as terminal, with an amount subtracted from the return. drop: in neither
-    loss nor baseline.
+    bootstrap: it is trained, and the value after its last token is V(s_T). terminal: it is trained,
+    and that value is 0. mask: it is not in the loss. penalty: as terminal, and an amount is
+    subtracted from its return. drop: it is in neither the loss nor the baseline.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -51,7 +51,7 @@ class Truncation(StrEnum):
 
 
 class ScheduleKind(StrEnum):
-    """The decay of the rate after the warm-up."""
+    """The shape of a learning rate's decay after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -72,14 +72,14 @@ class ScheduleSettings:
     """Number of updates, including the warm-up, after which the rate stays at its minimum; null:
     all updates of run.steps."""
     decay_updates: Positive | None = None
-    """Number of updates of the decay, at the end of `updates`; only with wsd."""
+    """Number of updates over which the rate decays, at the end of `updates`; only with wsd."""
     min_ratio: Fraction = 0.0
     """The minimum rate, as a fraction of the learning rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """A value model and GAE over its values (PPO); read only with baseline critic.
+    """A value model, and GAE over its values (PPO); used only if the baseline is critic.
 
     The other settings of its optimiser are the policy's (`trainer`).
     """
@@ -91,19 +91,22 @@ class CriticSettings:
     starts from.
     """
     discount: Fraction = 1.0
-    """Gamma, from one sampled token to the next."""
+    """Discount (gamma) from one sampled token to the next."""
     decay: Fraction = 1.0
     """Lambda of GAE, from one sampled token to the next."""
     truncation: Truncation = Truncation.BOOTSTRAP
-    """Treatment of a trajectory that was cut off: its end is worth V(s_T), or is worth 0; it is
-    masked; its end is worth 0 and truncation_penalty is subtracted; or it is dropped.
+    """How a trajectory that was cut off is treated. bootstrap: the value after its last token is
+    V(s_T). terminal: that value is 0. mask: it is not in the loss. penalty: as terminal, and
+    truncation_penalty is subtracted from its return. drop: it is left out.
     """
     truncation_penalty: NotNegative = 0.0
-    """Subtracted from the return, with truncation penalty."""
+    """Amount subtracted from the return of a trajectory that was cut off, if truncation is
+    penalty.
+    """
     learning_rate: Rate = 1e-4
     """AdamW's learning rate after the warm-up."""
     warmup_updates: Natural = 5
-    """Number of updates over which the learning rate grows linearly; one update a step."""
+    """Number of updates over which the learning rate grows linearly; a step has one update."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     value_clip: Rate | None = 0.2
     """Largest change of a value in one step; null: no clip."""
@@ -124,8 +127,8 @@ class CriticSettings:
 
 
 class Aggregation(StrEnum):
-    """The unit that has equal weight: tokens, trajectories, prompts (groups), or tokens at a fixed
-    rate.
+    """The unit that has equal weight in an update: each token, trajectory or prompt (group), or
+    each token with a constant divisor.
     """
 
     TOKEN_MEAN = "token_mean"
@@ -135,7 +138,7 @@ class Aggregation(StrEnum):
 
 
 class Objective(StrEnum):
-    """The rule that stops the update of a token (`objectives`)."""
+    """The policy objective, which limits how far a token's probability moves (`objectives`)."""
 
     PPO_CLIP = "ppo_clip"
     DUAL_CLIP = "dual_clip"
@@ -147,21 +150,23 @@ class Objective(StrEnum):
 
 
 class Ratio(StrEnum):
-    """Whether a ratio is of a token, or of its whole trajectory (`ratios`)."""
+    """Whether a ratio is computed for each token or for each trajectory (`ratios`)."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"
 
 
 class Denominator(StrEnum):
-    """The policy that current is compared with: the sampler, or the trainer at the step's start."""
+    """Policy in the ratio's denominator: the sampler's, or the trainer's at the step's start."""
 
     BEHAVIOUR = "behaviour"
     OLD = "old"
 
 
 class Correction(StrEnum):
-    """The importance weight old / behaviour beside a ratio over old (`corrections`)."""
+    """The importance weight old / behaviour, used if the ratio's denominator is old
+    (`corrections`).
+    """
 
     NONE = "none"
     TRUNCATE_TOKEN = "truncate_token"
@@ -183,25 +188,27 @@ class KlSettings:
     __pydantic_config__ = STRICT
 
     coefficient: NotNegative = 0.0
-    """Weight of the term; 0: no reference model is loaded for it."""
+    """Weight of the term; with 0 no reference model is loaded for it."""
     estimator: KlEstimator = KlEstimator.K3
     """Estimator of the KL at each token."""
     corrected: bool = False
-    """Weigh it by policy / sampler, as k1 needs."""
+    """Whether the estimate at each token is multiplied by the ratio policy / sampler, which k1
+    needs.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is [low, high] of a ratio trainer / sampler. The trainer is old if the denominator is
-    old, else current.
+    A band is a range [low, high] of the ratio trainer / sampler. The trainer's policy is old if the
+    denominator is old, otherwise current.
     """
 
     __pydantic_config__ = STRICT
 
     objective: Objective = Objective.PPO_CLIP
-    """The policy objective: what bounds how far a token's probability moves."""
+    """Policy objective, which limits how far a token's probability moves."""
     ratio: Ratio = Ratio.TOKEN
     """Level of the importance ratio: each token, or the geometric mean of a trajectory (GSPO)."""
     denominator: Denominator = Denominator.BEHAVIOUR
@@ -215,27 +222,29 @@ class LossSettings:
     clip_high: Rate = 0.28
     """The ratio is clipped above 1 + clip_high (ppo_clip, dual_clip, cispo)."""
     dual_clip: Annotated[float, Gt(1)] = 3.0
-    """Bad tokens stop at this ratio (dual_clip); at 1, tokens that have not moved would stop."""
+    """Tokens of negative advantage have no gradient above this ratio (dual_clip); greater than 1,
+    the ratio of a token whose probability has not changed.
+    """
     ratio_cap: Rate = 20.0
     """Largest weight of a token (reinforce, dppo_*)."""
     sapo_tau_positive: Rate = 1.0
-    """Steepness of SAPO's gate, advantage above 0."""
+    """Steepness of SAPO's gate for advantages above 0."""
     sapo_tau_negative: Rate = 1.05
-    """Steepness of SAPO's gate, advantage below 0."""
+    """Steepness of SAPO's gate for advantages below 0."""
     divergence_bound: Rate = 0.15
-    """Trust region of dppo_*; 0.05 suits dppo_kl."""
+    """Size of the trust region of dppo_tv and dppo_kl; 0.05 suits dppo_kl."""
     negative_weight: NotNegative = 1.0
     """Factor of negative advantages; 0: only positive advantages are trained."""
     correction: Correction = Correction.NONE
-    """Importance weight old / behaviour, beside denominator old."""
+    """Importance weight old / behaviour; only with denominator old."""
     correction_cap: Rate = 2.0
     """Largest importance weight."""
     token_band: tuple[Rate, Rate] | None = None
-    """Tokens with another ratio trainer / sampler are not trained."""
+    """Tokens whose ratio trainer / sampler is outside this range are not trained."""
     sequence_band: tuple[Rate, Rate] | None = None
-    """Trajectories with another geometric-mean ratio are not trained."""
+    """Trajectories whose geometric-mean ratio is outside this range are not trained."""
     outlier_below: Annotated[float, Gt(0), Lt(1)] | None = None
-    """A trajectory with a token of a lower ratio is not trained."""
+    """A trajectory is not trained if one of its tokens has a lower ratio than this."""
     entropy_coefficient: NotNegative = 0.0
     """Weight of the entropy bonus, over all trained tokens, masked ones too."""
     kl: KlSettings = field(default_factory=KlSettings)
@@ -256,12 +265,12 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongSettings:
-    """Soft punishment of length (DAPO)."""
+    """A penalty that grows as a trajectory nears its largest length (DAPO)."""
 
     __pydantic_config__ = STRICT
 
     max_tokens: Positive
-    """Number of sampled tokens of a trajectory that gets the full punishment; L_max."""
+    """Number of sampled tokens at which a trajectory gets the full punishment; L_max."""
     cache_tokens: Positive
     """Tokens over which the punishment grows; L_cache, at most max_tokens."""
     factor: Rate = 1.0
@@ -282,15 +291,15 @@ class KlRewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings:
-    """Shaping of returns before groups compare them; null and 0: not changed."""
+    """Changes to returns before they are compared in groups; null or 0 changes nothing."""
 
     __pydantic_config__ = STRICT
 
     clip: tuple[float, float] | None = None
-    """Lowest and highest return."""
+    """Lowest and highest return, to which returns are clipped."""
     overlong: OverlongSettings | None = None
     missing_end_penalty: NotNegative = 0.0
-    """Subtracted from the return if the last answer was cut off."""
+    """Amount subtracted from the return if the last answer was cut off."""
     kl: KlRewardSettings | None = None
 
 
@@ -301,38 +310,42 @@ class AlgorithmSettings:
     __pydantic_config__ = STRICT
 
     groups_per_step: Positive = 16
-    """P: groups that make one training step."""
+    """P: number of groups in a training step."""
     group_size: Positive = 16
-    """Rollouts of one task that share a baseline."""
+    """Number of rollouts of one task; they share a baseline."""
     min_group_size: Positive = 2
-    """Usable members that a group must keep."""
+    """Number of usable members that a group needs to be trained."""
     min_usable_samples: Positive | None = None
-    """Close a group at this many usable members; null: when all ended."""
+    """Number of usable members at which a group closes; null: it closes when all have ended."""
     max_lag: Natural = 0
-    """S: versions that admission may run ahead; 0: synchronous."""
+    """S: number of versions that admission may run ahead of training; 0: synchronous."""
     window_groups: Positive | None = None
-    """W: groups among which a step chooses the closed ones; null: P, or 1 with max_lag 0."""
+    """W: number of groups among which a step chooses closed ones; null: P, or 1 with max_lag 0."""
     baseline: Baseline = Baseline.MEAN
-    """What returns are compared with; critic: a value model, with GAE over tokens (PPO)."""
+    """Value subtracted from returns; critic: that of a value model, with GAE over tokens (PPO)."""
     scale: Scale = Scale.STD
-    """What advantages divide by; std and mean need a group baseline."""
+    """Divisor of advantages; std and mean need a group baseline."""
     turn_discount: Fraction | None = None
-    """Credit by turn, later rewards discounted by this; null: by trajectory."""
+    """Discount of later rewards, with one advantage for each turn; null: one advantage for each
+    trajectory.
+    """
     normalise_advantages: bool = False
-    """Normalise them over all tokens of a step, after the group statistics (REINFORCE++)."""
+    """Whether advantages are normalised over all tokens of a step, after the group statistics
+    (REINFORCE++).
+    """
     reward: RewardSettings = field(default_factory=RewardSettings)
     max_variance_refills: Natural = 0
     """Dynamic sampling: number of times that a group of equal returns is replaced by a new task."""
     loss: LossSettings = field(default_factory=LossSettings)
     reference: ModelName | None = None
-    """The model that a KL term compares with, directory or hub name; null: the model that training
-    starts from.
+    """Directory or hub name of the model that a KL term compares with; null: the model that
+    training starts from.
     """
     critic: CriticSettings = field(default_factory=CriticSettings)
     minibatches: Positive = 1
-    """Optimiser updates that a step is split into."""
+    """Number of optimiser updates that a step is split into."""
     epochs: Positive = 1
-    """Passes over a step's data."""
+    """Number of passes over a step's data."""
 
     @property
     def has_critic(self) -> bool:
@@ -366,25 +379,26 @@ class AlgorithmSettings:
     def trains_without_signal(self) -> bool:
         """Whether groups of equal returns are trained, with advantage 0.
 
-        They are if the loss has a term (KL, entropy) whose gradient is not 0 there.
+        This is so if the loss has a KL term or an entropy bonus, which have a gradient there.
         """
         return self.loss.needs_reference or self.loss.needs_entropy_gradient
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether nothing is sampled by a version older than the trainer's."""
+        """Whether admission never runs ahead of training."""
         return self.max_lag == 0
 
     @property
     def window(self) -> int:
-        """W, with its default."""
+        """The window W: window_groups, or its default."""
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 
     @property
     def max_policy_age(self) -> int:
-        """S + ceil((W - 1) / P), versions (docs/semantics.md, Policy age).
+        """The largest age of a trained token, S + ceil((W - 1) / P) versions.
 
-        Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0, W=1 -> 0 (synchronous).
+        See docs/semantics.md, Policy age. Examples: S=1, P=3, W=3 -> 2; S=3, P=8, W=9 -> 4; S=0,
+        W=1 -> 0 (synchronous).
         """
         return self.max_lag + -(-(self.window - 1) // self.groups_per_step)
 

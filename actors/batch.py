@@ -53,17 +53,17 @@ class MicroBatch:
     loss_weights: Float32s
     """[M] float32, >= 0, each token's share of the update; they carry the aggregation."""
     trajectory_index: Int32s
-    """[M] int32, numbers the row's trajectories 0, 1, 2, ...; equal for the tokens of all samples
-    of a trajectory."""
+    """[M] int32, the number of each token's trajectory in the row (0, 1, 2, ...); all samples of a
+    trajectory have the same number."""
     temperatures: Float32s
     """[M] float32, > 0, the temperature at which each token was sampled."""
     experts: ExpertRecords | None = None
     """The recorded routing, each record at the position of the token whose forward pass it
-    describes; None: there is none. A position that several samples share has one record, that of
-    the first sample that has one.
+    describes; None if no routing was recorded. A position that several samples share has the record
+    of the first sample that has one.
     """
     num_overruled_records: int = 0
-    """The samples' records that differ from the one that counts at their position."""
+    """Number of the samples' expert records that differ from the record used at their position."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +79,7 @@ class Minibatch:
     """The micro-batches of one rank for one optimiser update.
 
     The update's loss is the sum of loss weight times loss over the tokens of all ranks and
-    micro-batches. Every rank has the same number.
+    micro-batches. Every rank has the same number of micro-batches.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -90,7 +90,7 @@ class RankShard:
     """One rank's share of a training step: its optimiser updates in order."""
 
     step: int
-    """Counted from 1."""
+    """The step's number, counted from 1."""
     trainer_version: int
     """The policy version that the trainer holds when the step starts."""
     republished: tuple[int, ...] = ()
@@ -100,12 +100,12 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """A reference's and a critic's scores of one row, or of one sample, made before advantages."""
+    """A reference's and a critic's scores of a row or a sample; advantages are made from them."""
 
     reference_logprobs: Float32s | None = None
-    """[M] float32, nats, of the targets; None: no reference was needed."""
+    """[M] float32, nats, the reference's log-probabilities of the targets; None without one."""
     values: Float32s | None = None
-    """[T] float32, of the state that ends with each token; None: no critic was needed."""
+    """[T] float32, the critic's value of the state that ends with each token; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +113,11 @@ class ValueRow:
     """A row for the critic; the state in which token m was sampled ends at loss_positions[m]."""
 
     row: MicroBatch
-    """Its loss weights sum to 1 over all rows of all ranks."""
+    """The packed row; loss weights sum to 1 over all rows of all ranks."""
     old_values: Float32s
-    """[M] float32, as the critic scored them."""
+    """[M] float32, the critic's values of these states before the update."""
     value_targets: Float32s
-    """[M] float32, GAE's A + V."""
+    """[M] float32, the values to learn: GAE's advantage plus the old value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def branch_reason(
     """Return the reason, derived from the one span of `sample` that `prompt` changed.
 
     Args: sample: [T] int32. regions: [T] int32, 0 in the first prompt, then 1, 2, ... by turn (odd:
-    sampled, even: observation). position: where the two part, below T.
+    sampled, even: observation). position: index of the first token that differs, below T.
 
     Example: a sample with the action 11 12 13 14, a prompt with 11 99 14 instead: retokenised
     """

@@ -33,13 +33,13 @@ class ActorLost(Exception):
 
 
 async def within(limit_s: float, call: Awaitable[_Result]) -> _Result:
-    """Await a call. Raises: TimeoutError after limit_s seconds; what the call raises."""
+    """Await a call. Raises: TimeoutError after limit_s seconds; any error of the call."""
     async with asyncio.timeout(limit_s):
         return await call
 
 
 async def is_set_within(limit_s: float, event: asyncio.Event) -> bool:
-    """Wait for an event. Returns: whether it came within limit_s seconds."""
+    """Wait for an event. Returns: whether it was set within limit_s seconds."""
     try:
         await within(limit_s, event.wait())
     except TimeoutError:
@@ -66,9 +66,10 @@ async def race(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.
 
 
 async def beside(work: Awaitable[_Result], *helpers: Awaitable[object]) -> _Result:
-    """Await work while helpers run; then cancel them. A helper may end before the work.
+    """Await work while helpers run, then cancel the helpers, which may also end earlier.
 
-    Raises: what a helper raises, at once, with the work cancelled; else what the work raises.
+    If a helper raises, the work is cancelled and the helper's error is raised at once.
+    Raises: any error of the work or of a helper.
     """
     working = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(each) for each in helpers]
@@ -92,7 +93,7 @@ async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class TaskSet:
-    """Tasks that are kept alive until they end; the event loop alone has only weak references."""
+    """Tasks that are kept alive until they end; the event loop itself has only weak references."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,7 +102,7 @@ class TaskSet:
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[asyncio.Task[Any]]:
-        """Yield the tasks that run."""
+        """Yield the running tasks."""
         return iter(tuple(self._tasks))
 
     def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
@@ -128,9 +129,9 @@ async def wait_while_moving(
 ) -> None:
     """Wait while the work makes progress, until all have answered or one has failed.
 
-    Args: progress: returns the work done by each worker so far, without workers that do not answer.
-    idle_s: return after so long without a change of it or another answer. look_s: seconds between
-    two checks.
+    Args: progress: returns the amount of work that each worker has done so far; workers that do not
+    answer are absent. idle_s: return after this many seconds without progress or another answer.
+    look_s: seconds between two checks.
     """
     seen: dict[int, int] = {}
     num_done, since = 0, time.monotonic()
@@ -158,7 +159,7 @@ async def retry(
 
     The pauses double, up to the longest; each is cut by up to a half at random, so that callers
     that failed together do not retry together. The caller must bound an attempt that may hang.
-    Raises: the last error after max_attempts, or at the end of limit_s seconds; others at once.
+    Raises: the last error after max_attempts or limit_s seconds; an error of another kind at once.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
@@ -181,7 +182,7 @@ async def retry(
 def poll(
     find: Callable[[], _Result | None], *, limit_s: float, every_s: float = 0.25
 ) -> _Result | None:
-    """Call `find` until it finds something, at least once. Returns: None at the end of limit_s."""
+    """Call `find` until it returns a value, at least once. Returns: None after limit_s seconds."""
     deadline = time.monotonic() + limit_s
     while (found := find()) is None and time.monotonic() < deadline:
         time.sleep(every_s)

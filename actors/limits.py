@@ -1,7 +1,7 @@
 """The bounds that settings are declared with, and the largest meaningful numbers.
 
 A settings dataclass is a leaf of the configuration tree: `service.config` reads it from YAML and
-checks these bounds; constructed directly it checks nothing.
+checks these bounds. A settings object that code constructs directly is not checked.
 """
 
 from __future__ import annotations

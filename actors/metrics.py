@@ -1,9 +1,9 @@
-"""Every metric of ours, declared once: name, help, unit, labels from closed sets.
+"""Every metric of Rayloom, declared once with name, help, unit and a closed set of labels.
 
 Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
-counts what has not happened yet is zero from the start, so that its first increase can be seen.
-Those of a step's statistics are made from their table. The supervisor holds the one `Metrics` of a
-run; `service/run/recorder.py` fills it. docs/metrics.md lists them.
+counts events is zero before the first event, so that the first increase can be seen. The metrics of
+a step's statistics are made from `actors.statistics`. The supervisor holds the one `Metrics` of a
+run; `service/run/recorder.py` fills it. docs/metrics.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RETURN_BUCKETS = (
 
 
 class Part(StrEnum):
-    """A part that is replaced when it dies. TERM: all parts of a term, replaced at once."""
+    """A part that is replaced if it dies. TERM: all parts of a term are replaced together."""
 
     ENVIRONMENT_ACTOR = "environment_actor"
     GATEWAY = "gateway"
@@ -50,15 +50,15 @@ class PublishPhase(StrEnum):
     """A phase of a new version on its way to the engines, in this order."""
 
     SEND = "send"
-    """From the trainer's ranks to the weight board; or the offer of a broadcast."""
+    """The trainer's ranks send the weights to the weight board, or offer a broadcast."""
     CHECK = "check"
     """The trainer scores the text of the log-probability check."""
     LOAD = "load"
-    """Until every engine holds it."""
+    """The engines load the version; the phase ends when every engine holds it."""
 
 
 class OptionalGauges(Collector):
-    """Gauges of one name, by the value of their label; only the newest set ones are present.
+    """Gauges of one name, by the value of their label; only the values shown last are present.
 
     The library's own gauges begin at 0. Without a label there is one gauge, whose key is "".
     """
@@ -88,14 +88,15 @@ class OptionalGauge(OptionalGauges):
     """A gauge that is absent while its value is not known."""
 
     def set(self, value: float | None) -> None:
-        """Set the value. None: it is not known, or no longer known."""
+        """Set the value; None if it is not known."""
         self.show({} if value is None else {"": value})
 
 
 class StoredHistograms(Collector):
     """Histograms of one name, by the value of their label, whose counts are kept elsewhere.
 
-    The library's own cannot start from counts. Without a label there is one, whose key is "".
+    The library's own histograms cannot start from counts. Without a label there is one histogram,
+    whose key is "".
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class StoredHistograms(Collector):
 
 
 class AtomicRegistry(CollectorRegistry):
-    """A registry in which metrics are declared, and of which no scrape shows half a change.
+    """A registry in which metrics are declared, and whose scrapes never show half a change.
 
-    Code that changes values that belong together holds `change` meanwhile; a scrape waits for it.
+    Code that changes several related values holds the lock `change`; a scrape waits for it.
     The library's `_created` samples are left out: they are the time at which this process began,
     which is not that of a resumed run.
     """
@@ -226,7 +227,7 @@ class RunMetrics:
 
 
 class RolloutMetrics:
-    """Trajectories as they end; counted since the start of this process, as no row holds them."""
+    """Ended trajectories, counted since the start of this process: no stored row holds them."""
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.ended = gained.counter(
@@ -263,7 +264,7 @@ class RolloutMetrics:
         )
 
     def meet(self, environment: str) -> None:
-        """Show every outcome of an environment, at 0 as long as it did not occur."""
+        """Show every outcome of an environment, with 0 until it occurs."""
         if environment not in self._seen:
             self._seen.add(environment)
             for outcome in Outcome:
@@ -273,7 +274,8 @@ class RolloutMetrics:
 class LedgerMetrics:
     """The admitted rollouts by their state, and the stored ones.
 
-    The gauges go back with the run; the counter counts rows, whatever becomes of them.
+    If the run returns to a checkpoint, the gauges return to the values of that checkpoint; the
+    counter counts all rows ever stored.
     """
 
     def __init__(self, registry: AtomicRegistry) -> None:
@@ -325,7 +327,7 @@ class LedgerMetrics:
 
 
 class WaitMetrics:
-    """The time spent waiting for the queue since this process started, as no row holds it."""
+    """Time spent waiting for the queue since this process started: no stored row holds it."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(
@@ -338,7 +340,7 @@ class WaitMetrics:
             self.blocked.labels(side=side.value)
 
 
-# By the field of a step's record whose values it adds up.
+# The name and help of each counter, by the field of a step's record whose values it adds up.
 STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     "is_skipped": (
         "rayloom_train_skipped_steps",
@@ -462,7 +464,7 @@ class StatisticMetrics:
 
 
 class PartMetrics:
-    """The parts of the run; what is counted is counted since the start of this process."""
+    """The parts of the run; counters begin at the start of this process."""
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.replacements = gained.counter(
@@ -537,7 +539,7 @@ class ServiceMetrics:
 
 
 class ApiMetrics:
-    """Requests to the HTTP API; every replica of it has one of these."""
+    """Requests to the HTTP API; every replica of the API has its own `ApiMetrics`."""
 
     def __init__(self) -> None:
         self.gained = AtomicRegistry()
@@ -557,7 +559,7 @@ class ApiMetrics:
 
 
 class GatewayMetrics:
-    """The sessions that external agents play; the gateway has one of these."""
+    """The sessions that external agents play; the gateway has one `GatewayMetrics`."""
 
     def __init__(self) -> None:
         self.gained = AtomicRegistry()
@@ -591,8 +593,8 @@ class GatewayMetrics:
 class Metrics:
     """The metrics of a run's supervisor.
 
-    `gained` holds values that are in no row: they begin with the process. `values` holds sums of
-    rows, and the present state.
+    `gained` holds values that are in no stored row and begin at the start of the process. `values`
+    holds sums over stored rows, and the present state.
     """
 
     def __init__(self) -> None:
@@ -608,10 +610,10 @@ class Metrics:
         self.service = ServiceMetrics(self.values)
 
     def read(self) -> tuple[list[Metric], list[Metric]]:
-        """Return `gained` and `values` of one moment."""
+        """Return the metrics of `gained` and of `values`, both of the same moment."""
         with self.together():
             return list(self.gained.collect()), list(self.values.collect())
 
     def together(self) -> AbstractContextManager[object]:
-        """Change several values of which no scrape may show only some."""
+        """Return the lock to hold while several related values change; scrapes wait for it."""
         return self.gained.change

@@ -19,13 +19,13 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def find_misalignment(turn: Turn, *, chosen: tuple[int, ...] | None = None) -> str | None:
-    """Return a sentence on what in a turn does not fit together; None if all does.
+    """Return a sentence on the first fault found in a turn; None if there is no fault.
 
     A turn needs a prompt, one log-probability of at most 0 for each sampled token, version spans
     that cover the sampled tokens in order, ids that are not negative, and side data of the same
     lengths. Log-probabilities that are not finite are masked and counted when samples are built.
 
-    Args: chosen: layers and experts of the routing that an earlier turn recorded.
+    Args: chosen: numbers of layers and experts in the routing that an earlier turn recorded.
     """
     return (
         _in_lengths(turn)
@@ -38,7 +38,7 @@ def find_misalignment(turn: Turn, *, chosen: tuple[int, ...] | None = None) -> s
 
 
 def find_misfit(trajectory: Trajectory, *, shape: ModelShape | None) -> str | None:
-    """Return a sentence on what in a trajectory does not fit the trained model; None if all does.
+    """Return a sentence on why a trajectory does not fit the trained model; None if it fits.
 
     Ids must be in the vocabulary, and expert records must match the model's mixture. Without a
     shape nothing is checked.

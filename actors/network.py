@@ -1,4 +1,4 @@
-"""Find the network interface of this machine that has an address."""
+"""Network interfaces and addresses of this machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def gloo_interface(address: str) -> dict[str, str]:
-    """Return the variable by which torch's gloo uses the interface that has `address`.
+    """Return the environment variable that makes torch's gloo use the interface of `address`.
 
     Without it gloo resolves the host name for each process group: if no name server answers, that
     takes ten seconds a group, and if the name resolves to 127.0.1.1, as in Debian's /etc/hosts,
     other nodes cannot reach it.
 
-    Example: 127.0.0.1 -> {"GLOO_SOCKET_IFNAME": "lo"}; {} for an address that no interface has.
+    Returns: {} if no interface has the address. Example: 127.0.0.1 -> {"GLOO_SOCKET_IFNAME": "lo"}
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):

@@ -19,7 +19,7 @@ EQUAL_TOLERANCE = 1e-9
 
 
 class Disposition(StrEnum):
-    """The treatment of a trajectory."""
+    """The treatment of a trajectory, which `OutcomeRule` defines for each kind."""
 
     TRAIN = "train"
     TRAIN_CLAMPED = "train_clamped"
@@ -38,12 +38,12 @@ class OutcomeRule:
     disposition: Disposition
     """The treatment of a trajectory with this outcome."""
     max_retries: Retries = 0
-    """Further attempts of the same rollout before the disposition holds."""
+    """Number of further attempts of the same rollout before the disposition applies."""
     penalty: NotNegative = 0.0
-    """Subtracted from the return, with train_penalised; 0 with every other disposition."""
+    """Amount subtracted from the return, with train_penalised; 0 with every other disposition."""
 
     def masks(self, *, is_graded: bool) -> bool:
-        """Return whether the rule keeps a trajectory out of the loss that it does not drop."""
+        """Return whether the rule keeps a trajectory out of the loss without dropping it."""
         is_scored = self.disposition is Disposition.SCORE
         return self.disposition is Disposition.MASK or (is_scored and not is_graded)
 
@@ -55,8 +55,8 @@ class OutcomeRule:
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
         mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.
 
-        Args: worst_completed: the lowest return of the group's completed members; None: none has
-        completed.
+        Args: worst_completed: the lowest return of the group's completed members; None if no member
+        has completed.
 
         Example: train_clamped: baseline_return(1, is_graded=True, worst_completed=-1) -> -1
         """
@@ -107,16 +107,14 @@ class OutcomePolicy:
         return self.overrides.get(outcome, DEFAULT_RULES[outcome])
 
     def is_retried(self, outcome: Outcome, *, attempt: int) -> bool:
-        """Whether attempt number `attempt` (0 is the first), if it ended so, is followed by
-        another.
-        """
+        """Whether another attempt follows attempt number `attempt` (from 0) with this outcome."""
         return attempt < self.rule(outcome).max_retries
 
     def disposition(self, outcome: Outcome) -> Disposition:
         return self.rule(outcome).disposition
 
     def without_retries(self) -> OutcomePolicy:
-        """Return the same dispositions without retries: for agents that cannot be asked to play
+        """Return the same dispositions without retries, for agents that cannot play a task
         again.
         """
         rules = {outcome: replace(self.rule(outcome), max_retries=0) for outcome in Outcome}
@@ -124,7 +122,7 @@ class OutcomePolicy:
 
 
 def are_equal(returns: Sequence[float]) -> bool:
-    """Whether returns differ by rounding at most; true of none, and of one.
+    """Whether returns differ at most by rounding; true for fewer than two returns.
 
     max - min <= 1e-9 max(1, |r_1|, ..., |r_G|).
 

@@ -1,14 +1,14 @@
 """Ages of policy versions: the number of training steps between two of them.
 
 Versions count publications. A trainer that was restarted with other bits publishes the weights of a
-step again under the next version (docs/semantics.md): both versions belong to one step, and no
-token gets older by that.
+step again under the next version (docs/semantics.md): both versions belong to one step, and tokens
+do not age between them.
 
 Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the
-versions after it, and gives their numbers to other weights: tokens of such a version are marked
-(`UNDONE`), trained with their recorded log-probabilities, compared with no trainer's, and no newer
-than the trainer. Called by the merge actor (reports, journal), the trainer (its bound), the audit
-and the gateway.
+versions after it, and gives their numbers to other weights. Tokens of an undone version are marked
+(`UNDONE`): they are trained with their recorded log-probabilities, these are not compared with a
+trainer's, and their age is at least 0. Called by the merge actor (reports, journal), the trainer
+(its bound), the audit and the gateway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from actors.types import NO_VERSION, UNDONE, VersionSpan, original_numbers
 
 
 def policy_ages(sampled: Int32s, trainer_version: int, republished: Sequence[int] = ()) -> Int32s:
-    """Return how many training steps ago each token's policy was the trainer's.
+    """Return the age of each token: the training steps since the trainer held its policy.
 
     age = v - s - |{r in republished: s < r <= v}|; negative if s > v, but 0 if s is undone.
 
@@ -51,12 +51,12 @@ def oldest_version(trainer_version: int, max_age: int, republished: Sequence[int
 
 
 def newest_kept(sampled: Int32s) -> int:
-    """Return the newest version that no recovery has undone; NO_VERSION: there is none."""
+    """Return the newest version that no recovery has undone; NO_VERSION if there is none."""
     return int(np.where(sampled < UNDONE, sampled, NO_VERSION).max(initial=NO_VERSION))
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the version after which all that a term published is undone; None: nothing is.
+    """Return the last version of a term that is not undone; None if no version is undone.
 
     Args: first_versions: by term, the version that it continued from.
     Example: {1: 0, 2: 6, 3: 4, 4: 8}: of terms 1 and 2 -> 4, 3 -> 8, 4 -> None
@@ -67,7 +67,7 @@ def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
 def marked(spans: Iterable[VersionSpan], kept: int | None) -> tuple[VersionSpan, ...]:
     """Mark the versions after `kept` in a stored turn's spans as undone.
 
-    Args: kept: of `undone_after`, for the term that stored the turn.
+    Args: kept: the result of `undone_after` for the term that stored the turn.
     """
     return tuple(
         replace(span, version=span.version + UNDONE)

@@ -1,10 +1,10 @@
 """The table of statistics: every number that describes a step, declared once.
 
-A part that produces values names them as the table does (`Statistic.values`); reduction, the
-step's record, the metrics, the report, the dashboard and docs/metrics.md walk the table. A
-statistic that is not known at a step is absent from it, never 0. To add one, add an entry here and
-its values where they are made: for the loss, one line in `actors/trainer/loss/statistics.py`.
-Standard library only.
+A part that produces values names them as in the table (`Statistic.values`); the reduction, the
+step's record, the metrics, the report, the dashboard and docs/metrics.md are made from the table. A
+statistic that is not known at a step is absent from it, never 0. To add a statistic, add an entry
+here and compute its values in the part that produces them: for the loss, one line in
+`actors/trainer/loss/statistics.py`. The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from functools import partial
 
 
 class Reduction(StrEnum):
-    """The way in which values become one number of a step; no word here means the value as it
-    is.
-    """
+    """The way in which the values of a step become one number."""
 
     MEAN = "mean"
     STD = "std"
@@ -52,8 +50,8 @@ class Source(StrEnum):
 
 
 class Unit(StrEnum):
-    """The unit of a value. NUMBER has none: a ratio, a loss, a return in the environment's
-    scale.
+    """The unit of a value. NUMBER is a value without a unit: a ratio, a loss or a return in the
+    environment's scale.
     """
 
     NUMBER = "number"
@@ -75,18 +73,18 @@ _METRIC_ENDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistic:
     name: str
-    """The one name, from the table to the dashboard."""
+    """The statistic's name, in records, reports and dashboards."""
     values: str
-    """Name of the values that it is made of, as the part that produces them calls them."""
+    """The name of its values in the part that produces them."""
     source: Source
     reduction: Reduction
     unit: Unit
     group: str
-    """Caption under which the report and the documents list it."""
+    """The caption under which the report and the documents list it."""
     help: str
-    """What the values are, in one plain sentence; the same for all reductions of the values."""
+    """A sentence that describes the values; the same for all reductions of the values."""
     given_metric: str = ""
-    """The name of its Prometheus gauge, if it is not made of the statistic's own name."""
+    """The name of its Prometheus gauge; empty if the name is made from the statistic's name."""
 
     @property
     def metric(self) -> str:
@@ -375,9 +373,9 @@ GROUPS: tuple[str, ...] = tuple(dict.fromkeys(statistic.group for statistic in S
 
 
 def only_known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the known values of a step, in the order of the table: neither None, NaN nor infinite.
+    """Return the finite values of a step in the order of the table, without None.
 
-    Raises: KeyError for a name that the table does not have.
+    Raises: KeyError for a name that is not in the table.
     """
     strange = numbers.keys() - BY_NAME.keys()
     if strange:

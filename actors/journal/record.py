@@ -21,9 +21,9 @@ class TrajectoryEntry:
 
     trajectory: Trajectory
     reason: EvictionReason | None
-    """Why it is not in the loss. None: trained."""
+    """The reason why it is not in the loss; None if it is trained."""
     baseline_return: float | None
-    """Its return in its group's baseline. None: it was not in the baseline."""
+    """Its return in its group's baseline; None if it was not in the baseline."""
     advantages: tuple[Float32s, ...]
     """One array for each sample, [M] float32: the advantages of its trained tokens in order, as the
     trainer received them. Empty if the trajectory is not in the loss.
@@ -33,7 +33,7 @@ class TrajectoryEntry:
 
     @property
     def num_trained(self) -> int:
-        """The number of tokens that were given to the trainer."""
+        """The number of its tokens that were trained."""
         return sum(int(each.shape[0]) for each in self.advantages)
 
 
@@ -44,7 +44,7 @@ class GroupRule:
     baseline: Baseline
     scale: Scale
     trains_without_signal: bool = False
-    """Whether groups of equal returns are trained, as AlgorithmSettings has it."""
+    """Whether groups of equal returns are trained (`AlgorithmSettings.trains_without_signal`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,15 @@ class JournalStep:
     """A training step as it was played in one term."""
 
     step: int
-    """1, 2, ..., as in the run's records and its ledger's rows."""
+    """The step's number, counted from 1, as in the run's records and its ledger."""
     term: int
     trainer_version: int
     max_policy_age: int
-    """The run's bound, in versions. It counts versions that were published again for the same
-    step.
+    """The largest age of a trained token, in versions, including versions that were published again
+    for the same step.
     """
     group_rule: GroupRule | None
-    """None if advantages depend on more than the group's returns."""
+    """The rule of its advantages; None if they depend on more than the group's returns."""
     num_packed_trained: int
     """Trained tokens in the packed rows of all ranks."""
     entries: tuple[TrajectoryEntry, ...]

@@ -1,4 +1,4 @@
-"""The merge actor: fetches a step's payloads, builds the batch (`step`), stores the shards.
+"""The merge actor, which fetches a step's payloads, builds the batch and stores the shards.
 
 The loop calls `plan` (only with a critic or a reference) and then `build`, once a step. Payloads
 are read without a copy (as views of shared memory), and the reply holds references. If payloads are
@@ -45,17 +45,17 @@ class BuiltStep:
     value_shards: tuple[Any, ...] = ()
     """A reference to each rank's ValueShard, in the order of ranks; empty without a critic."""
     notices: tuple[str, ...] = ()
-    """Sentences for the user on faults; usually empty."""
+    """Warnings for the user; usually empty."""
     returns: tuple[GroupReturns, ...] = ()
     """The returns of each group of the step."""
     num_bytes: int = 0
     """Bytes of all shards."""
 
     def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
-        """Complete the report's tokens.
+        """Return the report with the final counts of tokens.
 
-        Args: is_all_skipped: no update of the step was applied. dropped: the tokens of attempts
-        that no step took, since the step before.
+        Args: is_all_skipped: whether all updates of the step were skipped. dropped: the tokens of
+        attempts that ended since the previous step and are in no step.
         """
         own = self.report.tokens
         if is_all_skipped:
@@ -63,7 +63,7 @@ class BuiltStep:
         return replace(self.report, tokens=own.plus(dropped))
 
     def outcomes_after(self, *, is_all_skipped: bool) -> tuple[RolloutOutcome, ...]:
-        """Return the step's outcomes; none is `trained` if all the step's updates were skipped."""
+        """Return the step's outcomes; none is trained if all updates of the step were skipped."""
         if not is_all_skipped:
             return self.outcomes
         reason = EvictionReason.NONFINITE_STEP
@@ -85,7 +85,7 @@ class MergeActor:
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
         """Lay out the rows that the trainer must score; return a reference to each rank's shard.
 
-        Called only where rewards or advantages need a reference or a critic. `build` repeats the
+        Called only if rewards or advantages need a reference or a critic. `build` repeats the
         layout to read the scores, so that no state is kept between the two.
         Raises: PayloadsLost, naming the rollouts.
         """
@@ -109,8 +109,8 @@ class MergeActor:
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
             reference to its RowScores for the plan; empty without a plan. republished: versions
             that were published for the same step as the version before them.
-        Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError, as build_step and
-            read_scores.
+        Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError if `build_step` or
+            `read_scores` raises it.
         """
         groups = self._read(step_input)
         if scores:

@@ -32,9 +32,9 @@ class GroupAdvantages:
     """The advantages that one group's returns give."""
 
     values: Float64s
-    """[G] float64."""
+    """[G] float64, in the order of the returns."""
     no_signal: EvictionReason | None = None
-    """Reason if all values are 0 (zero_variance, negative_return); else None."""
+    """The reason if all values are 0 (zero_variance or negative_return), otherwise None."""
 
 
 def credit_group(
@@ -45,11 +45,11 @@ def credit_group(
     turn_discount: float | None,
     critic: CriticSettings,
 ) -> tuple[list[Member], EvictionReason | None]:
-    """Give the trained tokens of one group's baseline their advantages.
+    """Compute the advantages of the trained tokens of a group.
 
-    Args: members: those in the baseline, at least one; with a critic, with its values.
-    Returns: the members with advantages, and the reason if all of these are 0, as
-        `GroupAdvantages`.
+    Args: members: the members in the baseline, at least one; a critic must have scored them if the
+        baseline is critic.
+    Returns: the members with advantages, and the reason if all advantages are 0, otherwise None.
     """
     if baseline is Baseline.CRITIC:
         return [_credit_tokens(member, critic) for member in members], None
@@ -89,7 +89,7 @@ def group_advantages(
         scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
 
     Args: returns: [G] float, finite, of the members in the baseline, G >= 1. scale: must be none
-        with the baseline none, which has no group to divide by.
+        if the baseline is none.
     Example: group_advantages([1, 0, 0, 0]).values -> [1.499997, -.499999, -.499999, -.499999]
     """
     values = np.asarray(returns, np.float64)
@@ -156,8 +156,7 @@ def turn_advantages(
         turn gets the advantage of its trajectory, for any numbers of turns.
 
     Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
-    Returns: for each member [K_i] float64; and the reason if all of them are 0, None if some are
-        not.
+    Returns: for each member [K_i] float64; and the reason if all of them are 0, otherwise None.
     Example: rewards [[0, 1], [0, 0]], discount .5, mean, none: R = [[.5, 1], [0, 0]] -> [[.25, .5],
         [-.25, -.5]]
     """
@@ -229,8 +228,8 @@ def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation)
     V(s_T) for a trajectory that was cut off, under bootstrap; otherwise 0: truncated is not
     terminated.
 
-    Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if none
-    followed. is_truncated: the recorded outcome, never guessed from token ids.
+    Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if no
+    observation followed. is_truncated: read from the recorded outcome, not guessed from token ids.
     """
     is_open = is_truncated and truncation is Truncation.BOOTSTRAP
     return final_value if is_open else 0.0

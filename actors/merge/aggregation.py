@@ -21,7 +21,7 @@ from actors.algorithm import Aggregation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSize:
-    """The amounts that an update trains; floats, because a share may be a fraction."""
+    """The size of an update; the counts are floats because they may be shares."""
 
     num_tokens: float = 0.0
     num_trajectories: float = 0.0
@@ -45,7 +45,7 @@ def trajectory_weights(
     appendix A: the generation budget). D, N and G include groups without a signal, and all ranks.
 
     Args: num_tokens: [N], of each trajectory over all its samples, at least 1. group_ids: [N].
-        without_signal: size of the part that is not in the rows but counts.
+        without_signal: size of the groups without a signal, which count but are not in the rows.
     Returns: [N] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]

@@ -68,7 +68,7 @@ def classify_groups(
     """Shape the rewards of every trajectory and apply its outcome's rule.
 
     Args: groups: for each group, the trajectories that the queue kept.
-    Raises: ValueError for two trajectories of one rollout: the ledger counts each rollout once.
+    Raises: ValueError if two trajectories are of one rollout: the ledger counts a rollout once.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]

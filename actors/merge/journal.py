@@ -48,9 +48,7 @@ def journal_step(
 
 
 def members_of(step: JournalStep) -> tuple[Member, ...]:
-    """Rebuild the members that the step's rows were made of, with all that `weigh_updates`
-    reads.
-    """
+    """Rebuild the step's members from its record, with all fields that `weigh_updates` reads."""
     return tuple(
         Member(
             trajectory=entry.trajectory,
@@ -75,7 +73,9 @@ class JournalSettings:
     """Number of the newest steps whose files are kept."""
     max_policy_age: int
     group_rule: GroupRule | None
-    """This and max_policy_age are the run's; both are written into each file."""
+    """The rule of the run's advantages; None if they depend on more than a group's returns. It and
+    max_policy_age are written into each file.
+    """
 
 
 class Journal:
@@ -88,7 +88,7 @@ class Journal:
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
 
-        republished: as `policy_ages`.
+        republished: versions that were published for the same step as the version before them.
         """
         settings = self._settings
         version = result.report.trainer_version

@@ -1,4 +1,4 @@
-"""A trajectory of a step's group on its way to the batch, and its trained tokens as played; pure.
+"""A trajectory of a step on its way to the batch, and the order of its trained tokens; pure.
 
 The same record is used from the queue to the journal: each stage takes members and returns new ones
 with more fields set (`disposition`: reason, rewards, returns; `scoring`: scores;
@@ -24,23 +24,29 @@ class Member:
 
     trajectory: Trajectory
     reason: EvictionReason | None
-    """Reason why it is not in the loss; None: it is in the loss."""
+    """The reason why it is not in the loss; None if it is in the loss."""
     problem: str = ""
     """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
-    """[K], one for each turn, after shaping and the outcome's rule, which changes the last one."""
+    """[K], the reward of each turn after shaping and after the outcome's rule, which changes only
+    the last reward.
+    """
     baseline_return: float | None = None
-    """Its return in the group's baseline; None: it is not in the baseline."""
+    """Its return in the group's baseline; None if it is not in the baseline."""
     shaped_return: float
     """Its return after shaping, before the outcome's rule."""
     scores: tuple[RowScores, ...] = ()
-    """For each sample; empty unless a reference or a critic has scored them."""
+    """The scores of each sample; empty if no reference or critic has scored the samples."""
     kl_rewards: Float64s | None = None
-    """[N], added to the rewards of the trained tokens: minus their KL penalties. None: no KL."""
+    """[N], the negated KL penalties of the trained tokens, added to their rewards; None without
+    them.
+    """
     advantages: tuple[Float64s, ...] = ()
-    """For each sample, [M]; empty for a member that is not in the baseline."""
+    """The advantages of each sample's trained tokens, [M]; empty if the member is not in the
+    baseline.
+    """
     no_signal: EvictionReason | None = None
-    """Reason why all advantages of its group are 0; None: the group gives a training signal."""
+    """The reason why all advantages of its group are 0; None if the group has a training signal."""
     old_values: tuple[Float32s, ...] = ()
     """For each sample, [M]: the critic's values of the states that the tokens were sampled in."""
     value_targets: tuple[Float32s, ...] = ()
@@ -76,7 +82,7 @@ def turn_bounds(member: Member) -> Int64s:
 
 
 def token_numbers(sample: Sample, bounds: Int64s) -> Int64s:
-    """Return the numbers of a sample's trained tokens, [M]. Args: bounds: as `turn_bounds`."""
+    """Return the numbers of a sample's trained tokens, [M]. Args: bounds: from `turn_bounds`."""
     return np.concatenate(
         [np.arange(bounds[turn.index], bounds[turn.index + 1]) for turn in sample.turns]
     )

@@ -92,8 +92,8 @@ def pack_minibatch(
 ) -> list[Minibatch]:
     """Pack the samples of one update.
 
-    share_prefixes: whether a row computes only once what its samples have in common.
-    Returns: the minibatch of each rank.
+    share_prefixes: whether a prefix that samples of a row have in common is computed only once.
+    Returns: a minibatch for each rank.
     """
     members: dict[str, list[WeightedSample]] = {}
     for each in weighted:
@@ -122,7 +122,7 @@ def pack_values(
 ) -> tuple[ValueShard, ...]:
     """Pack one critic update; each trained token weighs 1 / (trained tokens of all ranks).
 
-    Args: weighted: with values.
+    Args: weighted: samples with old_values and value_targets.
     Returns: a shard for each rank.
     """
     weight = 1 / max(1, sum(each.sample.num_trained for each in weighted))
@@ -151,7 +151,7 @@ def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow
 def unrouted(
     sample: Sample, *, loss_weight: float = 0.0, temperature: float = 1.0
 ) -> WeightedSample:
-    """Prepare a sample for a reference or a critic, whose router makes its own choices."""
+    """Prepare a sample for a reference or a critic: without expert records, which they ignore."""
     return WeightedSample(
         sample=sample.without_experts(),
         advantage=0.0,
@@ -239,7 +239,7 @@ def _number_trajectories(
 
 
 def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """Put samples into rows of at most `budget` tokens, longest first, and deal these to ranks.
+    """Put samples into rows of at most `budget` tokens, longest first, and deal the rows to ranks.
 
     Used for rows without a policy loss: they are not split into updates, and a trajectory need not
     stay together. A sample longer than the budget gets a row of its own.
@@ -317,9 +317,9 @@ class _Assignment:
     members: list[list[list[int]]]
     """[ranks][rows][trajectories of the row], ascending indices into the sorted items."""
     tokens: list[list[int]]
-    """[ranks][rows], after sharing."""
+    """[ranks][rows], the tokens of each row after sharing prefixes."""
     costs: list[float]
-    """[ranks], as `Size.cost`."""
+    """[ranks], the cost of each rank, in the unit of `Size.cost`."""
 
     @property
     def is_balanced(self) -> bool:

@@ -1,4 +1,4 @@
-"""Prefixes that samples have in common: the forest of a row, its expert records, and the savings.
+"""Share the prefixes that samples of a row have in common: its forest, expert records and cost.
 
 Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
 trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
@@ -119,14 +119,14 @@ def row_experts(
     """Put the samples' routing records at the positions of their tokens in the row.
 
     A record belongs to a token that was processed (`actors.expert_records`), so it holds wherever
-    that token follows the same tokens. Rule: of all records of one position of the row's prefix
-    forest, the first in the order of the samples counts, for every sample that contains the
+    that token follows the same tokens. If several samples have a record of one position of the
+    row's prefix forest, the first of these samples decides for all samples that contain the
     position. Flat rows follow the same rule, so that sharing prefixes changes no number, and a
     token that is context in one sample is replayed there as in the sample that it was sampled in.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records whose experts,
-        in any order, differ from those of the record that counts at their position.
+        in any order, differ from those of the record used at their position.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c], one overruled if b is not a.
     """
@@ -154,9 +154,9 @@ def row_experts(
 
 
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
-    """Count the records whose experts differ from those of the record that counts.
+    """Count the records whose experts differ from those of the record used at their position.
 
-    Args: counting: [R], for each record the number of the one that counts at its position.
+    Args: counting: [R], for each record the index of the record used at its position.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
@@ -197,19 +197,19 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring ones, in prefix order. [N] arrays.
 
-    In that order what two items share is the least that any two neighbours between them share; so
-    one number for each pair of neighbours is enough to compute the size of any selection of items
-    in a row.
+    In this order the length of the prefix that two items share is the minimum over all pairs of
+    neighbours between them; so one number for each pair of neighbours is enough to compute the size
+    of any selection of items in a row.
     """
 
     order: list[int]
-    """[N], the index of each trajectory (or bundle) in the order that the caller has."""
+    """[N], the index of each trajectory (or bundle) in the caller's order."""
     num_tokens: Int64s
     """Tokens of each item in a row without others."""
     cost: Float64s
     """Cost of each item in a row without others, as `Size.cost`."""
     shared: Int64s
-    """Leading tokens in common with the item before, 0 for the first."""
+    """Number of leading tokens that each item shares with the item before it; 0 for the first."""
     inner: Int64s
     """The smallest common prefix of two neighbouring trajectories inside the item; the largest
     int64 for an item of one.
@@ -222,7 +222,7 @@ class SortedItems:
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:
-        """Return for each item the leading tokens that it has in common with item `number`, [N]."""
+        """Return the number of leading tokens that each item shares with item `number`, [N]."""
         shared = np.empty_like(self.shared)
         ahead = self.shared[number + 1 :].copy()
         np.minimum(ahead[1:], self.inner[number + 1 : -1], out=ahead[1:])
@@ -283,8 +283,8 @@ def sort_trajectories(
 
 
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
-    """Cut items where no prefix is shared; then cut each part that is too large where least is
-    shared.
+    """Cut the items wherever two neighbours share no prefix; then cut each part that is too large
+    at its shortest shared prefix.
 
     Among equally good cuts the one nearest to the middle is taken.
     Returns: the bounds of the parts, from 0 to N.

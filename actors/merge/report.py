@@ -41,13 +41,13 @@ _REDUCE: Mapping[Reduction, Callable[[NDArray[np.float64]], np.floating]] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
     samples_before: int
-    """Number of turns: without merging each would be a sample."""
+    """Number of turns, which is the number of samples without merging."""
     samples_after: int
     branches: Mapping[BranchReason, int]
     """Samples that branched off an earlier one, by reason."""
     num_saved_tokens: int
-    """Tokens that merging saved: those of rows of one turn each, minus those of the merged
-    samples.
+    """Tokens that merging saved: the tokens of one sample for each turn, minus the tokens of the
+    merged samples.
     """
     num_masked_tokens: int
     """Sampled tokens without a finite log-probability, which are not trained."""
@@ -115,19 +115,20 @@ class StepReport:
     num_padding_rows: int
     """Micro-batches that train nothing; counted in `num_micro_batches` too."""
     num_overruled_records: int
-    """Expert records that differ from the one that counts at their position (`row_experts`)."""
+    """Expert records that differ from the record used at their position (`row_experts`)."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
-    """By name as the environment gives it, the mean over the graded trajectories that have it, each
-    the sum over its turns; the first MAX_COMPONENTS names."""
+    """The mean of each named part of the reward over the graded trajectories that have it, after
+    summing over turns; only the first MAX_COMPONENTS names."""
     logged_metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each logged number over the trajectories whose environment logged it, by name;
     only the first MAX_COMPONENTS names. These numbers are not rewarded.
     """
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
-    """By name, where the step has trajectories of several."""
+    """The report of each environment, by name; empty if the step has only one environment."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    """What became of the sampled tokens: those of the step's trajectories and, in a stored record,
-    those of attempts that ended since the step before and that no step took."""
+    """Sampled tokens, counted by whether or why not they were trained: those of the step's
+    trajectories and, in a stored record, those of attempts that ended since the previous step and
+    are in no step."""
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
@@ -186,7 +187,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
 
 
 def count_tokens(members: Sequence[Member]) -> TokenCounts:
-    """Count the members' sampled tokens by what becomes of them.
+    """Count the members' sampled tokens by whether, or why not, they are trained.
 
     Example: two members of 3 and 5 tokens, the second cut off and masked -> 3 trained, 5
     truncated_tokens

@@ -24,8 +24,8 @@ from actors.types import Sample
 def plan_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, *, step: int, trainer_version: int
 ) -> tuple[RankShard, ...]:
-    """Lay out all samples that a baseline needs scores of. Returns: the shard that each rank
-    scores.
+    """Lay out the samples of all trajectories in a baseline. Returns: a shard to score for each
+    rank.
     """
     weighted, dealt = score_rows(groups, settings)
     return tuple(
@@ -73,8 +73,8 @@ def read_scores(
 
     Args: groups, settings: as for `plan_scores`. answers: for each rank, the scores of each row of
     its shard; those of padding rows are ignored.
-    Raises: ValueError, naming a trajectory of the row, when an answer does not fit its row or is
-    not finite.
+    Raises: ValueError, naming a trajectory of the row, if the scores of a row have another length
+    or are not finite.
     """
     weighted, dealt = score_rows(groups, settings)
     samples = [each.sample for each in weighted]

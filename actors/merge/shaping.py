@@ -1,7 +1,7 @@
 """Reward shaping: pure functions over the turn rewards of one trajectory.
 
 Each adjustment changes the last turn's reward, except the KL penalty, which is per token. Group
-statistics use the adjusted rewards; the environment's own stay in the trajectory. Order: clip the
+statistics use the adjusted rewards; the trajectory keeps the environment's own. Order: clip the
 return, overlong and missing-end penalties (`shaped_rewards`), then the outcome's rule
 (`disposition`), then, once a reference has scored the samples, KL (`charge_kl`). Called by
 `disposition` and `step`.
@@ -98,7 +98,7 @@ def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) 
 
 
 def is_end_missing(trajectory: Trajectory) -> bool:
-    """Whether the last turn was cut off before its end token, by the engine's recorded reason.
+    """Whether the engine reported that the last turn was cut off before its end token.
 
     Source of the penalty: TRL, `missing_eos_penalty` (deviation: the recorded finish reason is
     read, never the token ids).
@@ -109,7 +109,7 @@ def is_end_missing(trajectory: Trajectory) -> bool:
 def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
     """Subtract the KL penalty from a member's trained tokens, and its sum from the returns.
 
-    Args: member: in its group's baseline, with a reference's scores.
+    Args: member: must be in its group's baseline and have a reference's scores.
     """
     assert member.baseline_return is not None
     bounds = turn_bounds(member)

@@ -7,9 +7,9 @@ Invariant: every trajectory gets exactly one outcome, which is `trained` exactly
 in the batch.
 
 A group without a signal (equal returns, one member, or a negative return under scale mean) has
-advantage 0. With an entropy bonus or a KL term in the loss it is trained all the same. Otherwise it
-is left out of the rows, but counts in the loss weights: otherwise the few groups that still differ
-would be weighted as if they were the whole step. Called by the merge actor.
+advantage 0. It is trained if the loss has an entropy bonus or a KL term. If not, it is left out of
+the rows but counts in the loss weights, because otherwise the few groups whose returns differ would
+be weighted as if they were the whole step. Called by the merge actor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepResult:
     shards: tuple[RankShard, ...]
     """One for each rank."""
     value_shards: tuple[ValueShard, ...]
-    """One for each rank with a critic; empty without one."""
+    """One for each rank if there is a critic, otherwise empty."""
     members: tuple[Member, ...]
     """Every trajectory of the step with its disposition and advantages; for the journal."""
     outcomes: tuple[RolloutOutcome, ...]
@@ -56,9 +56,10 @@ def build_step(
 ) -> StepResult:
     """Make the batch of one step.
 
-    Args: groups: as `classify_groups` made them with these settings, scored (`read_scores`) if the
+    Args: groups: from `classify_groups` with these settings, and with scores (`read_scores`) if the
         settings need a critic or a reference. step: its number, counted from 1. trainer_version:
-        the policy version that the trainer holds. republished: as `policy_ages`.
+        the policy version that the trainer holds. republished: versions that were published for the
+        same step as the version before them.
     Raises: ValueError if scores are missing, or a trajectory was sampled by a version that the
         trainer does not hold yet.
     """
@@ -117,8 +118,8 @@ def _check_members(
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Give the members of a group's baseline their advantages, or every member a reason for
-    exclusion.
+    """Compute the advantages of the members in a group's baseline, or exclude all members with a
+    reason.
     """
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
@@ -147,7 +148,7 @@ def _exclude(member: Member, reason: EvictionReason) -> Member:
 
 
 def _normalise(groups: Sequence[GroupMembers]) -> list[GroupMembers]:
-    """Normalise the advantages over the step; groups without a signal are left out of it."""
+    """Normalise the advantages over the step, without those of groups without a signal."""
 
     def takes_part(member: Member) -> bool:
         return member.is_trained and member.no_signal is None
@@ -169,11 +170,13 @@ def weigh_updates(
 ) -> list[list[list[WeightedSample]]]:
     """Split the trained members into the step's updates, and weight their tokens.
 
-    Members without signal are not trained, but count in the denominators of the loss. Each update
-    counts a share of them, in proportion to what it trains (`share_of`).
+    Members without a signal are not trained, but count in the denominators of the loss. Each update
+    counts a share of them, in proportion to the tokens, trajectories and groups that it trains
+    (`share_of`).
 
     Args: members: all members of the step, in its order.
-    Returns: for each update, by trajectory, its samples that hold a trained token.
+    Returns: for each update, a list for each of its trajectories: the samples that hold a trained
+        token.
     """
     trained = [member for member in members if member.is_trained]
     whole = _size_of(trained)
@@ -218,7 +221,7 @@ def pack_updates(
 ) -> tuple[RankShard, ...]:
     """Pack the rows of a step's updates for every rank.
 
-    Args: updates: as `weigh_updates`.
+    Args: updates: from `weigh_updates`.
     """
     minibatches: list[list[Minibatch]] = [
         pack_minibatch(

@@ -1,10 +1,11 @@
 """Abandon the current step before its first update, so that a run can end within its grace
 period.
 
-Every rank is asked, at a different time; between two micro-batches the ranks agree whether any of
-them was, so that none enters a collective that another one has left. Until the first update of a
-step the weights are those of the step before: a checkpoint of it can be written. Used by
-`TrainerRank`. Imports no torch at its top: the supervisor reads the error.
+The request reaches the ranks at different times. Between two micro-batches the ranks agree whether
+it has reached any of them, so that no rank enters a collective that another one has left. Until the
+first update of a step the weights are those of the previous step, and a checkpoint of that step can
+be written. Used by `TrainerRank`. The module does not import torch at its top, because the
+supervisor imports the error.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class StepAbandoned(Exception):
-    """A step was abandoned; the weights are those of the step before."""
+    """A step was abandoned; the weights are those of the previous step."""
 
 
 class Abandonment:
-    """The request to one rank to abandon. `check` is collective, over a separate gloo group."""
+    """The request to abandon the step. `check` is collective, over a separate gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._is_asked = threading.Event()
 
     def ask(self) -> None:
-        """Request that the current step, and every later one, is abandoned; from any thread."""
+        """Request that the current and every later step is abandoned; callable from any thread."""
         self._is_asked.set()
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""One trainer rank as a Ray actor: `TrainerRank`, and the parts of it that need Ray.
+"""One trainer rank as a Ray actor: holds a `TrainerRank` and makes the calls that need Ray.
 
 Methods run one at a time, in the order of their calls, so that the ranks' collectives line up;
 except the two groups of `CONCURRENCY`, which run concurrently with them. Started, watched and
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 BOARD_TIMEOUT_S = 30.0
 CONCURRENCY = {"watch": 1, "save": 1}
-# A start's work is in libraries: a MiB of memory counts, or so many seconds of the processor.
+# A start's work is in libraries, so its progress is counted in MiB of memory and in this many
+# seconds of processor time.
 _START_TICK_S = 10.0
 BOARD_PAUSE_S = 1.0
 
@@ -89,10 +90,9 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:
-        """Return the peak memory of this rank, in bytes: of its GPU if it has one, else of its
-        process.
+        """Return the peak memory of this rank's GPU, or of its process without a GPU, in bytes.
 
-        Raises: RuntimeError if the weights that this rank keeps are not broadcast any more.
+        Raises: RuntimeError if this rank no longer broadcasts the weights that it keeps.
         """
         if self._sender is not None:
             self._sender.check()
@@ -104,14 +104,14 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def abandon(self) -> None:
-        """Abandon the current step, as the rank's method; do nothing before the start is over."""
+        """Request that the current step is abandoned; do nothing before the rank has joined."""
         if self._rank is not None:
             self._rank.abandon()
 
     def open_rendezvous(self, is_local: bool) -> Rendezvous:
-        """Open the store that the ranks meet at; rank 0 alone.
+        """Open the store at which the ranks meet; called only on rank 0.
 
-        Args: is_local: all ranks share one node.
+        Args: is_local: whether all ranks share one node.
         """
         from actors.trainer.process_group import open_store
 
@@ -123,9 +123,9 @@ class TrainerRankActor:
         return rendezvous
 
     def join(self, rendezvous: Rendezvous, is_local: bool) -> ModelShape:
-        """Meet the other ranks and load the model; returns what its trajectories have to fit.
+        """Meet the other ranks, load the model and return its shape.
 
-        Args: is_local: all ranks share one node.
+        Args: is_local: whether all ranks share one node.
         """
         with quick_imports():
             from actors.trainer.process_group import connect_store, keep_freed_memory
@@ -156,19 +156,19 @@ class TrainerRankActor:
         return self._joined.finish_save()
 
     def score_rows(self, shard: RankShard) -> ObjectRef:
-        """Score rows; return a reference to the answers: [rows] RowScores."""
+        """Score rows; return a reference to the scores, [rows] RowScores."""
         return ray.put(self._joined.score_rows(shard))
 
     def put_weights(self) -> tuple[WeightGroup, ...]:
-        """Put the packed weights into the object store; rank 0 returns them, the others nothing."""
+        """Put the packed weights into the object store; rank 0 returns them, other ranks ()."""
         return tuple(
             replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )
 
     def keep_weights(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
-        """Pack the weights, keep them and broadcast them to whoever takes a seat on the board.
+        """Pack the weights, keep them and broadcast them to engines that take a seat on the board.
 
-        Returns: on rank 0 the groups without their bytes, on the others nothing.
+        Returns: on rank 0 the groups without their bytes, on other ranks ().
         """
         from actors.weights.collective import Offer, Sender
 
@@ -194,7 +194,7 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | None]:
-    """`WeightBoard.form_group` for a `Sender`'s thread."""
+    """Return a function for a `Sender`'s thread that calls `WeightBoard.form_group`."""
 
     def form_group(offer: Offer, store: str, timeout_s: float) -> Seat | None:
         call = board.form_group.remote(offer.term, offer.version, store, timeout_s)

@@ -1,12 +1,12 @@
 """The share of each trajectory in an update's gradient: norms, and dot products with the whole.
 
 An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own: G =
-sum_i g_i. Two passes, one backward of each trajectory in each: the first gives every |g_i| and adds
-up G, the second gives every g_i . G. So two gradients are kept in addition to the model, the
-whole's and the current group's, for any number of trajectories. Rejected: keeping every g_i (a
-model's size each), and random projections of them, which need one pass less and give every dot
-product an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of
-an update.
+sum_i g_i. Two passes each run one backward for each trajectory: the first gives every |g_i| and
+adds up G, the second gives every g_i . G. So only two gradients are kept in addition to the model,
+those of the whole and of the current group, for any number of trajectories. Rejected: keeping every
+g_i (each as large as the model), and random projections of them, which need one pass less but give
+every dot product an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters:
+[N] rows of an update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actors.trainer.sharded_model import squared_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A part g of a gradient G."""
+    """A part g of an update's gradient G."""
 
     norm: float
     """|g|."""
@@ -39,9 +39,9 @@ class SplitGradient:
     norm: float
     """|G|."""
     rows: tuple[GradientPart, ...]
-    """[N]; their dots add up to |G|^2."""
+    """[N], the part of each row; their dot products add up to |G|^2."""
     groups: Mapping[str, GradientPart]
-    """By id."""
+    """The part of each group, by the group's id."""
 
 
 def split_gradient(

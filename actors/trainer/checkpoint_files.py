@@ -1,6 +1,6 @@
 """A writer of torch checkpoints that computes the digest of each file while writing.
 
-Invariant: a digest is of the bytes that were passed to the file system, not of what it stored.
+Invariant: a digest is of the bytes passed to the file system, not of the bytes that it stored.
 Called by `sharded_model`, in the thread that writes.
 """
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 
 class DigestingWriter(FileSystemWriter):
-    """digests: SHA-256 of each file that this rank has written, by its name; seconds: the time
-    that the digests took."""
+    """A writer of one rank's files that computes their digests.
+
+    digests: SHA-256 of each file that this rank has written, by its name. seconds: time spent on
+    computing the digests.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -61,7 +64,7 @@ class _DigestingFiles(FileSystem):
 
 
 class _DigestingStream(io.RawIOBase):
-    """A stream that passes its bytes on and digests them."""
+    """A stream that writes its bytes to another stream and computes their digest."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw

@@ -43,8 +43,9 @@ def clipped_value_loss(
 
     Args: values: [M] float32, with gradient. old_values: [M] float32, of the critic at the step's
         start. value_targets: [M] float32, GAE's A + V_old. loss_weights: [M] float32. clip: c > 0.
-    Returns: scalar, with gradient; number of tokens whose gradient the clip took away, without.
-    Example: V [1, .1], V_old 0, R [0, 1], c .2, w 1: [.5, .405] -> .905
+    Returns: the loss, a scalar with gradient; and the number of tokens to which the clip applied,
+        without gradient.
+    Example: V [1, .1], V_old 0, R [0, 1], c .2, w 1: losses [.5, .405] -> .905
     """
     assert values.shape == old_values.shape == value_targets.shape == loss_weights.shape
     square = (values - value_targets).square()
@@ -62,10 +63,10 @@ def explained_variance(
     """Return the share of the value targets' variance that the values explain.
 
     1 - E[(R - V)^2] / Var[R].   Source: OpenAI Baselines, `explained_variance` (deviation: the
-    error counts with its mean, so that values off by a constant explain less).
+    mean of the error is not subtracted, so that values off by a constant explain less).
 
-    Args: means over the same tokens, float64 sums.    Returns: at most 1; None for targets that do
-    not vary beyond rounding.
+    Args: float64 means over the same tokens.    Returns: at most 1; None if the targets do not vary
+    beyond rounding.
     Example: R [0, 2], V [1, 1]: explained_variance(1, 2, 1) -> 0; V = R -> 1
     """
     variance = target_mean_square - target_mean**2
@@ -75,7 +76,7 @@ def explained_variance(
 
 
 class Critic:
-    """Scores states, and learns the returns that followed them."""
+    """A critic that scores states and learns the returns that followed them."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class Critic:
         *,
         max_context_tokens: int | None = None,
     ) -> None:
-        """Load the value model and shard it. Raises: as `load_value_model`.
+        """Load the value model and shard it. Raises: NotImplementedError; OSError.
 
-        trainer: what its optimiser has in common with the policy's. max_context_tokens: as
-            `load_value_model`.
+        Args: model, max_context_tokens: as for `load_value_model`, which raises. settings: of the
+            critic. trainer: settings that its optimiser shares with the policy's.
         """
         value_model = load_value_model(
             model,
@@ -107,13 +108,15 @@ class Critic:
 
     @torch.no_grad()
     def score(self, rows: tuple[MicroBatch, ...]) -> tuple[Float32s, ...]:
-        """Value every state of each row: [T] float32, at position t of the state ending there."""
+        """Return the values of each row's states, [T] float32; that at t is of the state that
+        ends with token t.
+        """
         values = tuple(self._values(row).cpu().numpy() for row in rows)
         self.trained.free_weights()
         return values
 
     def update(self, shard: ValueShard) -> CriticStats:
-        """Take one step towards the targets; without targets no weight changes."""
+        """Apply one optimiser update towards the targets; without targets no weight changes."""
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(shard.rows):
             self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)
@@ -135,7 +138,7 @@ class Critic:
         return values
 
     def _accumulate(self, value_row: ValueRow) -> Tensor:
-        """Forward and backward of one row; its sums, in the order that `_stats` reads."""
+        """Run forward and backward of one row; return its sums in the order that `_stats` reads."""
         old, targets, weights, positions = (
             torch.tensor(numbers, device=self.trained.device)
             for numbers in (

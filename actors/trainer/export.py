@@ -1,10 +1,10 @@
-"""A checkpoint as a Hugging Face directory, in one process and without a process group.
+"""Export a checkpoint as a Hugging Face directory, in one process and without a process group.
 
-The weights, and whether the head is the embedding, come from the checkpoint; configuration,
-tokenizer, processor, chat templates and generation defaults come from the base model, byte for
-byte, so that an answer ends on the tokens on which the run's ended. If the run has a chat template
-of its own, it replaces the base model's. Invariant: the directory appears whole or not at all, and
-nothing is ever overwritten. Called by the command line.
+The weights, and whether the head is tied to the embedding, come from the checkpoint; configuration,
+tokenizer, processor, chat templates and generation defaults are copied unchanged from the base
+model, so that answers end at the same tokens as in the run. If the run has its own chat template,
+it replaces the base model's. Invariant: the directory appears complete or not at all, and nothing
+is ever overwritten. Called by the command line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import (
 from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.checkpoint import CheckpointError, Progress, check_files, read_manifest
 
-# What transformers and vLLM read in a model's directory, apart from configuration and weights.
+# Files that transformers and vLLM read in a model's directory besides configuration and weights.
 _COMPANIONS = (
     "*.json",
     "*.jinja",
@@ -67,11 +67,11 @@ def export_checkpoint(
 ) -> Progress:
     """Write a checkpoint's policy in Hugging Face format.
 
-    Args: output: a directory that does not exist. model: the base model, when it is no longer
-        where the run found it. dtype: of the written weights.
+    Args: output: a directory that does not exist. model: the base model, if it is no longer where
+        the run found it. dtype: type of the written weights.
     Returns: the checkpoint's manifest.
-    Raises: FileExistsError when `output` exists; CheckpointError for a broken or changed
-        checkpoint, or another base model; OSError (transformers) when the base model is not there.
+    Raises: FileExistsError if `output` exists; CheckpointError if the checkpoint is broken, changed
+        or of another base model; OSError (transformers) if the base model is not there.
     """
     if output.exists():
         raise FileExistsError(
@@ -85,7 +85,7 @@ def export_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     causal_lm.to(dtype).save_pretrained(aside)
-    # transformers makes its own from the configuration.
+    # transformers writes this file from the configuration; the base model's own is copied below.
     (aside / _GENERATION).unlink(missing_ok=True)
     _copy_companions(base, aside)
     if progress.chat_template is not None:
@@ -99,7 +99,7 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     parts = [config, config.get_text_config()]
     parts = [part for part in parts if hasattr(part, "tie_word_embeddings")]
     flags = [part.tie_word_embeddings for part in parts]
-    # The trainer stores a separate head apart, whatever the configuration says about it.
+    # The trainer stores a separate head, whether or not the configuration ties it.
     _tie(parts, [False] * len(parts))
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _tie(parts, flags)
@@ -107,7 +107,7 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     weights = dict(causal_lm.state_dict())
     try:
         with warnings.catch_warnings():
-            # It warns of what is meant: one process, no group.
+            # torch warns that there is no process group, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
             for name in tied:
@@ -148,8 +148,9 @@ def _copy_companions(base: str, output: Path) -> None:
 
 
 def _write_template(base: str, chat_template: str, output: Path) -> None:
-    """Replace the model's chat templates with the run's, in every file that transformers and other
-    tools read."""
+    """Replace the model's chat templates with the run's, in every file in which transformers and
+    other tools look for one.
+    """
     shutil.rmtree(output / "additional_chat_templates", ignore_errors=True)
     (output / "chat_template.json").unlink(missing_ok=True)
     text: str = load_tokenizer(base, chat_template=chat_template).chat_template

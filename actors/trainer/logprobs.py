@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
 
 The output head is applied to a few tokens at a time, in both directions: of a chunk's logits only
-the normalisers are kept, and the backward pass computes the logits again. So at most two chunks of
-[C, V] are alive, whatever the vocabulary and the number of trained tokens. Each step over a chunk
-works in place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
+the normalisers are kept, and the backward pass computes the logits again. So at most two chunks
+[C, V] are in memory at a time, for any number of trained tokens. Each step over a chunk works in
+place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
 Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D] hidden.
 """
 
@@ -32,9 +32,9 @@ def token_logprobs(
     log p = z_target - lse, H = lse - sum_j p_j z_j; backward, with gradients g of log p and h of H:
     dz_j = g ([j = target] - p_j) - h p_j (log p_j + H), over the temperature.
 
-    Args: hidden: [M, D], of the head's type. targets: [M] int64. temperatures: [M] float32,
-        > 0; None: all are 1. chunk_tokens: at least 1. has_entropy_gradient: whether H sends
-        gradient back.
+    Args: hidden: [M, D], of the head's type. targets: [M] int64. temperatures: [M] float32, > 0;
+        None if all are 1. chunk_tokens: at least 1. has_entropy_gradient: whether entropies have a
+        gradient.
     Returns: log-probabilities [M] and entropies [M], float32, nats.
     Example: logits [[0, 0]], target 0 -> ([-.6931], [.6931])
     """
@@ -119,14 +119,14 @@ def _parts(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
 
 
 def _at(temperatures: Tensor | None, part: slice) -> Tensor | None:
-    """[C, 1]"""
+    """Return the temperatures of a chunk, [C, 1]."""
     return None if temperatures is None else temperatures[part, None]
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None
 ) -> Tensor:
-    """[C, V] float32, a tensor of its own. Args: temperatures: [C, 1]."""
+    """Return the logits of a chunk, [C, V] float32, in new memory. Args: temperatures: [C, 1]."""
     logits = nn.functional.linear(hidden, weight, bias).float()
     if bias is not None:
         # A bias can exclude a token by -inf, and 0 times infinity is not 0 in the entropy.
@@ -135,9 +135,9 @@ def _logits(
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalisers, log-probabilities, entropies [C] of logits [C, V], which are used up."""
+    """Return normalisers, log-probabilities and entropies, [C] each; overwrites logits [C, V]."""
     peaks = logits.amax(-1, keepdim=True)
-    # From the largest logit down: small numbers, so that the entropy keeps its digits.
+    # Relative to the largest logit: small numbers, so that the entropy keeps its digits.
     logits.sub_(peaks)
     exponentials = logits.exp()
     totals = exponentials.sum(-1)
@@ -158,8 +158,9 @@ def _slopes(
     of_entropies: Tensor | None,
     entropies: Tensor,
 ) -> Tensor:
-    """Compute the gradient for the logits, in the memory of log_softmax [C, V]; the rest is [C,
-    1].
+    """Return the gradient for the logits, in the memory of log_softmax [C, V].
+
+    The other arguments are [C, 1], except targets, [C].
     """
     if of_entropies is None:
         slopes = log_softmax.exp_().mul_(-of_logprobs)

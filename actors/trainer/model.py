@@ -1,10 +1,10 @@
-"""The models that are trained, as modules: packed row in, scores of its tokens out.
+"""The trained models as modules that score the tokens of a packed row.
 
-`PolicyModel` gives log-probabilities, `ValueModel` the values of a critic. Both are roots of FSDP2,
-so that their heads are applied inside their forward, where the weights are gathered. Invariant: the
-names and the tying of the Hugging Face model inside are untouched; checkpoints, exports and
-publishing use `PolicyModel.causal_lm`, never the wrapper. A model is checked when it is loaded: one
-whose packed rows would not equal their samples is refused.
+`PolicyModel` returns log-probabilities, `ValueModel` the values of a critic. Both are roots of
+FSDP2, so that their heads are applied inside their forward, where the weights are gathered.
+Invariant: the names and the tying of the Hugging Face model inside are unchanged; checkpoints,
+exports and publishing use `PolicyModel.causal_lm`, never the wrapper. A model is checked when it is
+loaded, and refused if a packed row gives other results than its samples in separate rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowTensors:
     position_ids: Tensor
     """[T] int64."""
     layout: PackedLayout
-    """Which tokens attend to which."""
+    """The layout, which determines the tokens that each token attends to."""
     loss_positions: Tensor
     """[M] int64."""
     targets: Tensor
@@ -62,9 +62,9 @@ class RowTensors:
     trajectory_index: Tensor
     """[M] int64."""
     temperatures: Tensor | None
-    """[M] float32; None: all are 1."""
+    """[M] float32; None if all are 1."""
     experts: ReplayedExperts | None
-    """Recorded routing; None when there is none."""
+    """The recorded routing; None if no routing was recorded."""
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +79,7 @@ class RowTensors:
         old_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> MicroBatchTerms:
-        """Return the inputs of the loss for the row's trained tokens. Args: [M] float32 each."""
+        """Return the inputs of the loss for the row's trained tokens. Args: tensors [M] float32."""
         return MicroBatchTerms(
             current_logprobs=current_logprobs,
             behaviour_logprobs=self.behaviour_logprobs,
@@ -147,9 +147,9 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
 
 
 class PolicyModel(nn.Module):
-    """A causal model whose forward returns what the loss needs, and no logits.
+    """A causal model whose forward returns log-probabilities and entropies instead of logits.
 
-    mixture: its shape where recorded experts can be replayed in it, None otherwise.
+    mixture: the shape of its routing if recorded experts can be replayed, otherwise None.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, logprob_chunk: int):
@@ -161,7 +161,7 @@ class PolicyModel(nn.Module):
     def forward(
         self, row: RowTensors, *, has_entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Score the targets of one packed row, each at the temperature that it was sampled at.
+        """Score the targets of one packed row, each at the temperature of its sampling.
 
         Returns: current log-probabilities [M] and entropies [M], float32, nats; the entropies have
         a gradient if has_entropy_gradient.
@@ -186,9 +186,8 @@ class PolicyModel(nn.Module):
 class ValueModel(nn.Module):
     """V(s_t) = w h_t + b, h_t: the body's last hidden state at token t.
 
-    A model of its own beside the policy: it shares no weights with it, so that the two losses need
-    no balance. The head starts at 0: before its first update every value is 0, and advantages are
-    the returns-to-go.
+    It shares no weights with the policy, so that the two losses need no relative weight. The head
+    starts at 0: before the first update every value is 0, and advantages are the returns-to-go.
     """
 
     def __init__(self, body: PreTrainedModel) -> None:
@@ -199,13 +198,13 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, row: RowTensors) -> Tensor:
-        """Value every state of one packed row.
+        """Return the value of every state of one packed row.
 
-        Returns: [T] float32, with gradient: at position t, of the state that ends with token t. The
-            state in which a token was sampled ends one position before the token.
+        Returns: [T] float32, with gradient; the value at position t is of the state that ends with
+            token t. The state in which a token was sampled ends one position before the token.
         """
         hidden = hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
-        # A sum over the one number, because FSDP2 warns of a module that returns a view.
+        # A sum over an axis of size 1, because FSDP2 warns of a module that returns a view.
         values: Tensor = self.head(hidden).sum(-1).float()
         return values
 
@@ -219,10 +218,10 @@ def load_policy(
 ) -> PolicyModel:
     """Load a Hugging Face causal model in float32 on the CPU, with packed attention.
 
-    Args: model: directory or hub name. max_context_tokens: the engine's; it chooses the table of a
-        RoPE that depends on it. None: the number of the model's positions.
-    Raises: NotImplementedError for an architecture that cannot be trained packed; OSError
-        (transformers) when there is no such model.
+    Args: model: directory or hub name. max_context_tokens: the engine's longest context, on which
+        the table of some kinds of RoPE depends; None for the number of the model's positions.
+    Raises: NotImplementedError if the architecture cannot be trained packed; OSError (transformers)
+        if there is no such model.
     """
     longest = _check_configuration(model, max_context_tokens)
     name = register_packed_attention()
@@ -240,9 +239,9 @@ def load_policy(
 
 
 def _check_complete(model: str, missing: Iterable[str]) -> None:
-    """Raise NotImplementedError if the files lack parameters: transformers makes them at random.
+    """Raise NotImplementedError if the files lack parameters.
 
-    An engine would get other values for them, or none.
+    transformers would initialise them at random, and an engine would have other values or none.
     """
     if names := sorted(missing):
         raise NotImplementedError(
@@ -257,9 +256,10 @@ def load_value_model(
 ) -> ValueModel:
     """Load the body of a Hugging Face causal model in float32 on the CPU, with packed attention.
 
-    Args: model: directory or hub name, mostly the policy's own. max_context_tokens: as
+    Args: model: directory or hub name, usually the policy's. max_context_tokens: as for
         `load_policy`.
-    Raises: as `load_policy`.
+    Raises: NotImplementedError if the architecture cannot be trained packed; OSError (transformers)
+        if there is no such model.
     """
     longest = _check_configuration(model, max_context_tokens)
     name = register_packed_attention()
@@ -280,10 +280,9 @@ def _check_configuration(model: str, max_context_tokens: int | None) -> int:
 
 
 def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
-    """Make a model the same function in training as in scoring and in the engine, and check it.
+    """Make a model compute the same in training, in scoring and in the engine, and check it.
 
-    It is never in training mode, in which layers drop and routers add noise, each under a name of
-    its own.
+    It is never in training mode, in which some layers apply dropout and some routers add noise.
     """
     model.config.use_cache = False
     model.eval()
@@ -294,7 +293,7 @@ def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Compute each layer's activations again in the backward pass, in evaluation mode both times.
 
-    transformers asks a layer, and it alone, for its training mode before it is called.
+    transformers reads only the layer's own training mode, before it calls the layer.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""Check whether a model can be trained packed: its rows equal transformers' model on each path.
+"""Check that a model's packed rows equal transformers' results on each path.
 
 `check_architecture` looks at the architecture in seconds, before anything starts: a copy of the
 configuration with a few narrow layers, short windows and random weights is run on rows longer than
@@ -21,16 +21,16 @@ from actors.trainer.attention.forest import PackedLayout, build_layout
 from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.rope import fix_rope, longrope_table
 
-# The order in which two ways through the same model add. A tolerance on the model's kind, not on
-# training.
+# Two ways through the same model add in different orders. The tolerance decides on the kind of
+# model; training does not depend on it.
 _HEAD_TOLERANCE = 1e-4
-# Of the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random weights;
-# layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
+# Relative to the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random
+# weights; layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
 _PACKING_TOLERANCE = 1e-4
-# A mixture whose router is near a tie may route a token to other experts over a rounding: a second
-# and a third row do not meet the same tie, while a model that mixes samples does so in every row.
+# If a router is near a tie, rounding may route a token to other experts. A second and a third row
+# do not meet the same tie, while a model that mixes samples does so in every row.
 _PACKING_ATTEMPTS = 3
-# Of the narrow copy. Its windows and its switch of RoPE are shorter than its rows.
+# Sizes of the narrow copy. Its windows and its switch of RoPE are shorter than its rows.
 _SHORT_SEGMENTS, _LONG_SEGMENTS = (6, 5, 7), (9, 11, 13)
 _COPY_WINDOW, _COPY_SWITCH, _COPY_CONTEXT = 5, 12, 64
 _COPY_VOCABULARY, _COPY_WIDTH, _COPY_HEADS, _MAX_COPY_LAYERS = 256, 64, 4, 12
@@ -50,7 +50,7 @@ def hidden_states(
     layout: PackedLayout,
     **extra: Any,
 ) -> Tensor:
-    """Run one packed row through a model's body: the last hidden states, [T, D]."""
+    """Run one packed row through a model's body; return the last hidden states, [T, D]."""
     output = body(
         input_ids=token_ids[None],
         position_ids=position_ids[None],
@@ -65,10 +65,10 @@ def hidden_states(
 def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | None = None) -> None:
     """Refuse an architecture if a packed row differs from transformers' own model on any path.
 
-    Reads no weights. A configuration that cannot be made narrow is let through: its loaded model is
-    checked later.
+    The function reads no weights. A configuration that cannot be made narrow passes, because its
+    loaded model is checked later.
 
-    Args: max_context_tokens: the longest row's path; None: as many positions as the model has.
+    Args: max_context_tokens: the longest context; None for the number of the model's positions.
     Raises: NotImplementedError.
     """
     if config.get_text_config() is not config:
@@ -135,7 +135,7 @@ def _check_copy(plain: PreTrainedModel, *, max_context_tokens: int) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Turn whatever an architecture raises with packed attention into a refusal."""
+    """Raise NotImplementedError instead of the errors that a model raises with packed attention."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -163,7 +163,7 @@ def longest_context(config: PreTrainedConfig) -> int:
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
     """Return a copy with few and narrow layers, and the context that it is checked for.
 
-    A window or a switch of RoPE that the run's context never reaches is not changed.
+    A window or a switch of RoPE is kept if the run's context never reaches it.
     """
     narrow = copy.deepcopy(config)
     settings: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
 
 
 def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
-    """Return few heads of the model's size, in its ratio to those of keys and values."""
+    """Return settings for few heads of the original size, with the original ratio to key heads."""
     heads, kv_heads = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
@@ -208,7 +208,7 @@ def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
-    """Keep enough layers to show each kind; shorten what is listed by layer accordingly."""
+    """Return settings with enough layers to include each kind, and lists by layer cut to them."""
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return {}
@@ -229,7 +229,10 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Move the switch of longrope into the rows, if the context reaches it; return the context."""
+    """Move longrope's switch to a length that the rows exceed, if the context reaches it.
+
+    Returns: the context of the copy.
+    """
     parameters = getattr(narrow, "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings")
     if parameters.get("rope_type") != "longrope" or not isinstance(original, int):
@@ -280,12 +283,12 @@ def check_packing(
 ) -> None:
     """Refuse a model in which the samples of a packed row see each other.
 
-    Two random samples with a common start are run as one packed row and each alone. Layers that mix
-    tokens outside the attention interface (convolutions, state-space models, linear attention) do
-    not know where a sample ends. Every rank checks alike, before it shards.
+    Two random samples with a common start are run in one packed row and in separate rows. Layers
+    that mix tokens outside the attention interface (convolutions, state-space models, linear
+    attention) do not know where a sample ends. Every rank runs the same check before it shards.
 
-    Args: lengths: of the start and of what follows in each sample. reference: the same weights with
-        transformers' own attention; alone, a sample is run by it. None: by the packed model.
+    Args: lengths: of the common start and of the rest of each sample. reference: the same weights
+        with transformers' own attention, which runs the separate samples; None: the packed model.
     Raises: NotImplementedError if hidden states differ by more than rounding.
     """
     body.eval()

@@ -1,7 +1,7 @@
 """A rank's process: its device and memory, and the rendezvous of the ranks.
 
-They meet at a TCP store on rank 0. Rank 0 opens it, on a port that the system chooses, before any
-other rank gets its address, so no port is guessed or taken twice.
+The ranks meet at a TCP store. Rank 0 opens it, on a port that the system chooses, before another
+rank gets its address, so no port is guessed or taken twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEVER_TRIM = 2**31 - 1
 
 
 class ByteCounter:
-    """A counter of the bytes that this process has moved, by which others see its progress."""
+    """A counter of the bytes that this process has moved; others read it as its progress."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -50,9 +50,9 @@ class Rendezvous:
 def keep_freed_memory() -> bool:
     """Make this process's C allocator keep the memory that it frees; return whether it can.
 
-    Every activation of a packed row is larger than glibc's threshold for memory of its own from the
-    kernel, so each step would map, fault in, zero and unmap all of them again; kept, a step took 5
-    to 20 % less processor time on two cores.
+    Every activation of a packed row is larger than the size from which glibc takes memory directly
+    from the kernel, so each step would map, fault in, zero and unmap all of them again. With this
+    setting a step took 5 to 20 % less processor time on two cores.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -63,11 +63,11 @@ def keep_freed_memory() -> bool:
 
 
 def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
-    """Name the device of a rank, with an index on CUDA: torch can set no other as current.
+    """Return a rank's device; on CUDA with an index, which torch needs to set the device.
 
     Args: num_visible: GPUs that this process sees. Ray shows each rank only its own, which is then
         number 0; if a rank sees all GPUs, ranks take them in turn.
-    Raises: RuntimeError on CUDA without a GPU.
+    Raises: RuntimeError if the device is CUDA and no GPU is visible.
     Example: rank 3 on CUDA with 2 visible -> cuda:1
     """
     if device == Device.CPU:
@@ -112,7 +112,7 @@ def join_group(
 ) -> DeviceMesh:
     """Initialise this process's group and return its one-dimensional mesh.
 
-    address: of this rank, as the others reach it; loopback where all are on one machine.
+    address: the address at which other ranks reach this one; loopback if all are on one machine.
     """
     os.environ.update(gloo_interface(address))
     if device.type == "cuda":
@@ -128,15 +128,16 @@ def join_group(
 
 
 def join_side_group() -> dist.ProcessGroup:
-    """Make a second group of the same ranks, on gloo, whose members may be minutes apart.
+    """Create a second group of the same ranks, on gloo, with a timeout of one day.
 
-    Collective. A member that dies breaks it at once; one that hangs is the caller's to notice.
+    The call is collective. A rank that dies breaks the group at once; the caller must notice a rank
+    that hangs.
     """
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def gather_rows(row: Tensor) -> Tensor:
-    """Gather one vector of every rank: [S] -> [ranks, S], the same on all of them."""
+    """Gather one vector from every rank, [S] -> [ranks, S]; every rank gets the same result."""
     num_ranks = dist.get_world_size()
     if num_ranks == 1:
         return row[None]
@@ -146,7 +147,7 @@ def gather_rows(row: Tensor) -> Tensor:
 
 
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Gather one text of every rank, in the order of ranks."""
+    """Gather one text from every rank, in the order of ranks."""
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text, group=group)
     return texts

@@ -28,8 +28,8 @@ def forest_attention(
 ) -> Tensor:
     """Attend along the paths of a forest.
 
-    Args: query: [T, H, D]. key, value: [T, K, D], H a multiple of K. scaling: of the scores; None
-    for 1 / sqrt(D).
+    Args: query: [T, H, D]. key, value: [T, K, D], H a multiple of K. scaling: factor of the scores;
+    None for 1 / sqrt(D).
     Returns: [T, H, D].
     """
     copies = query.shape[1] // key.shape[1]
@@ -161,18 +161,18 @@ def _slots(plan: AttentionPlan) -> list[tuple[int, Bucket]]:
 
 
 def _bucket_rows(rows: Tensor, start: int, bucket: Bucket) -> Tensor:
-    """[S, H, D] -> [num_pieces, H, length, D], a view."""
+    """Return a bucket's rows of [S, H, D] as a view [num_pieces, H, length, D]."""
     stop = start + bucket.num_pieces * bucket.length
     return rows[start:stop].unflatten(0, (bucket.num_pieces, bucket.length)).transpose(1, 2)
 
 
 def _as_batch(rows: Tensor) -> Tensor:
-    """[N, H, D] -> [1, H, N, D], a view."""
+    """Return rows [N, H, D] as a view [1, H, N, D]."""
     return rows.transpose(0, 1)[None]
 
 
 def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
-    """[T, ...] -> [S, ...]: rows to slots, zeros in the padding."""
+    """Put the tokens [T, ...] into slots [S, ...], with zeros in the padding."""
     if plan.gather.shape[0] == rows.shape[0]:
         return rows.index_select(0, plan.gather)
     zero = rows.new_zeros((1, *rows.shape[1:]))
@@ -180,7 +180,7 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Return buckets [S, ...] as tokens [T, ...]: every token is in exactly one slot."""
+    """Return the slots [S, ...] of all buckets as tokens [T, ...]; a token is in only one slot."""
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 
@@ -207,7 +207,7 @@ def _put(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
 
 
 def _add(rows: Tensor, positions: slice | Tensor, values: Tensor) -> None:
-    """Add rows at positions that are all different: a take, a sum and a put."""
+    """Add values to the rows at the given positions, which must be all different."""
     if isinstance(positions, slice):
         rows[positions] += values
     else:

@@ -21,7 +21,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_function(layout: PackedLayout, *, window: int | None) -> MaskFunction:
-    """Return FlexAttention's question (batch, head, query row, key row) -> visible.
+    """Return FlexAttention's mask function: (batch, head, query row, key row) -> visible.
 
     k <= q < subtree_end[k], that is: k's segment is q's own or an ancestor's (in preorder a
     subtree is contiguous), and k is not behind q. Under a window also position[q] - position[k] <

@@ -2,14 +2,14 @@
 
 A row is a forest of segments in preorder (`actors.batch.MicroBatch`); a row without shared prefixes
 is the forest whose segments are all roots. A token attends to the tokens before it on its path.
-Because of the preorder that is one comparison: query q sees key k when k <= q < subtree_end[k].
+Because of the preorder one comparison decides: query q sees key k if k <= q < subtree_end[k].
 
 The plan computes it in blocks. Each piece (a segment, or a part of one) attends causally to itself;
-pieces of similar length are padded together into buckets. Each piece's keys are then met by all its
-descendants at once: in preorder those are one contiguous block of queries. So no key is copied for
-a path, and every pair of query and key is in exactly one block. Under a sliding window segments are
-first cut into pieces no longer than the window: within a piece the window then hides nothing, and a
-block keeps only the queries near enough to see its last key.
+pieces of similar length are padded together into buckets. Then all descendants of a piece attend to
+its keys at once: in preorder they are one contiguous block of queries. So no key is copied for a
+path, and every pair of query and key is in exactly one block. With a sliding window, segments are
+first cut into pieces no longer than the window, so that the window hides nothing within a piece,
+and a block keeps only the queries that are near enough to see its last key.
 
 Invariant: layout and plan hold for all layers of the row's forward and backward. Pure; called by
 `model`, `interface` and `cpu`.
@@ -32,16 +32,16 @@ Counts = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The begins and ends of a row's segments; [S] int64 each."""
+    """The bounds of a row's segments; each field is [S] int64."""
 
     starts: Ints
-    """The row position of the first token."""
+    """The row position of each segment's first token."""
     ends: Ints
-    """A segment's tokens are starts to ends - 1."""
+    """One more than the row position of each segment's last token."""
     subtree_ends: Ints
-    """Its descendants' tokens are ends to subtree_ends - 1."""
+    """One more than the row position of the last token of each segment's descendants."""
     positions: Ints
-    """Of the first token on its path from the root."""
+    """The position of each segment's first token on its path from the root."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,19 +52,19 @@ class Segments:
         return self.ends - self.starts
 
     def token_positions(self) -> Ints:
-        """[T], each token's number on its path from the root, from 0."""
+        """Return the position of each token on its path from the root, [T], from 0."""
         offsets = np.repeat(self.positions - self.starts, self.lengths)
         return np.arange(self.num_tokens, dtype=np.int64) + offsets
 
     def token_subtree_ends(self) -> Ints:
-        """[T], the subtree end of each token's segment."""
+        """Return the subtree end of each token's segment, [T]."""
         return np.repeat(self.subtree_ends, self.lengths)
 
 
 class PackedLayout:
-    """The layout of a row, as the attention of every layer needs it.
+    """The layout of a row, which the attention of every layer needs.
 
-    plans: the plans that the device's attention made of it, by sliding window; filled on demand.
+    plans: the plans that the device's attention made for it, by sliding window; filled on demand.
     Not a dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then
     make its own plan.
     """
@@ -80,7 +80,7 @@ class PackedLayout:
 
 
 def trace_segments(lengths: Counts, parents: Counts) -> Segments:
-    """Find where each segment and its subtree stand.
+    """Find the bounds of each segment and of its subtree.
 
     Args: lengths: [S] tokens, at least one each, in preorder. parents: [S], -1 for a root.
     Example: lengths [2, 1, 2], parents [-1, 0, 0] -> starts [0, 2, 3], ends [2, 3, 5],
@@ -113,7 +113,8 @@ def build_layout(
 ) -> PackedLayout:
     """Lay out one packed row.
 
-    Args: as `trace_segments`; without parents all segments are roots.
+    Args: segment_lengths, segment_parents: [S], as for `trace_segments`; without parents all
+    segments are roots.
     """
     parents = [-1] * len(segment_lengths) if segment_parents is None else segment_parents
     return PackedLayout(trace_segments(segment_lengths, parents), torch.device(device))
@@ -129,14 +130,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Keys of one piece and the queries below it that see them."""
+    """The keys of one piece, and the queries of its descendants that see them."""
 
     queries: slice | Tensor
-    """[Q] row positions, all different; a slice where they are contiguous."""
+    """[Q] row positions, all different; a slice if they are contiguous."""
     keys: slice
     """[K] row positions."""
     visible: Tensor | None
-    """[Q, K] bool, at least one in each row; None for all."""
+    """[Q, K] bool, whether a query sees a key, true at least once in each row; None if all do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,7 @@ def plan_for(layout: PackedLayout, *, window: int | None) -> AttentionPlan:
 
 
 def build_plan(segments: Segments, *, window: int | None, device: torch.device) -> AttentionPlan:
-    """Plan one row. window: keys that a query sees, itself included; None for all."""
+    """Plan one row. window: number of keys that a query sees, including itself; None for all."""
     positions = segments.token_positions()
     if window is not None and window > positions.max():
         window = None
@@ -244,7 +245,7 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block of one piece's keys; None if no query below is near enough."""
+    """Return the block of one piece's keys; None if no descendant is near enough to see them."""
     keys = slice(start, end)
     if window is None:
         return Block(queries=slice(end, subtree_end), keys=keys, visible=None)

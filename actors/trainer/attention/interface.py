@@ -1,9 +1,9 @@
 """Attention over a packed row, as transformers' models call it.
 
-The linear layers of the model see one packed row [1, T, …]; in attention, and only there, the row
-is a forest (`forest`). Invariant: the result equals running each path alone. The function is
+The linear layers of the model see one packed row [1, T, …]; only attention treats the row as a
+forest (`forest`). Invariant: the result equals that of a separate run of each path. The function is
 registered with transformers under `PACKED_ATTENTION`, so any decoder model that dispatches through
-its attention interface takes it; the model receives the layout as the keyword `packed_layout`.
+its attention interface can use it; the model receives the layout as the keyword `packed_layout`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.trainer.attention.flex import flex_forest_attention
 from actors.trainer.attention.forest import PackedLayout, plan_for
 
 PACKED_ATTENTION = "rayloom_packed"
-# Extra inputs of architectures whose attention is more than softmax(QK)V: answered, never ignored.
+# Extra inputs of architectures whose attention is more than softmax(QK)V: refused, never ignored.
 _UNSUPPORTED_INPUTS = ("softcap", "s_aux", "position_bias", "sinks")
 
 
@@ -40,10 +40,10 @@ def packed_attention(
     Dropout is never applied: the trained log-probabilities must be the engine's.
 
     Args: query: [1, H, T, D]. key, value: [1, K, T, D], H a multiple of K.
-        sliding_window: keys that a query sees, itself included; None for all.
+        sliding_window: number of keys that a query sees, including itself; None for all.
     Returns: [1, T, H, D], and no attention weights.
-    Raises: ValueError when the layout is missing or does not fit; NotImplementedError for an
-        architecture whose attention takes inputs that are not computed here.
+    Raises: ValueError if the layout is missing or does not fit; NotImplementedError if the
+        architecture passes a mask or another input that packed attention does not support.
     """
     num_tokens = query.shape[2]
     if packed_layout is None or query.shape[0] != 1 or packed_layout.num_tokens != num_tokens:
@@ -64,7 +64,7 @@ def packed_attention(
 
 
 def register_packed_attention() -> str:
-    """Make the implementation known to transformers; return its name for `attn_implementation`."""
+    """Register the function with transformers; return its name for `attn_implementation`."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     return PACKED_ATTENTION
 

@@ -4,13 +4,13 @@ Three policies, three names. *behaviour*: the engine that sampled the token. *ol
 the step's start. *current*: the trainer now. A ratio compares current with one of the other two,
 its denominator.
 
-Weights and masks are separate values, without gradient. Both look at log-ratio = trainer -
-behaviour: what the engine's own arithmetic and the data's age make of the same token. The weight
-rescales a token's loss; the mask takes the token out of the loss, and leaves it in the denominator:
-its weight in the aggregation is not given to others.
+Weights and masks are separate values, without gradient. Both are computed from log-ratio = trainer
+- behaviour, the difference that the engine's arithmetic and the data's age make for a token. The
+weight rescales a token's loss; the mask takes the token out of the loss but leaves it in the
+denominator, so that its weight in the aggregation is not given to other tokens.
 
-A trajectory is all trained tokens of a row with the same number, in however many samples they lie:
-what is computed over it does not change when turns are merged. Pure; called by `micro_batch` and
+A trajectory is all trained tokens of a row with the same number, in any number of samples, so that
+values computed over it do not change if turns are merged. Pure; called by `micro_batch` and
 `divergence`. Letters: [M] trained tokens of one micro-batch.
 """
 
@@ -46,7 +46,7 @@ def trajectory_mean(values: Tensor, trajectory_index: Tensor) -> Tensor:
 
 
 def trajectory_min(values: Tensor, trajectory_index: Tensor) -> Tensor:
-    """Take the least of each trajectory's tokens; shapes as in `trajectory_sum`.
+    """Take the minimum of each trajectory's tokens; shapes as in `trajectory_sum`.
 
     Example: values [1, 2, 4], index [0, 1, 0] -> [1, 2, 1]
     """
@@ -56,13 +56,13 @@ def trajectory_min(values: Tensor, trajectory_index: Tensor) -> Tensor:
 
 
 def token_log_ratio(current_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    """Compare each token's probability on its own.
+    """Return the log-ratio of each token.
 
     ratio_t = exp(current_t - denominator_t).   Source: Schulman et al. 2017 (PPO), section 3
     (deviation: by default the denominator is the sampler's recorded log-probability, not a
     recomputed one).
 
-    Args: [M] float32, nats, both.
+    Args: both [M] float32, nats.
     Returns: ln ratio_t, [M] float32, with gradient 1.
     Example: current ln .3, denominator ln .2 -> ln 1.5
     """
@@ -72,7 +72,7 @@ def token_log_ratio(current_logprobs: Tensor, denominator_logprobs: Tensor) -> T
 def sequence_log_ratio(
     current_logprobs: Tensor, denominator_logprobs: Tensor, trajectory_index: Tensor
 ) -> Tensor:
-    """Compare whole trajectories by the geometric mean of their tokens' ratios.
+    """Return the log of the geometric mean of the token ratios of each trajectory.
 
     s_i = exp(mean_t(current_t - denominator_t)), ratio_t = sg[s_i] p_t / sg[p_t], over all trained
     tokens t of trajectory i.   Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for
@@ -80,7 +80,7 @@ def sequence_log_ratio(
     of GSPO where the tokens of a trajectory share one advantage and one weight (deviation: a
     trajectory's tokens are those of all its samples, not of one response).
 
-    Args: [M] float32, nats, both. trajectory_index: [M] int64.
+    Args: log-probabilities: [M] float32, nats. trajectory_index: [M] int64.
     Returns: ln ratio_t, [M] float32: ln s_i at each token of i, with gradient 1 for the token's
         own log-probability.
     Example: token log-ratios [ln 4, 0, 0], index [0, 0, 1] -> [ln 2, ln 2, 0]
@@ -91,7 +91,7 @@ def sequence_log_ratio(
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """Raise e to a log-ratio, at most e^20, without gradient beyond.
+    """Return the exponential of a log-ratio, bounded by e^20, without gradient above the bound.
 
     Source: ours. Past a log-ratio of 88.7 float32 is infinite, and 0 times infinity, in the
     backward pass of a clip that takes the token's gradient away, is not 0.
@@ -161,7 +161,7 @@ def keep_sequence_band(
 
 
 def keep_without_outlier(log_ratio: Tensor, trajectory_index: Tensor, *, below: float) -> Tensor:
-    """Keep trajectories none of whose tokens the trainer finds all but impossible.
+    """Keep trajectories that have no token whose ratio is below a limit.
 
     min_t exp(log_ratio_t) >= below, over all trained tokens t of the trajectory.
     Source: INTELLECT-3, arXiv 2512.16144 (there with 1e-5).

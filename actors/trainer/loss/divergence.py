@@ -1,4 +1,4 @@
-"""The distance of two policies: estimators of KL from sampled tokens, and DPPO's trust region.
+"""Distances between two policies: estimators of KL from sampled tokens, and DPPO's trust region.
 
 Pure. `kl_*` serve the mismatch of trainer and engine (a statistic) and the KL term of the loss.
 Letters: [M] trained tokens of one micro-batch; delta = log p - log q of the sampled token.
@@ -37,7 +37,7 @@ def kl_k1(delta: Tensor) -> Tensor:
 def kl_k2(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q, biased, of low variance: k2 = delta^2 / 2.
 
-    Its gradient for log q, weighed by nothing, is that of KL(q || p) in expectation over q.
+    Its unweighted gradient for log q is that of KL(q || p) in expectation over q.
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     Example: k2(ln 2) = .240227
     """
@@ -49,8 +49,8 @@ def kl_k3(delta: Tensor) -> Tensor:
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
-    delta counts as 20 at most, without gradient beyond). Its gradient for log q, weighed by
-    nothing, is that of KL(p || q) in expectation over q: the other direction. For rewards,
+    delta is bounded by 20, without gradient above). Its unweighted gradient for log q is that of
+    KL(p || q), the other direction, in expectation over q. For rewards,
     `actors.merge.shaping.kl_rewards` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
@@ -67,7 +67,7 @@ def reference_kl(
     delta = reference - current.   Source: Shao et al. 2024 (GRPO), arXiv 2402.03300, equation 4,
     for k3 as a term of the loss.
 
-    Args: [M] float32, nats, both.    Returns: [M] float64, nats.
+    Args: both [M] float32, nats.    Returns: [M] float64, nats.
     Example: current ln .5, reference ln .25, k1 -> ln 2
     """
     delta = reference_logprobs - current_logprobs
@@ -96,7 +96,7 @@ def corrected_reference_kl(
     Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
     denominator is the behaviour policy).
 
-    Args: [M] float32, nats, all.    Returns: [M] float64, nats.
+    Args: all [M] float32, nats.    Returns: [M] float64, nats.
     Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2
     """
     ratio = bounded_ratio((current_logprobs - behaviour_logprobs).double())
@@ -106,7 +106,7 @@ def corrected_reference_kl(
 
 
 def binary_tv(current_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """Measure total variation of the two outcomes: this token, or any other.
+    """Return the total variation over two outcomes: the sampled token, or any other token.
 
     TV = |p - q|, p current, q behaviour probability of the sampled token.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879, "Binary" approximation.
@@ -117,7 +117,7 @@ def binary_tv(current_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
 
 
 def binary_kl(current_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """Measure KL(behaviour || current) of the two outcomes: this token, or any other.
+    """Return KL(behaviour || current) over two outcomes: the sampled token, or any other token.
 
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)).   Source: as `binary_tv` (deviation:
     float64, and 1 - p at least 1e-12, where the authors' code adds 1e-8 to both complements).
@@ -144,12 +144,12 @@ def outside_trust_region(
 ) -> tuple[Tensor, Tensor]:
     """Find the tokens that an update would push further out of the trust region.
 
-    outside_high: A > 0, p > q and D > bound. outside_low: A < 0, p < q and D > bound. A token on
-    its way back to the behaviour policy is never stopped.
+    outside_high: A > 0, p > q and D > bound. outside_low: A < 0, p < q and D > bound. A token that
+    moves back to the behaviour policy is never stopped.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; anchored to the behaviour policy, as there.
 
     Args: [M] float32. bound: delta of the paper; its authors use .15 for TV, .05 for KL.
-    Returns: outside_low, outside_high: [M] bool; the others are inside.
+    Returns: outside_low, outside_high: [M] bool each.
     Example: q .2, p .4, TV, bound .15, advantages [1, -1] -> high [True, False], low [False, False]
     """
     match divergence:

@@ -1,9 +1,9 @@
-"""The loss of one micro-batch: ratio, objective, correction, mask, KL and entropy put together.
+"""The loss of one micro-batch, from ratio, objective, correction, mask, KL and entropy.
 
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
-H the entropy with coefficient e. There is no division here: micro-batches' losses add up to the
-update's, however tokens were merged, packed and dealt out. A masked token keeps its weight in w.
+H the entropy with coefficient e. The loss is not divided by anything, so the micro-batches' losses
+add up to the update's for any merging, packing and dealing. A masked token keeps its weight in w.
 Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
 """
 
@@ -28,7 +28,7 @@ from actors.trainer.loss.objectives import scale_negative, token_losses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTerms:
-    """One forward's tokens and what was recorded of them; all [M], on one device."""
+    """The trained tokens of one forward with their recorded values; all [M], on one device."""
 
     current_logprobs: Tensor
     """float32, nats, with gradient."""
@@ -45,25 +45,25 @@ class MicroBatchTerms:
     sampled_versions: Tensor
     """int64."""
     trainer_version: int
-    """What the trainer held at the step's start."""
+    """The policy version that the trainer held at the step's start."""
     old_logprobs: Tensor | None = None
-    """float32, nats; None where the settings do not need them."""
+    """float32, nats; None if the settings do not need them."""
     reference_logprobs: Tensor | None = None
-    """float32, nats; None where the settings do not need them."""
+    """float32, nats; None if the settings do not need them."""
 
     def __post_init__(self) -> None:
         values = [getattr(self, field.name) for field in fields(self)]
         tensors = [value for value in values if isinstance(value, Tensor)]
         assert all(tensor.shape == self.current_logprobs.shape for tensor in tensors)
-        # In half precision a sum over a trajectory's tokens stops at 256.
+        # In half precision, sums over a trajectory's tokens stop growing (bfloat16 at 256).
         assert all(tensor.dtype not in (torch.float16, torch.bfloat16) for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectionMask:
-    """Tokens out of the loss, by the rule that took them; [M] bool each, a token may meet several.
+    """The tokens that each rule takes out of the loss; [M] bool each, several may be true.
 
-    None: the rule is off.
+    A field is None if its rule is off.
     """
 
     token: Tensor | None
@@ -77,23 +77,23 @@ class RejectionMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the loss, and what the statistics ask about it; all [M] but loss."""
+    """A micro-batch's share of the loss, and values for statistics; all [M] except the loss."""
 
     loss: Tensor
-    """Scalar float32, with gradient; everything else is without."""
+    """Scalar float32, with gradient; no other field has a gradient."""
     ratio: Tensor
-    """float64, before the mask, at most e^20."""
+    """float64, not masked, at most e^20."""
     token_losses: Tensor
-    """The objective's, weighed by the importance weight, 0 where masked."""
+    """The objective's losses times the importance weights; 0 for masked tokens."""
     importance_weights: Tensor
     """1 without a correction."""
     is_masked: Tensor
     """bool."""
     mask: RejectionMask
     clipped_low: Tensor
-    """bool, as `objectives` defines it; False where masked."""
+    """bool, as `objectives` defines it; False for masked tokens."""
     clipped_high: Tensor
-    """bool, likewise."""
+    """bool, as `objectives` defines it; False for masked tokens."""
     kl: Tensor | None
     """float64, nats; None without a KL term."""
 
@@ -101,7 +101,7 @@ class MicroBatchLoss:
 def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBatchLoss:
     """Compute this micro-batch's share of the update's loss.
 
-    Args: terms: with the log-probabilities that the settings need.
+    Args: terms: must have the log-probabilities that the settings need.
     Example: current ln .6, behaviour ln .4, advantage 1, weight .25, defaults: ratio 1.5, clipped
         at 1.28, loss -.32
     """
@@ -114,7 +114,7 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
         is_masked = is_masked | rule
     log_ratio = _log_ratio(terms, denominator, settings)
     objective = token_losses(
-        # Masked before the exponential: a masked token's ratio moves nothing.
+        # Masked before the exponential, so that a masked token's ratio has no gradient.
         bounded_ratio(torch.where(is_masked, 0.0, log_ratio)),
         scale_negative(terms.advantages, negative_weight=settings.negative_weight),
         current_logprobs=terms.current_logprobs,

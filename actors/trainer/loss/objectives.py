@@ -1,10 +1,10 @@
-"""The policy objectives: from a ratio and an advantage to one loss a token.
+"""The policy objectives, which compute a loss for each token from its ratio and advantage.
 
-All of them push a token up where its advantage is positive and down where it is negative; they
-differ in what stops the push. At ratio 1, every one has the gradient -A of plain policy gradient
-for the token's log-probability. `token_losses` applies the one that the settings name and tells
-which tokens were *clipped*: the objective took their gradient away, or, in the objectives that
-bound a detached weight (cispo, reinforce, dppo_*), the bound was met: high above it, low below.
+All of them raise a token's probability if its advantage is positive and lower it if negative; they
+differ in the limit. At ratio 1, each has the gradient -A of the plain policy gradient for the
+token's log-probability. `token_losses` applies the objective that the settings name and marks the
+*clipped* tokens: the objective removed their gradient or, in the objectives that bound a detached
+weight (cispo, reinforce), bounded their weight; high for a high ratio, low for a low one.
 Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
 p the token's probability.
 """
@@ -22,12 +22,12 @@ from actors.trainer.loss.divergence import Divergence, outside_trust_region
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Bound how far one update moves a token's probability.
+    """Limit how far one update moves a token's probability.
 
     loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).   Source: Schulman et al. 2017 (PPO),
     equation 7; two separate bounds: Yu et al. 2025 (DAPO), equation 10.
 
-    Args: ratio, advantages: [M] float32.    Returns: [M] float32, one loss a token.
+    Args: ratio, advantages: [M] float32.    Returns: [M] float32, a loss for each token.
     Example: ratio [1.5, 1.5, .5, .5], advantages [1, -1, 1, -1], clips .2, .28
         -> [-1.28, 1.5, -.5, .8]
     """
@@ -38,9 +38,9 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: f
 def dual_clip(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, bound: float
 ) -> Tensor:
-    """Bound also the loss of a bad token that has become far likelier than when it was sampled.
+    """Bound also the loss of a token of negative advantage whose probability has grown a lot.
 
-    loss = -max(min(r A, clip(r) A), bound A) where A < 0, as `ppo_clip` elsewhere.
+    loss = -max(min(r A, clip(r) A), bound A) if A < 0, otherwise as `ppo_clip`.
     Source: Ye et al. 2020, arXiv 1912.09729, section "Dual-clip PPO".
 
     Args: ratio, advantages: [M] float32. bound: c of the paper, > 1.    Returns: [M] float32.
@@ -58,7 +58,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Clip the importance weight and not the update, so that every token keeps a gradient.
+    """Clip the importance weight instead of the update, so that every token keeps a gradient.
 
     loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p.   Source: MiniMax-M1, arXiv
     2506.13585, equations 4 and 5 (clip_low 1 is the paper's own choice: no lower bound).
@@ -73,7 +73,7 @@ def cispo(
 def reinforce(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, ratio_cap: float
 ) -> Tensor:
-    """Weigh the policy gradient by how likely the data is now.
+    """Weight the policy gradient of each token by its ratio, at most ratio_cap.
 
     loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE); the importance
     weight that data of another policy needs, truncated: Ionides 2008, Espeholt et al. 2018
@@ -87,12 +87,12 @@ def reinforce(
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
-    """Let a smooth gate, instead of a clip, fade the update out as the ratio leaves 1.
+    """Reduce the update by a smooth gate instead of a clip as the ratio moves away from 1.
 
-    loss = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive where A > 0, else tau_negative.
-    The gradient for log p is -4 g (1 - g) r A with g the sigmoid: 1 at r = 1, whatever tau.
-    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347 (deviation: aggregation is a choice of its
-    own; the paper's is the trajectory mean).
+    loss = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive if A > 0, else tau_negative. The
+    gradient for log p is -4 g (1 - g) r A with g the sigmoid; at r = 1 it is -A for every tau.
+    Source: Gao et al. 2025 (SAPO), arXiv 2511.20347 (deviation: the aggregation is a separate
+    setting; the paper's is the trajectory mean).
 
     Args: ratio, advantages: [M] float32. tau_*: > 0.    Returns: [M] float32.
     Example: ratio 1, advantages [1, -1], taus 1, 1.05 -> [-2, 1.904762]
@@ -104,7 +104,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
 def dppo(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, keep: Tensor, ratio_cap: float
 ) -> Tensor:
-    """Stop tokens by how far the policy has moved, not by how large their ratio is.
+    """Stop tokens according to the divergence of the policies instead of the ratio.
 
     loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio beside log p is
@@ -119,11 +119,11 @@ def dppo(
 
 
 def scale_negative(advantages: Tensor, *, negative_weight: float) -> Tensor:
-    """Weigh what pushes tokens down; 0 learns of good trajectories only.
+    """Multiply negative advantages by a weight.
 
-    A' = A where A > 0, negative_weight A elsewhere.   Source: 0 is learning from positive
-    advantages only (filtered policy gradient, RAFT, arXiv 2304.06767; deviation: the baseline is
-    still of the whole group).
+    A' = A if A > 0, otherwise negative_weight A.   Source: weight 0 learns only from positive
+    advantages (filtered policy gradient, RAFT, arXiv 2304.06767; deviation: the baseline is still
+    that of the whole group).
 
     Args: advantages: [M] float32. negative_weight: >= 0.    Returns: [M] float32.
     Example: advantages [2, -2], weight .25 -> [2, -.5]
@@ -153,8 +153,8 @@ def token_losses(
 ) -> TokenLosses:
     """Apply the objective that the settings name.
 
-    Args: [M] float32, all; ratio with gradient. behaviour_logprobs: what DPPO's trust region is
-        around.
+    Args: all [M] float32; ratio with gradient. behaviour_logprobs: of the policy at the centre of
+        DPPO's trust region.
     """
     low, high, cap = settings.clip_low, settings.clip_high, settings.ratio_cap
     clipped_low = clipped_high = torch.zeros_like(ratio, dtype=torch.bool)

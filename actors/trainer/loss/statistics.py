@@ -1,8 +1,7 @@
-"""The statistics of a micro-batch: the values that each statistic of the loss is made of, float64.
+"""The partial results of a micro-batch from which the statistics of the loss are made; float64.
 
-They are one row of partial results (`actors.trainer.statistics`), which micro-batches and ranks
-combine. Called by `TrainerRank`. Letters: [M] trained tokens of the micro-batch, [S] positions in a
-row.
+They form a row (`actors.trainer.statistics`); the rows of micro-batches and ranks are combined.
+Called by `TrainerRank`. Letters: [M] trained tokens of the micro-batch, [S] positions in a row.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ def micro_batch_statistics(
     """Reduce one micro-batch's values to a row.
 
     The mismatch compares the trainer with the engine on tokens sampled by the version that the
-    trainer holds: delta = trainer - engine. It is meaningful while the weights are still those,
-    so only the step's first update asks for it.
+    trainer holds: delta = trainer - engine. It is meaningful only before the weights change, so
+    with_mismatch is true only in the step's first update.
 
-    Args: num_tokens: of the packed row.    Returns: [S] float64.
+    Args: num_tokens: tokens of the packed row.    Returns: [S] float64.
     """
     advantages = terms.advantages.double()
     positive, negative = advantages > 0, advantages < 0
     nothing = torch.zeros_like(positive)
     is_same_version = terms.sampled_versions == terms.trainer_version if with_mismatch else nothing
     delta = terms.current_logprobs.double() - terms.behaviour_logprobs.double()
-    # By the name in the table, with the tokens that have the values where not all do. None: the
-    # loss does not ask for it.
+    # By the name in the table: the values of all tokens, or values with a mask of the tokens that
+    # have one. None: the loss does not need them.
     values: dict[str, Tensor | tuple[Tensor | None, Tensor] | None] = {
         "policy_logprob": terms.current_logprobs,
         "policy_logprob_positive": (terms.current_logprobs, positive),
@@ -74,13 +73,13 @@ def micro_batch_statistics(
 
 
 def no_statistics(device: torch.device | None = None) -> Tensor:
-    """Return the row of no micro-batch: combined with another row it changes nothing."""
+    """Return the neutral row: combined with another row it changes nothing."""
     added = torch.zeros(len(ADDED), dtype=torch.float64, device=device)
     return torch.cat([added, added.new_full((len(COMPARED),), -torch.inf)])
 
 
 def combine_rows(rows: Tensor) -> Tensor:
-    """Combine micro-batches or ranks: [N, S] -> [S], float64."""
+    """Combine the rows of micro-batches or ranks, [N, S] -> [S], float64."""
     split = len(ADDED)
     return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
 
