@@ -1,9 +1,9 @@
 """Gather full weights from the shards and pack them by group for the weight board.
 
-Invariant: names and tensors are those of the model's checkpoint, each once (a tied head travels as
-its embedding): where transformers holds a layer's experts as one tensor, or calls a module by
-another name, the engine is given what it would read from a file. Gathering is collective: every
-rank iterates to the end, also the ranks that keep nothing. Called by `TrainerRank`.
+Invariant: names and tensors are those of the model's checkpoint, each once (a tied head is sent
+only as the embedding). If transformers holds a layer's experts as one tensor, or names a module
+differently, the engine still receives what it would read from a file. Gathering is collective:
+every rank iterates to the end, also ranks that keep nothing. Called by `TrainerRank`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NamedTensors = list[tuple[str, Tensor]]
 
 @torch.no_grad()
 def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
-    """Gather the full tensors layer by layer, so that a layer or two are in memory.
+    """Gather the full tensors layer by layer, so that at most two layers are in memory.
 
-    Args: dtype: of the parameters that the engines are given: the type that the trainer computes
-        in, so that both round the weights alike.
+    Args: dtype: type of the sent parameters: the one that the trainer computes in, so that trainer
+        and engine round the weights in the same way.
     """
     parameters = dict(causal_lm.named_parameters())
     buffers = persistent_buffers(causal_lm)
@@ -42,15 +42,15 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
 
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
-    """Return whole layers of a model with the names, and in the pieces, of its checkpoint."""
+    """Return the tensors of whole layers with the names and shapes of the model's checkpoint."""
     return list(revert_weight_conversion(causal_lm, tensors).items())
 
 
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds: a router's bias, an activation's constants.
+    """Return the buffers that a checkpoint holds, such as a router's bias.
 
-    An engine that loads a layer again would leave them unset. They keep their type: the trainer
-    does not round them either.
+    They must be sent, because an engine that loads a layer again would leave them unset. They keep
+    their type, because the trainer does not round them either.
     """
     saved = causal_lm.state_dict()
     return {name: buffer for name, buffer in causal_lm.named_buffers() if name in saved}
@@ -63,9 +63,9 @@ def _full(parameter: Tensor) -> Tensor:
 def pack_weights(
     causal_lm: PreTrainedModel, *, dtype: torch.dtype, is_kept: bool
 ) -> Iterator[WeightGroup]:
-    """Gather on every rank and pack, layer by layer, on the ranks that keep the result.
+    """Gather the weights layer by layer on every rank, and pack them on ranks that keep them.
 
-    Yields: one packed group a layer where `is_kept`; nothing elsewhere, once all are gathered.
+    Yields: a packed group for each layer if is_kept; otherwise nothing, but all are gathered.
     """
     for named in gather_groups(causal_lm, dtype=dtype):
         if is_kept:

@@ -2,8 +2,8 @@
 
 Every public method but `close` and `abandon` is collective: all ranks call it with the same
 arguments (each its own shard) in the same order. Invariant: all ranks take every decision (refuse,
-skip, clip) from the same gathered numbers, so that none waits in a collective that another one has
-left out. Called by `actor.py`.
+skip, clip) from the same gathered numbers, so that no rank waits in a collective that another one
+skips. Called by `actor.py`.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredMinibatch:
-    """An update's rows, and what was scored of each row's targets before the step: [M], nats."""
+    """An update's rows, with log-probabilities of their targets from before the step: [M], nats."""
 
     minibatch: Minibatch
     old: Sequence[Tensor | None]
-    """None where the loss does not ask, or where the current policy still is the old one."""
+    """Of the old policy; None if the loss does not need them or the current policy is still old."""
     reference: Sequence[Tensor | None]
-    """None where the loss does not ask."""
+    """Of the reference; None if the loss does not need them."""
 
 
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version of the weights; it grows by one after each step. republished: this
-    term's versions that are of the same step as the version before them.
+    version: the policy version of the weights, which each step increments. republished: versions of
+    this term that are of the same step as the version before them.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class TrainerRank:
     ) -> None:
         """Join the group, load the model and shard it.
 
-        Raises: OSError (transformers) for a model that is not there; NotImplementedError for an
-            architecture that cannot be trained packed; torch.distributed.DistError when the other
-            ranks do not come.
+        Raises: OSError (transformers) if the model is missing; NotImplementedError if its
+            architecture cannot be trained packed; torch.distributed.DistError if the other ranks do
+            not join.
         """
         trainer, algorithm = settings.trainer, settings.algorithm
         self.settings = settings
@@ -95,7 +95,7 @@ class TrainerRank:
             timeout_s=settings.collective_timeout_s,
             address=address,
         )
-        # Only for checkpoints: they are written while the other group trains.
+        # For checkpoints, which are written while the main group trains.
         self._side_group = join_side_group()
         self._abandonment = Abandonment(join_side_group())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -135,10 +135,10 @@ class TrainerRank:
             )
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
-        """Score rows before their rewards are shaped: by the critic, and by the reference.
+        """Score rows by the critic and the reference, before their rewards are shaped.
 
-        Returns: one answer a row, in their order.
-        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+        Returns: the scores of each row, in the order of rows.
+        Raises: ShardRefused or PolicyTooOld on every rank if any rank refuses its shard;
             StepAbandoned.
         """
         self._agree_on(shard)
@@ -156,11 +156,11 @@ class TrainerRank:
         )
 
     def train_step(self, shard: RankShard, value_shard: ValueShard | None = None) -> StepStats:
-        """Run a step's updates: `epochs` passes over the shard's minibatches; then the critic's.
+        """Run `epochs` passes over the shard's minibatches, then the critic's update.
 
         Args: value_shard: None without a critic.
         Returns: statistics over all ranks.
-        Raises: ShardRefused, PolicyTooOld on every rank when any rank refuses its shard;
+        Raises: ShardRefused or PolicyTooOld on every rank if any rank refuses its shard;
             StepAbandoned. The weights are then unchanged.
         """
         try:
@@ -172,14 +172,15 @@ class TrainerRank:
     def split_step(
         self, shard: RankShard, group_ids: Sequence[Sequence[str]]
     ) -> tuple[SplitGradient, ...]:
-        """Measure each trajectory's share in the gradient of each of the step's updates.
+        """Measure each trajectory's share of the gradient in each of the step's updates.
 
-        For one rank alone. An update is applied where another one follows, so that each gradient
-        is of the weights that it was of in the step; the step is not counted.
+        The trainer must have one rank. Every update but the last is applied, so that each gradient
+        is computed at the same weights as in the step; the step is not counted.
 
-        Args: shard: a trajectory a row. group_ids: of each minibatch, the groups of its rows.
-        Returns: by update: `epochs` times the minibatches.
-        Raises: as `train_step`.
+        Args: shard: must have one trajectory in each row. group_ids: for each minibatch, the group
+        of each row.
+        Returns: one result for each update: `epochs` times the number of minibatches.
+        Raises: ShardRefused, PolicyTooOld, StepAbandoned.
         """
         assert self.settings.trainer.num_ranks == 1
         self._agree_on(shard)
@@ -193,9 +194,9 @@ class TrainerRank:
         return tuple(found)
 
     def abandon(self) -> None:
-        """Abandon the current step, unless an update of it is done, and start no other.
+        """Abandon the current step unless one of its updates has been applied, and every later one.
 
-        May be called from any thread, on any rank: the others follow.
+        May be called from any thread, on any rank: the other ranks then abandon the step too.
         """
         self._abandonment.ask()
 
@@ -235,7 +236,7 @@ class TrainerRank:
         return replace(stats, statistics={**stats.statistics, **used})
 
     def check_logprobs(self, rows: Sequence[MicroBatch] = ()) -> Float32s:
-        """Return the log-probabilities of the rows' targets, row after row: [N] float32, nats.
+        """Return the log-probabilities of all rows' targets, concatenated: [N] float32, nats.
 
         rows: if empty, score the fixed text `weights.board.check_tokens` at temperature 1.
         """
@@ -248,12 +249,12 @@ class TrainerRank:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """The type that forward and backward compute in, and in which engines receive weights."""
+        """Type of forward and backward computations, and of the weights that engines receive."""
         dtype: torch.dtype = getattr(torch, self.settings.trainer.dtype)
         return dtype
 
     def pack_weights(self) -> Iterator[WeightGroup]:
-        """Gather the full weights layer by layer; rank 0 yields them packed, the others nothing.
+        """Gather the full weights layer by layer; rank 0 yields packed groups, other ranks nothing.
 
         Every rank must exhaust the iterator.
         """
@@ -262,7 +263,7 @@ class TrainerRank:
     def begin_save(self, step: int, term: int) -> None:
         """Copy weights, optimiser and progress, and write them in a thread; training may continue.
 
-        Args: step, term: name the checkpoint.
+        Args: step, term: the step and term in the checkpoint's name.
         """
         trained = None if self._critic is None else self._critic.trained
         progress = Progress(
@@ -287,20 +288,20 @@ class TrainerRank:
     def finish_save(self) -> Path:
         """Wait for the checkpoint that was begun last; return its directory.
 
-        Raises: as `write_checkpoint`.
+        Raises: CheckpointError, CheckpointNotWritten (`write_checkpoint`).
         """
         assert self._writing is not None, "begin_save comes first"
         return self._writing.result()
 
     def save(self, step: int, term: int) -> Path:
-        """Write a checkpoint; return its directory. Args, raises: as the two halves."""
+        """Write a checkpoint and return its directory; `begin_save` followed by `finish_save`."""
         self.begin_save(step, term)
         return self.finish_save()
 
     def load(self, path: Path) -> Progress:
-        """Take weights, optimiser and progress from a checkpoint of any number of ranks.
+        """Load weights, optimiser and progress from a checkpoint, written by any number of ranks.
 
-        Raises: CheckpointError when it is incomplete, broken or of another model.
+        Raises: CheckpointError if it is incomplete, broken or of another model.
         """
         progress = load_checkpoint(
             path,
@@ -316,8 +317,8 @@ class TrainerRank:
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
-        """Hash this rank's shards of weights and optimiser: equal if these are equal, bit for
-        bit.
+        """Return a hash of this rank's shards of weights and optimiser; equal if they are bitwise
+        equal.
         """
         of_critic = () if self._critic is None else self._critic.trained.fingerprint()
         return zlib.crc32(repr((self._policy.fingerprint(), of_critic)).encode())
@@ -338,11 +339,11 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
-        """Score the step's tokens with the old policy and the reference, where the loss asks."""
+        """Score the step's tokens by the old policy and the reference, if the loss needs them."""
         nothing = [[None] * len(each.micro_batches) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing
-        # In a step's only update the current policy still is the old one.
+        # If the step has only one update, the current policy is the old one.
         is_only_update = self.settings.algorithm.epochs * len(minibatches) == 1
         if self.settings.algorithm.loss.needs_old and not is_only_update:
             old = score_minibatches(self._policy, minibatches, check=self._abandonment.check)
@@ -380,7 +381,7 @@ class TrainerRank:
         return split_gradient(group_ids, gradient)
 
     def _accumulate(self, scored: ScoredMinibatch, *, is_first: bool) -> Tensor:
-        """Forward and backward over the micro-batches; return their statistics."""
+        """Run forward and backward over the micro-batches; return their statistics."""
         totals = no_statistics(self.device)
         micro_batches = scored.minibatch.micro_batches
         for number, (micro_batch, old, reference) in enumerate(
@@ -415,12 +416,11 @@ class TrainerRank:
 def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     """Write the inputs of an update to a NumPy archive, without pickles.
 
-    Keys are `<micro-batch>/<field>`; besides the fields of a micro-batch, if present:
-    `old_logprobs`, `reference_logprobs`, and routing records as `expert_positions` and
-    `expert_indices`.
+    Keys are `<micro-batch>/<field>`. Besides the fields of a micro-batch the archive has
+    `old_logprobs`, `reference_logprobs`, `expert_positions` and `expert_indices`, if present.
 
-    Returns: a clause for the log: the path, or why they were not written. Training continues either
-    way.
+    Returns: a clause for the log, with the path or the reason why the inputs were not written;
+    training continues in both cases.
     """
     columns: dict[str, Any] = {}
     rows = zip(scored.minibatch.micro_batches, scored.old, scored.reference, strict=True)
@@ -444,17 +444,20 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     return f"its inputs are in {path}"
 
 
-# Log-probabilities of a step's trained tokens without gradient: of the old policy, or a reference.
+# Log-probabilities of a step's trained tokens without gradient, by the old policy or a reference.
 #
-# Collective: all ranks score minibatches of equally many rows, in the same order. Called by
-# `TrainerRank` before and at the start of a step, and only where loss or rewards ask for it.
+# Collective: all ranks score minibatches with the same numbers of rows, in the same order. Called
+# by `TrainerRank` before and at the start of a step, only if the loss or the rewards need them.
 # By minibatch, then by micro-batch: [M] float32, nats, on the device.
 Scores = list[list[Tensor]]
 
 
 @torch.no_grad()
 def score_row(policy: PolicyModel, row: RowTensors) -> Tensor:
-    """Score one row's targets without gradient, recorded experts replayed: [M] float32, nats."""
+    """Return the log-probabilities of one row's targets, [M] float32, nats, without gradient.
+
+    Recorded experts are replayed.
+    """
     logprobs: Tensor = policy(row)[0]
     return logprobs
 
@@ -467,7 +470,7 @@ def score_minibatches(
 ) -> Scores:
     """Score every row of a step, then free the gathered weights.
 
-    check: called before each row; what it raises ends the scoring.
+    check: called before each row; an error that it raises ends the scoring.
     """
 
     def score(row: MicroBatch) -> Tensor:
@@ -482,14 +485,14 @@ def score_minibatches(
 
 
 class Reference:
-    """The frozen policy of KL terms, sharded beside the trained one and only ever scored.
+    """The frozen policy of KL terms, sharded like the trained policy and used only for scoring.
 
     Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
-    measured to the reference as it would play.
+    measured against the reference with its own routing.
     """
 
     def __init__(self, settings: RankSettings, sharding: Sharding) -> None:
-        """Load the model and shard it. Raises: as `load_policy`."""
+        """Load the model and shard it. Raises: NotImplementedError, OSError (`load_policy`)."""
         policy = load_policy(
             settings.algorithm.reference or settings.model,
             logprob_chunk=settings.logprob_chunk,
@@ -499,7 +502,7 @@ class Reference:
         self._policy = ShardedModel(policy, policy.causal_lm, sharding)
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
-        """Log-probabilities of the rows' targets. check: as `score_minibatches`."""
+        """Return log-probabilities of the rows' targets. check: called before each row."""
         return score_minibatches(
             self._policy,
             [_without_experts(minibatch) for minibatch in minibatches],
@@ -515,10 +518,10 @@ def _without_experts(minibatch: Minibatch) -> Minibatch:
 # Model FLOPs utilisation (MFU): the share of the GPUs' peak arithmetic that a step used.
 #
 # mfu = 6 N T / (seconds · ranks · peak) Source: PaLM (Chowdhery et al. 2022, appendix B), without
-# its term for attention scores, so that the true share is somewhat higher. N: parameters that a
-# token is multiplied with; T: tokens of packed rows, each epoch counted. What is computed twice, as
-# by gradient checkpointing, counts once. Called by `TrainerRank`; a device of unknown peak has no
-# MFU.
+# its term for attention scores, so that the true share is somewhat higher. N: number of parameters
+# that a token is multiplied with; T: tokens of packed rows, counted in each epoch. A computation
+# that gradient checkpointing repeats counts once. Called by `TrainerRank`; there is no MFU if the
+# device's peak is not known.
 # Dense bfloat16 with float32 sums, FLOP/s, from NVIDIA's data sheets; by the start of the name that
 # CUDA gives the device, longer ones first.
 _BFLOAT16_PEAKS = {
@@ -533,7 +536,7 @@ _BFLOAT16_PEAKS = {
     "NVIDIA L40S": 362e12,
 }
 _FLOPS_PER_PARAMETER = 6
-"""For one token: a product and a sum forward, and twice as many backward."""
+"""FLOPs for one token and parameter: a product and a sum forward, and twice as many backward."""
 _EXPERT = re.compile(r"\.experts\.")
 
 
@@ -552,11 +555,11 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
-    """Parameters that a token is multiplied with: all but the input embedding, which is looked up,
-    and but the experts that it is not routed to.
+    """Return the number of parameters that a token is multiplied with.
 
-    Tied to the head, the embedding is multiplied with there.
-    Returns: None for experts of a mixture that is not known.
+    Not counted are the input embedding, which is looked up, unless it is tied to the head, and the
+    experts to which a token is not routed.
+    Returns: None if the model has experts and its mixture is not known.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
@@ -581,9 +584,9 @@ def mfu(
     num_ranks: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Return the statistic by its name; empty if model or peak is unknown, or nothing was trained.
+    """Return the statistic by its name; {} if model or peak is unknown, or nothing was trained.
 
-    Args: num_parameters: as `num_multiplied`. peak: FLOP/s of each rank's device.
+    Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
     Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
     """
     if num_parameters is None or peak is None or not num_tokens:

@@ -1,9 +1,9 @@
-"""One table of rotary positions for a model, whatever rows it is given.
+"""Give a model one table of rotary positions for all rows.
 
-Some kinds of RoPE look at the longest position of each forward pass: a packed row would then change
-the scores of its samples, and the engine, which keeps one table for all requests, would give
-other scores again. Invariant: after `fix_rope` the table is the engine's, chosen by the longest
-context of the run. Called when a model is loaded.
+In transformers, the table of some kinds of RoPE depends on the longest position of each forward
+pass: packing would then change the scores of samples, and they would differ from those of the
+engine, which keeps one table for all requests. Invariant: after `fix_rope` the table is the
+engine's, chosen by the longest context of the run. Called when a model is loaded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SCALING_TOLERANCE = 1e-6
 
 
 def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
-    """Give each rotary module of a model the one table that the engine uses.
+    """Set the table of each rotary module of a model to the engine's.
 
-    longrope: the long factors at every position where the context is longer than the original one,
-    the short factors otherwise.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding` (transformers
-    chooses by the longest position of each forward pass).
+    longrope: the long factors at every position if the run's context is longer than the original
+    one, otherwise the short factors.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding`
+    (transformers chooses by the longest position of each forward pass).
 
     Raises: NotImplementedError for a kind whose tables differ between engine and transformers.
     """
@@ -59,7 +59,7 @@ def _fix(module: Any, kind: str, layer_type: str | None, *, max_context_tokens: 
 
 
 def longrope_table(config: Any, layer_type: str | None, *, max_context_tokens: int) -> torch.Tensor:
-    """Return the inverse frequencies of longrope for every row of a run: [D / 2] float32.
+    """Return the inverse frequencies of longrope for all rows of a run: [D / 2] float32.
 
     Raises: NotImplementedError if cosines and sines are scaled differently in the engine.
     """

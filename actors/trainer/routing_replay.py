@@ -1,11 +1,11 @@
-"""Replay recorded routing: a mixture uses the experts that the sampler chose.
+"""Replay recorded routing, so that a mixture uses the experts that the engine chose.
 
-A rounding can make the trainer's router choose other experts than the engine's, which gives the
-token another probability. Only the choice is replayed; its weights are the router's
-own, so that the gradient reaches the router. Invariant: a forward pass has its records from its own
-keyword `replayed_experts`, which each decoder layer hands to its router as it begins, again when
-gradient checkpointing computes it a second time. So nothing is shared between two models or two
-passes, and a pass without records is the model's own. Called by `PolicyModel`.
+Rounding can make the trainer's router choose other experts than the engine's, which gives the token
+another probability. Only the choice is replayed; the weights are the router's own, so that the
+gradient reaches the router. Invariant: a forward pass gets its records in its keyword
+`replayed_experts`. Each decoder layer passes them to its router when it begins, also when gradient
+checkpointing computes the layer again. So two models or two passes share nothing, and a pass
+without records uses the model's own routing. Called by `PolicyModel`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from actors.expert_records import ExpertRecords, MixtureShape
 
 # Routers of transformers that return (logits [T, E], weights [T, K], experts [T, K]) and choose the
-# K most probable of a softmax over all; and whether they make the chosen ones' weights sum to 1.
+# K most probable experts of a softmax; each with whether the chosen weights are made to sum to 1.
 _SOFTMAX_ROUTERS: dict[str, Callable[[Any], bool]] = {
     "MixtralTopKRouter": lambda router: True,
     "Qwen2MoeTopKRouter": lambda router: bool(router.norm_topk_prob),
@@ -35,7 +35,7 @@ class ReplayedExperts:
     """The records of one packed row, on its device."""
 
     positions: Tensor
-    """[R] int64, of the tokens whose forward pass was recorded."""
+    """[R] int64, the positions of the tokens whose forward pass was recorded."""
     indices: Tensor
     """[L, R, K] int16, the experts chosen in each routed layer."""
 
@@ -50,9 +50,10 @@ def replayed_experts(records: ExpertRecords, *, device: torch.device) -> Replaye
 
 
 def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
-    """Make a model's routers take records; its forward then knows the keyword `replayed_experts`.
+    """Add the keyword `replayed_experts` to a model's forward, by hooks on its routers.
 
-    Returns: None, and nothing is changed, where no router is of a kind that is known here.
+    Returns: the shape of the mixture; None, with the model unchanged, if no router is of a known
+    kind.
     """
     names = set(causal_lm._no_split_modules or ())
     layers = [module for module in causal_lm.modules() if type(module).__name__ in names]
@@ -80,11 +81,11 @@ class _LayerReplay:
     """The hooks of one routed layer."""
 
     number: int
-    """Of the layer among the routed ones."""
+    """The layer's number among the routed layers, from 0."""
     normalises: bool
     """Whether the router makes the chosen experts' weights sum to 1."""
     experts: ReplayedExperts | None = None
-    """Of the forward pass that the layer is in."""
+    """The records of the current forward pass."""
 
     def before_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.experts = kwargs.get("replayed_experts")
@@ -111,16 +112,16 @@ def replay_choice(
     recorded: Tensor,
     normalises: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a router's choice by recorded experts, weighed by its own logits.
+    """Replace a router's choice by recorded experts, weighted by the router's own logits.
 
     g_i = I_i exp(s_i) / sum_j I_j exp(s_j), I: 1 for the recorded experts, s: the logits.
     Source: Rollout Routing Replay (R3), Ma et al. 2025, arXiv 2510.11370, the gating weights of
-    the replay (deviation: where a model leaves its weights as they are, g_i = I_i exp(s_i) /
-    sum_j exp(s_j), as it does). Other positions keep the router's weights and choice, bit by bit.
+    the replay (deviation: if the model does not normalise the weights, g_i = I_i exp(s_i) /
+    sum_j exp(s_j)). Other positions keep the router's weights and choice unchanged.
 
     Args: logits: [T, E]. weights, chosen: [T, K], the router's own. positions: [R] int64, each
         once. recorded: [R, K] int64. normalises: whether a token's weights are made to sum to 1.
-    Returns: logits, weights, chosen; the weights with gradient to the logits.
+    Returns: logits, weights, chosen; the weights have a gradient for the logits.
     Example: logits ln [1, 2, 3, 4], recorded [0, 1] -> weights [1/3, 2/3]; not normalised
     [.1, .2].
     """

@@ -2,7 +2,7 @@
 
 A scheduler object would have a state, which checkpoints would have to hold. With a pure function, a
 resumed run computes the same rate for its next update as an uninterrupted run. Called by
-`sharded_model.TrainedModel`, for the policy and for a critic. Imports no torch.
+`sharded_model.TrainedModel`, for the policy and for a critic. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def learning_rate_at(
     Source: transformers' `get_scheduler`. Deviations: its warm-up begins with an update of rate 0,
     ours with learning_rate / W; its wsd warms up from the minimum, ours from 0.
 
-    Args: schedule: Its `updates` must be set, unless it is constant.
+    Args: schedule: `updates` must be set unless the kind is constant.
     Examples: learning_rate 1.0 and warmup_updates 4: .25, .5, .75, 1, 1, …; also linear with
     updates 8: .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
     """

@@ -1,4 +1,4 @@
-"""The trainer's settings: its leaf of the configuration, and what travels to every rank."""
+"""The trainer's settings: its part of the configuration, and the settings that every rank gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Device(StrEnum):
 class WeightBackend(StrEnum):
     """The transport of published weights to the engines.
 
-    object_store: Ray's object store carries them and keeps the current ones. collective: the
+    object_store: Ray's object store transfers them and keeps the current ones. collective: the
     trainer's rank 0 broadcasts them, by gloo on CPU and by NCCL between GPUs.
     """
 
@@ -33,57 +33,59 @@ class WeightBackend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Ranks, optimiser and packing."""
+    """The settings of ranks, optimiser and packing."""
 
     __pydantic_config__ = STRICT
 
     num_ranks: Positive = 2
-    """FSDP ranks, one process each."""
+    """Number of FSDP ranks, one process each."""
     device: Device = Device.CPU
-    """Where the ranks run."""
+    """Device that the ranks run on."""
     dtype: Dtype = Dtype.FLOAT32
-    """What forward and backward compute in; weights and optimiser stay float32."""
+    """Type of forward and backward computations; weights and optimiser state stay float32."""
     learning_rate: NotNegative = 1e-3
-    """AdamW's learning rate after the warm-up; 0: nothing is learnt, for a control."""
+    """AdamW's learning rate after the warm-up; with 0 nothing is learnt, as a control."""
     warmup_updates: Natural = 5
-    """Optimiser updates of linear warm-up."""
+    """Number of optimiser updates over which the learning rate grows linearly."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     adam_epsilon: Rate = 1e-8
-    """AdamW's epsilon; raise it where gradients fade away."""
+    """AdamW's epsilon; raise it if gradients become very small."""
     weight_decay: NotNegative = 0.0
     """AdamW's weight decay."""
     max_grad_norm: Rate = 1.0
-    """Gradients are clipped to this norm."""
+    """Global norm to which gradients are clipped."""
     tokens_per_micro_batch: Positive = 4096
-    """Budget of one packed row, counted after sharing; what is longer gets a row of its own."""
+    """Tokens of one packed row, after sharing prefixes; a longer trajectory gets its own row."""
     share_prefixes: bool = True
-    """Compute what the samples of a row begin with in common once; false: each by itself, for a
-    comparison."""
+    """Compute a prefix that samples of a row share only once; false: compute each sample
+    separately, for comparisons."""
     gradient_checkpointing: bool = False
-    """Less memory, a third more compute."""
+    """Recompute activations in the backward pass: less memory, a third more compute."""
     threads: Positive = 1
-    """CPU threads of one rank."""
+    """Number of CPU threads of each rank."""
     gpus_per_rank: NotNegative = 0.0
-    """GPUs that Ray reserves for one rank; a fraction where engines share the GPU; 0 on CPU."""
+    """GPUs that Ray reserves for each rank; a fraction if engines share the GPU; 0 on CPU."""
     max_skipped_steps: Positive = 10
-    """Steps in a row without a finite update, or without any trajectory that could be merged, that
-    end the run."""
+    """Number of consecutive steps without a finite update, or without a trajectory that could be
+    merged, after which the run ends."""
     step_deadline_s: Seconds = 600
-    """Seconds of one training step, after which the ranks count as lost."""
+    """Longest time of a training step, in seconds, after which the ranks count as lost."""
     logprob_check_tokens: Natural | None = None
     """Tokens of the text that trainer and engines score before the first step, at most the context;
-    null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which refuse no start."""
+    null: 4,096 on CPU, the whole context on a GPU; 0: 17 fixed tokens, which never refuse a start.
+    """
     logprob_check_every: Natural = 20
-    """After every so many publications all of that text is scored, and not only its last 1,024
+    """Number of publications after which the whole text is scored instead of only its last 1,024
     tokens; 0: never."""
     logprob_check_failures: Natural = 3
-    """End the run after this many publications in a row at which trainer and engines differ by more
-    than rounding; 0: never."""
+    """Number of consecutive publications after which the run ends if trainer and engines differ by
+    more than rounding; 0: never."""
     max_replay_mib: Natural = 4096
-    """MiB of batches, of steps that no checkpoint holds yet, kept for ranks that are replaced; with
-    more, the loss of a rank sends the run back to the checkpoint. Ray's object store has them."""
+    """MiB of batches, from steps after the newest checkpoint, that Ray's object store keeps so that
+    replaced ranks can repeat these steps; if they need more, the loss of a rank sends the run back
+    to the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +97,20 @@ class RankSettings:
     model: str
     """Directory or hub name of a Hugging Face causal model."""
     checkpoint_dir: Path
-    """Where checkpoints and the inputs of skipped updates go; seen by every rank."""
+    """The directory of checkpoints and of the inputs of skipped updates; visible to every rank."""
     weight_backend: WeightBackend
-    """How published weights travel."""
+    """The transport of published weights."""
     seed: int
     chat_template: str | None = None
     """The run's chat template, which checkpoints record for their export: Jinja text, or the word
     "none" for raw prompts. None means the tokenizer's own template."""
     max_context_tokens: int | None = None
-    """The engines' longest context, in tokens. It selects the table of a RoPE that depends on it.
-    None means as many positions as the model has."""
+    """The engines' longest context, in tokens, which selects the table of some kinds of RoPE.
+    None means the number of the model's positions."""
     logprob_chunk: int = LOGPROB_CHUNK
-    """Loss positions whose logits are alive at once."""
+    """Number of trained tokens whose logits are in memory at a time."""
     shard_between_micro_batches: bool = False
-    """Free the gathered weights and share out the gradients after every micro-batch: less memory,
-    more communication. False: once an update."""
+    """Whether gathered weights are freed and gradients reduced after every micro-batch, which needs
+    less memory and more communication; False: once for each update."""
     collective_timeout_s: float = 120.0
-    """Seconds after which a collective gives its peers up."""
+    """Timeout of a collective, in seconds."""

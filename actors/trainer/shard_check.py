@@ -1,9 +1,10 @@
 """Check a rank's shard at run time, and agree among the ranks to refuse it.
 
-A shard can come for another version than the trainer holds (a recovery), hold tokens that are too
-old (admission), or differ from the other ranks' (the supervisor's references). How rows are packed
-is not checked here: the packer's property tests hold it. Collective: a shard that one rank refuses
-is refused by all, so that none waits for another in a later collective. Called by `TrainerRank`.
+A shard can be made for another version than the trainer holds (after a recovery), have tokens that
+are too old (an error of admission), or differ from the other ranks' shards (an error of the
+supervisor). The packing of rows is not checked here; the packer's property tests do that.
+Collective: if one rank refuses its shard, all do, so that no rank waits for another in a later
+collective. Called by `TrainerRank`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ShardRefused(ValueError):
-    """A shard is not for this trainer; nothing was trained and the weights are unchanged."""
+    """A shard does not fit this trainer; nothing was trained and the weights are unchanged."""
 
 
 class PolicyTooOld(ValueError):
@@ -39,10 +40,11 @@ def check_versions(
     max_policy_age: int | None,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise when the shard's versions do not fit the trainer's.
+    """Raise if the shard's versions do not fit the trainer's.
 
-    Args: trainer_version: what this rank holds. max_policy_age: training steps; None: not asserted.
-    republished: as `policy_ages`; a shard made before its step was published once more is taken.
+    Args: trainer_version: the version that this rank holds. max_policy_age: in training steps; None
+    for no limit. republished: versions that were published for the same step as the version before
+    them; a shard made for such an earlier version is accepted.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)
@@ -78,12 +80,12 @@ def agree_on(
     device: torch.device,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise on every rank when any rank refuses its shard, or when the shards differ in outline.
+    """Raise on every rank if any rank refuses its shard, or if the shards differ in outline.
 
-    Args: as `check_versions`.
-    Raises: ShardRefused, PolicyTooOld; the first rank's reason.
+    Args: trainer_version, max_policy_age, republished: as for `check_versions`.
+    Raises: ShardRefused or PolicyTooOld, with the reason of the first rank that refuses.
     """
-    # Not at the top: the supervisor reads the errors of this module, and does without torch.
+    # Not at the top: the supervisor imports this module's errors and must not import torch.
     import torch
 
     from actors.trainer.process_group import gather_rows, gather_texts
@@ -113,7 +115,9 @@ def agree_on(
 
 
 def _outline(shard: RankShard, value_shard: ValueShard | None) -> int:
-    """Hash what all ranks must agree on: step, version, numbers of micro-batches, critic's rows."""
+    """Hash the step, the version and the numbers of micro-batches and of the critic's rows, which
+    must be equal on all ranks.
+    """
     minibatches = [len(item.micro_batches) for item in shard.minibatches]
     values = None if value_shard is None else (value_shard.step, len(value_shard.rows))
     return zlib.crc32(repr((shard.step, shard.trainer_version, minibatches, values)).encode())

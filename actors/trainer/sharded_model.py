@@ -1,9 +1,9 @@
 """A model sharded over the ranks by FSDP2: its weights, its optimiser and its checkpoint.
 
-`ShardedModel` is only scored; `TrainedModel` has AdamW as well: gradients are clipped by their
+`ShardedModel` is only for scoring; `TrainedModel` also has AdamW: gradients are clipped by their
 global norm, and an update that is not finite is never applied. Invariants: all ranks decide from
-the same gathered numbers; the optimiser's state exists from the start, so that a checkpoint taken
-before the first update resumes exactly. Used alike by policy, critic and reference; collective.
+the same gathered numbers; the optimiser's state exists from the start, so that a checkpoint written
+before the first update resumes exactly. Used for policy, critic and reference; collective.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
 
-# Attempts to write to a full disk; not seconds, because each rank has its own clock.
+# Number of attempts to write to a full disk; not a time, because each rank has its own clock.
 _WRITE_ATTEMPTS, _WRITE_PAUSE_S = 13, 5.0
 _CRITIC = "critic"
 _HASH_BLOCK, _HASH_FACTOR = 2**20, 0x9E3779B97F4A7C15
@@ -62,20 +62,20 @@ class Sharding:
 
     mesh: DeviceMesh
     device: torch.device
-    """Of this rank."""
+    """The device of this rank."""
     param_dtype: torch.dtype
-    """What forward and backward compute in; master weights and reductions are float32."""
+    """Type of forward and backward computations; master weights and reductions are float32."""
     shard_between_micro_batches: bool = False
-    """Free the gathered weights and share out gradients after each micro-batch, not once an
-    update."""
+    """Whether gathered weights are freed and gradients reduced after each micro-batch instead of
+    once for each update."""
 
 
 class ShardedModel(Generic[Model]):
-    """A module whose decoder layers are FSDP2 groups, and the rest of it one more.
+    """A module with an FSDP2 group for each decoder layer, and one for the rest.
 
-    Tied embedding and head land in the same group, so they stay one parameter. Gradients are
-    reduced in float32 and summed, not averaged: each token's loss weight is its share of the
-    whole update.
+    A tied embedding and head are in the same group, so they stay one parameter. Gradients are
+    reduced in float32 and summed, not averaged, because each token's loss weight is its share of
+    the whole update.
     """
 
     def __init__(self, model: Model, pretrained: PreTrainedModel, sharding: Sharding) -> None:
@@ -105,13 +105,13 @@ class ShardedModel(Generic[Model]):
             group.set_gradient_divide_factor(1.0)
             # With a factor of one there is nothing to scale, and gloo knows only plain sums.
             group.set_force_sum_reduction_for_comms(True)
-            # A rank whose tokens met none of an expert's weights must still join the reduction.
+            # A rank whose tokens used no weight of an expert must still join the reduction.
             group.set_reduce_scatter_unused_params(True, recurse=False)
 
     def free_weights(self) -> None:
         """Free gathered weights after a forward pass without a backward pass.
 
-        They would stay, and the next forward after an update would still read them.
+        Otherwise the next forward after an update would still read the old weights.
         """
         for group in self._groups:
             group.reshard()
@@ -132,8 +132,8 @@ class TrainedModel(ShardedModel[Model]):
         *,
         stored: nn.Module | None = None,
     ) -> None:
-        """Shard a model for training. stored: the part whose names a checkpoint has; None: the
-        model itself.
+        """Shard a model for training. stored: the part of the model that checkpoints hold; None for
+        the whole model.
         """
         super().__init__(model, pretrained, sharding)
         self.num_updates = 0
@@ -143,7 +143,7 @@ class TrainedModel(ShardedModel[Model]):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next update."""
+        """The learning rate of the next update."""
         return learning_rate_at(
             self.num_updates,
             learning_rate=self._settings.learning_rate,
@@ -152,7 +152,9 @@ class TrainedModel(ShardedModel[Model]):
         )
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Reduce gradients and free gathered weights once an update, after its last backward."""
+        """Prepare a micro-batch: gradients are reduced and gathered weights freed only after the
+        last one of an update, or after each if the sharding says so.
+        """
         is_synced = is_last or self._shards_between_micro_batches
         root = self._groups[-1]
         root.set_requires_gradient_sync(is_synced)
@@ -160,7 +162,7 @@ class TrainedModel(ShardedModel[Model]):
         root.set_is_last_backward(is_last)
 
     def gather(self, statistics: Tensor) -> tuple[Tensor, float]:
-        """Gather a vector of every rank, and the global norm of the gradients with it.
+        """Gather a vector from every rank, and compute the global norm of the gradients.
 
         Args: statistics: [S] float64, on this rank's device.
         Returns: [ranks, S] on the CPU, and the norm before clipping; the same on every rank.
@@ -170,11 +172,10 @@ class TrainedModel(ShardedModel[Model]):
         return rows[:, :-1], math.sqrt(float(rows[:, -1].sum()))
 
     def finish_update(self, *, grad_norm: float, is_applied: bool) -> None:
-        """Clip the gradients and apply them, or keep the weights unchanged; then drop the
-        gradients.
+        """Clip and apply the gradients if is_applied; then drop them.
 
-        Args: grad_norm: as `gather` returned it. is_applied: False for an update that is not
-            finite or has no tokens.
+        Args: grad_norm: from `gather`. is_applied: False if the update is not finite or has no
+            tokens.
         """
         if is_applied:
             if grad_norm > self._settings.max_grad_norm:
@@ -187,9 +188,7 @@ class TrainedModel(ShardedModel[Model]):
         self._optimizer.zero_grad(set_to_none=True)
 
     def take_gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients that are not empty, and drop them from the
-        model.
-        """
+        """Return this rank's non-empty shards of the gradients, and drop them from the model."""
         found = self._local_gradients()
         self._optimizer.zero_grad(set_to_none=True)
         return found
@@ -215,7 +214,7 @@ class TrainedModel(ShardedModel[Model]):
         return tuple(hashes)
 
     def _local_gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the gradients that are not empty."""
+        """Return this rank's non-empty shards of the gradients."""
         gradients = (parameter.grad for parameter in self.model.parameters())
         shards = (
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -228,11 +227,11 @@ class TrainedModel(ShardedModel[Model]):
 def build_optimizer(
     parameters: Iterable[Parameter], settings: TrainerSettings
 ) -> torch.optim.AdamW:
-    """Make AdamW with its moments present and its step counts at zero.
+    """Create AdamW with its moments and step counts at zero.
 
-    torch would make the state at the first update, and its checkpointing would run an update of
-    its own to have some: a run resumed from before the first update would then correct its biases
-    one step too early.
+    torch would create the state at the first update, and its checkpointing would run an extra
+    update to create it: after a resume from before the first update, the bias correction would then
+    be one step ahead.
     """
     optimizer = torch.optim.AdamW(
         parameters,
@@ -257,7 +256,7 @@ def hash_bits(tensor: Tensor) -> int:
     """Hash the bits of this rank's shard of a float32 tensor, on its device.
 
     Σ_i m_i b_i over blocks, modulo 2^64, with odd random m_i: a difference in the last bit of one
-    element, or two elements that are exchanged, give another number. Not cryptographic.
+    element, or an exchange of two elements, changes the hash. Not cryptographic.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     bits = local.detach().contiguous().view(-1).view(torch.int32)
@@ -293,16 +292,16 @@ def stage_checkpoint(
 def write_checkpoint(
     root: Path, progress: Progress, state: dict[str, Any], *, group: dist.ProcessGroup
 ) -> Path:
-    """Write a checkpoint under a temporary name and rename it, when it is whole.
+    """Write a checkpoint under a temporary name, and rename it after it is complete.
 
-    Runs beside training, in a thread, so its collectives have a group of their own. An older
-    checkpoint of the same name (a step done again under the same lease) is replaced. Where the disk
-    does not take it, all ranks try again together for a minute.
+    It runs in a thread during training, so its collectives use a separate group. An older
+    checkpoint of the same name (a step repeated in the same term) is replaced. If the disk refuses
+    a write, all ranks try again together for a minute.
 
-    Args: state: as `stage_checkpoint` copied it.
-    Returns: its directory, on every rank.
-    Raises: CheckpointError, on every rank, when a newer term has claimed the directory;
-        CheckpointNotWritten, on every rank, when one of them cannot write its shard.
+    Args: state: from `stage_checkpoint`.
+    Returns: the checkpoint's directory, on every rank.
+    Raises: CheckpointError on every rank if a newer term has claimed the directory;
+        CheckpointNotWritten on every rank if a rank cannot write its shard.
     """
     for _ in range(_WRITE_ATTEMPTS - 1):
         try:
@@ -324,13 +323,13 @@ def _write_once(
         dcp.save(state, storage_writer=writer, process_group=group, planner=_CountingSave())
     except (CheckpointException, OSError) as error:
         if is_writer:
-            # Otherwise a full disk would stay full.
+            # Free the space, otherwise a full disk would stay full.
             shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointNotWritten(
             f"checkpoint {root / progress.directory_name}: a rank could not write its shard "
             f"({_first_line(error)}); is the disk full, and does every rank see the same directory?"
         ) from error
-    # The digests of every rank, so that all have written.
+    # Gathering the digests of every rank also waits until all have written.
     texts = gather_texts(json.dumps([writer.digests, writer.seconds]), group)
     digests, seconds = zip(*map(json.loads, texts), strict=True)
     finish = partial(
@@ -351,18 +350,18 @@ def load_checkpoint(
     critic: TrainedModel[Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Progress:
-    """Read a checkpoint into models and optimisers, whatever number of ranks wrote it.
+    """Load a checkpoint, written by any number of ranks, into models and optimisers.
 
-    A critic in it is left there when none is given.
+    The checkpoint's critic is ignored if no critic is given.
 
-    Raises: CheckpointError when it is incomplete, changed, broken, of another model, or has no
-        critic for the one that is given. The weights may then be half read: load another checkpoint
+    Raises: CheckpointError if it is incomplete, changed, broken or of another model, or if it has
+        no critic and one is given. The weights may then be partly loaded: load another checkpoint
         before you continue.
     """
     progress = checkpoint.read_manifest(path)
     if critic is not None and progress.critic_updates is None:
         raise CheckpointError(
-            f"checkpoint {path}: got none of a critic, expected one; the run that wrote it had no "
+            f"checkpoint {path}: got no critic, expected one; the run that wrote it had no "
             "critic: start a new run, with this one's export as its model"
         )
     check = partial(
@@ -411,7 +410,7 @@ def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[
 def _together(
     work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Run work on the ranks that do it, and wait for its end; if one fails, all ranks raise."""
+    """Run work on the ranks with does_run, and wait for its end; if one fails, all ranks raise."""
     not_written = refused = ""
     if does_run:
         try:

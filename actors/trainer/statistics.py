@@ -1,9 +1,9 @@
-"""One step's statistics: summed over micro-batches, combined over ranks, read once at the end.
+"""The statistics of a step, combined from partial results of micro-batches, ranks and updates.
 
-Every statistic of the loss is made of partial results that combine in any order: a sum adds, a
-maximum compares. So tokens weigh equally, whichever micro-batch, rank or update they were in, and
-every rank ends with the same numbers, because each combines the same gathered rows in the same
-order. Called by `TrainerRank`; `StepStats` is what leaves the trainer.
+Every statistic of the loss is made of partial results that combine in any order: sums are added,
+maxima compared. So all tokens count equally in any micro-batch, rank or update, and every rank gets
+the same numbers, because each combines the same gathered rows in the same order. Called by
+`TrainerRank`, which returns `StepStats`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(StrEnum):
     SQUARES = "squares"
     COUNT = "count"
     MAX = "max"
-    # Of the negated values: so that a minimum, too, combines by comparing.
+    # The maximum of the negated values, so that a minimum combines like a maximum.
     NEGATED_MIN = "negated_min"
 
 
@@ -34,7 +34,7 @@ _PARTS: Mapping[Reduction, tuple[Part, ...]] = {
     Reduction.UPDATE_SUM: (Part.SUM,),
     Reduction.MAX: (Part.MAX,),
     Reduction.MIN: (Part.NEGATED_MIN,),
-    # Known to the rank itself.
+    # The rank computes these itself.
     Reduction.UPDATE: (),
 }
 _COMPARED = (Part.MAX, Part.NEGATED_MIN)
@@ -51,10 +51,10 @@ _PLACES = {key: place for place, key in enumerate((*ADDED, *COMPARED))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """The statistics of one update, over all ranks."""
+    """The statistics of a critic's update, over all ranks."""
 
     statistics: Mapping[str, float]
-    """By name, of the values that the advantages were made with; what is not known is absent."""
+    """The known statistics by name; those of values are of the values before the update."""
     num_tokens: int
     is_skipped: bool
     """A loss or gradient that was not finite; never applied."""
@@ -67,37 +67,37 @@ class StepStats:
     step: int
     trainer_version: int
     statistics: Mapping[str, float]
-    """By name, those of the loss and of the critic; what is not known is absent. Of finite updates:
-    a skipped update counts in num_skipped_updates and nowhere else."""
+    """The known statistics of the loss and the critic by name, over finite updates: a skipped
+    update counts only in num_skipped_updates."""
     learning_rate: float
-    """Of the last update."""
+    """The learning rate of the last update."""
     trained_tokens: int
-    """Targets seen, each epoch counted."""
+    """Number of targets, counted in each epoch."""
     packed_tokens: int
-    """Likewise, of whole rows."""
+    """Number of tokens of the packed rows, counted in each epoch."""
     num_updates: int
     num_empty_updates: int
-    """Nothing to train in them, so the weights were left alone."""
+    """Number of updates without a trained token, which changed no weights."""
     num_skipped_updates: int
     """A loss or gradient that was not finite; never applied."""
 
     @property
     def is_skipped(self) -> bool:
-        """Whether any update of the step was refused as not finite."""
+        """Whether any update of the step was skipped because it was not finite."""
         return self.num_skipped_updates > 0
 
     @property
     def is_all_skipped(self) -> bool:
-        """Whether every update of the step was."""
+        """Whether every update of the step was skipped."""
         return self.is_skipped and self.num_skipped_updates == self.num_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTotals:
-    """One update, over all ranks."""
+    """The totals of one update, over all ranks."""
 
     row: tuple[float, ...]
-    """Partial results, in the places of ADDED and COMPARED; those of no token are 0 and -inf."""
+    """Partial results in the order of ADDED and COMPARED; without a token they are 0 and -inf."""
     grad_norm: float
     learning_rate: float
 
@@ -121,7 +121,7 @@ def summarize_step(
     trainer_version: int,
     critic: CriticStats | None = None,
 ) -> StepStats:
-    """Combine a step's updates. critic: its own update; None: there is no critic."""
+    """Combine a step's updates. critic: the statistics of the critic's update; None without one."""
     finite = [update for update in updates if not update.is_skipped]
     applied = [update for update in finite if not update.is_empty]
     found: dict[str, float | None] = dict(critic.statistics) if critic else {}

@@ -1,14 +1,14 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
-Metadata stays in the actor; payloads are in the object store. The actor owns them: Ray frees what a
-dead process owned, and a finished trajectory has to outlive the environment actor that played it,
-so `put` takes the block by value (large ones come through shared memory) and stores it under the
-queue's own name. Readers get references. Every wait has a deadline; an empty answer means that
-there was nothing until then.
+Metadata stays in the actor; payloads are in the object store. The actor owns them: Ray frees the
+objects of a dead process, and a finished trajectory must outlive the environment actor that played
+it, so `put` takes the block by value (large blocks come through shared memory) and stores it as the
+queue's own object. Readers get references. Every wait has a deadline; an empty answer means that
+nothing was available before it.
 
-Ray starts a queue that died again, under the same handles and without its state; calls wait until
-the supervisor has opened it. Every answer to the loop carries a cut: the next queue is opened from
-the newest one, so that loop and queue agree.
+Ray restarts a queue that died, with the same handles and without its state; calls wait until the
+supervisor has opened it. Every answer to the training loop has a cut: the next queue is opened from
+the newest cut, so that loop and queue agree.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Found = TypeVar("Found")
 
 
 class TrajectoryQueue:
-    """A run's queue. Environment actors and the gateway call it for rollouts, the supervisor for
-    the rest.
+    """A run's queue. Environment actors and the gateway take and return rollouts; the supervisor
+    calls the other methods.
     """
 
     def __init__(self, settings: QueueStateSettings) -> None:
@@ -55,7 +55,7 @@ class TrajectoryQueue:
         self._opened = asyncio.Event()
         self._num_cuts = 0
         self._cut_snapshot: QueueSnapshot | None = None
-        """The snapshot of the newest cut that had one."""
+        """The snapshot of the newest cut that contained one."""
         self._changed = asyncio.Event()
         self._num_changes_seen = 0
         self._blocked_s = dict.fromkeys(Side, 0.0)
@@ -67,7 +67,8 @@ class TrajectoryQueue:
     ) -> bool:
         """Start from a snapshot, or empty if it is None; every other call waits for this one.
 
-        Args: opening: 0, 1, 2, … over the queues of a term. keeps_taken: as QueueState.
+        Args: opening: number of the opening in the term, from 0. keeps_taken: whether the groups of
+            taken steps stay taken.
         Returns: False if this queue was already opened under another number.
         """
         if self._opening is None:
@@ -82,7 +83,7 @@ class TrajectoryQueue:
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give tasks to group numbers; all or none. Raises: ValueError, as QueueState.admit."""
+        """Give tasks to group numbers; all or none. Raises: ValueError (`QueueState.admit`)."""
         await self._opened.wait()
         self._state.admit(groups)
         return self._cut()
@@ -93,7 +94,7 @@ class TrajectoryQueue:
         """Wait up to timeout_s for rollouts of these environments to play; return at most
         max_count.
 
-        Raises: ActorReleased once the actor was released, also in a wait that is under way.
+        Raises: ActorReleased if the actor has been released, also during the wait.
         """
 
         await self._opened.wait()
@@ -114,8 +115,9 @@ class TrajectoryQueue:
     ) -> list[bool]:
         """Accept ended attempts: summaries[i] describes row i of the block.
 
-        Returns: for each whether it was accepted; False for a late result, which changes nothing.
-        Raises: ValueError when rows and summaries differ in number.
+        Returns: for each attempt whether it was accepted; a late result is not, and changes
+            nothing.
+        Raises: ValueError if rows and summaries differ in number.
         """
         await self._opened.wait()
         rows = await self._stored(block, len(summaries))
@@ -132,7 +134,7 @@ class TrajectoryQueue:
         """Wait up to timeout_s for a group that is to be scored together, and hand it out.
 
         Returns: the group; None if there is none within that time.
-        Raises: ActorReleased, as `take_rollouts`.
+        Raises: ActorReleased if the actor has been released.
         """
         await self._opened.wait()
 
@@ -174,8 +176,8 @@ class TrajectoryQueue:
         return is_taken
 
     async def take_step(self, timeout_s: float) -> tuple[StepInput | None, QueueCut]:
-        """Wait up to timeout_s for the next step's closed groups; return None if it is not complete
-        then.
+        """Wait up to timeout_s for the next step's closed groups, and take them; return None if the
+        step is not complete within that time.
         """
         await self._opened.wait()
 
@@ -188,17 +190,17 @@ class TrajectoryQueue:
     async def finalise(
         self, step: int, outcomes: Sequence[RolloutOutcome]
     ) -> tuple[TokenCounts, QueueCut]:
-        """Record how a step's rollouts left the ledger, each once.
+        """Record the outcome with which each rollout of a step leaves the ledger.
 
-        Returns: the tokens of attempts that no step took, since the step before was finalised.
-        Raises: ValueError, as QueueState.finalise.
+        Returns: the tokens of attempts that no step took, since the previous step was finalised.
+        Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()
         dropped = self._state.finalise(step, outcomes)
         return dropped, self._cut()
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> QueueCut:
-        """Play again rollouts whose payload was lost; the step that took them is taken again."""
+        """Have rollouts whose payloads were lost played again; their step must be taken again."""
         await self._opened.wait()
         self._state.replay_lost(rollout_ids)
         return self._cut()
@@ -215,7 +217,7 @@ class TrajectoryQueue:
     async def release_actor(self, actor_id: str) -> int:
         """Have the rollouts of a dead actor played again; its id is never used again.
 
-        Returns: how many rollouts it held.
+        Returns: the number of rollouts that it held.
         """
         await self._opened.wait()
         num_released = self._state.release_actor(actor_id)
@@ -225,7 +227,7 @@ class TrajectoryQueue:
     async def give_back(self, actor_id: str) -> int:
         """Have the rollouts of a live actor that has dropped them played again.
 
-        Returns: how many rollouts it held here.
+        Returns: the number of rollouts that it held.
         """
         await self._opened.wait()
         num_held = self._state.give_back(actor_id)
@@ -233,19 +235,19 @@ class TrajectoryQueue:
         return num_held
 
     async def hold(self, is_held: bool) -> None:
-        """Stop handing out rollouts, or resume, as QueueState.hold."""
+        """Stop handing out rollouts, or resume (`QueueState.hold`)."""
         await self._opened.wait()
         self._state.hold(is_held)
         self._notify()
 
     async def cancel_group(self, group_id: str) -> tuple[bool, QueueCut]:
-        """Evict a group as cancelled; return False if it has left, or a step has taken it."""
+        """Evict a group as cancelled; return False if it has left or a step has taken it."""
         await self._opened.wait()
         is_cancelled = self._state.cancel_group(group_id)
         return is_cancelled, self._cut()
 
     async def cancel_all(self) -> QueueCut:
-        """End the run: evict everything in flight."""
+        """End the run: evict all rollouts that are in flight."""
         await self._opened.wait()
         self._state.cancel_all()
         return self._cut()
@@ -255,7 +257,7 @@ class TrajectoryQueue:
         return replace(self._state.stats(now=time.monotonic()), blocked_s=dict(self._blocked_s))
 
     async def cut(self) -> QueueCut:
-        """Return what happened since the last cut, and the current state."""
+        """Return the events since the last cut, and the current state."""
         await self._opened.wait()
         return self._cut()
 
@@ -279,8 +281,8 @@ class TrajectoryQueue:
         ]
 
     def _cut(self) -> QueueCut:
-        """Make a cut. Called without a wait after the change, so that no event is lost between the
-        two.
+        """Make a cut. It must be called directly after a change, without an await between the two,
+        so that no event is lost.
         """
         self._notify()
         assert self._opening is not None
@@ -298,7 +300,7 @@ class TrajectoryQueue:
         return cut
 
     def _notify(self) -> None:
-        """Wake the waiting calls, if something has changed for any of them."""
+        """Wake the waiting calls if the state has changed since the last call."""
         if self._state.num_changes == self._num_changes_seen:
             return
         self._num_changes_seen = self._state.num_changes
@@ -312,7 +314,7 @@ class TrajectoryQueue:
         *,
         note_wait: Callable[[float], None] = lambda waited_s: None,
     ) -> Found | None:
-        """Call `find` now and after each change, until it finds something or time is up.
+        """Call `find` now and after each change, until it returns a value or timeout_s has passed.
 
         note_wait: called with the seconds of each wait between two calls, before the second one.
         """
@@ -329,7 +331,7 @@ class TrajectoryQueue:
 
 
 def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start a queue that has to be opened. Ray restarts it if it dies; it must then be opened
+    """Start a queue, which must be opened. Ray restarts it if it dies; it must then be opened
     again.
 
     strategy: Ray's scheduling strategy for the actor.
@@ -347,7 +349,7 @@ def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
 def _described(
     groups: Sequence[Sequence[Rollout]],
 ) -> tuple[tuple[tuple[StepTrajectory, ...], ...], tuple[Any, ...]]:
-    """Return the block and row of each rollout, and the blocks, each of them once."""
+    """Return the location of each rollout (block and row), and the list of blocks."""
     blocks: dict[object, int] = {}
 
     def describe(rollout: Rollout) -> StepTrajectory:

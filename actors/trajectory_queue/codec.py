@@ -1,8 +1,8 @@
-"""The storage format of trajectories in object store and journal: a MessagePack message each.
+"""The storage format of trajectories in object store and journal: one MessagePack message each.
 
-msgspec encodes the dataclasses as they are, with an array as its type, shape and bytes. A sample
-that branched off another is sent without the tokens that it shares with it, so that bytes grow with
-the tokens of the branches, not with branches times their length. Invariant:
+msgspec encodes the dataclasses directly, and an array as its type, shape and bytes. A sample that
+branched off another one is stored without the tokens that both share, so that the size grows with
+the new tokens of the branches and not with their whole length. Invariant:
 decode(encode(trajectories), row) equals trajectories[row]. Called by environment actors (encode),
 the merge actor (decode) and the journal.
 """
@@ -25,9 +25,9 @@ class TrajectoryBlock:
     """R encoded trajectories."""
 
     data: NDArray[np.uint8]
-    """Their messages end to end in one buffer, which Ray passes on without a copy."""
+    """Their messages, concatenated in one buffer that Ray passes on without a copy."""
     offsets: tuple[int, ...]
-    """[R + 1], where each message starts in `data`, and where the last one ends."""
+    """[R + 1], the start of each message in `data`, and the end of the last one."""
 
     @property
     def num_rows(self) -> int:
@@ -38,7 +38,7 @@ class TrajectoryBlock:
 
 
 def encode(trajectories: Sequence[Trajectory]) -> TrajectoryBlock:
-    """Lay trajectories out; row i of the block is trajectories[i]."""
+    """Encode trajectories; row i of the block is trajectories[i]."""
     offsets, data = [0], bytearray()
     for trajectory in trajectories:
         _encoder.encode_into(without_shared(trajectory), data, len(data))
@@ -47,7 +47,7 @@ def encode(trajectories: Sequence[Trajectory]) -> TrajectoryBlock:
 
 
 def decode(block: TrajectoryBlock, row: int) -> Trajectory:
-    """Read one trajectory back. Raises: IndexError when the block has no such row."""
+    """Decode one trajectory. Raises: IndexError if the block has no such row."""
     if not 0 <= row < block.num_rows:
         raise IndexError(
             f"codec: got row {row} of a block of {block.num_rows} trajectories, expected one below "
@@ -86,7 +86,7 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Prepend the shared tokens: prompt in this sample, so untrained, log-probability 0."""
+    """Prepend the shared tokens, which are prompt in this sample: log-probability 0, no version."""
     number, rewards = own.num_shared, own.token_rewards
     zeros = np.zeros(number, np.float32)
     return replace(
@@ -120,5 +120,5 @@ def to_bytes(value: Any) -> bytes:
 
 
 def decoder_of(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
-    """Return a decoder of one type of record; it raises msgspec.MsgspecError, ValueError."""
+    """Return a decoder of one type of record; it raises msgspec.MsgspecError or ValueError."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)

@@ -1,9 +1,9 @@
-"""A player's side of the queue: assignments in, finished trajectories out, in blocks.
+"""The side of the queue in a playing actor: takes assignments, sends finished trajectories.
 
-Invariant: every assignment that was taken becomes exactly one trajectory handed to the queue, or
-`run` raises, and the supervisor then gives this actor's rollouts to another one. A slot is free
-again only when its trajectory has been handed over, so a full queue slows the player down. If the
-queue dies, this side drops all that it holds: the next queue hands it out again. Called by the
+Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
+raises, and the supervisor then gives this actor's rollouts to another one. A slot is free again
+only after its trajectory has been sent, so a full queue slows the player down. If the queue dies,
+this side drops everything that it holds, and the next queue hands it out again. Called by the
 actors that play: environment actors and the gateway.
 """
 
@@ -36,11 +36,11 @@ MAX_GROUPS_IN_SCORING = 16
 
 
 class QueueUnreachable(Exception):
-    """The trajectory queue did not answer; this actor's rollouts must be given to another one."""
+    """The trajectory queue did not answer; another actor must get this actor's rollouts."""
 
 
 class QueueDied(Exception):
-    """The queue that had this actor's rollouts is gone; the next queue hands them out again."""
+    """The queue died that handed out this actor's rollouts; the next one hands them out again."""
 
 
 class RolloutExchange:
@@ -60,11 +60,11 @@ class RolloutExchange:
         """Create an exchange; `run` starts it.
 
         Args: play: plays one rollout to its end; if it raises, the rollout is an infrastructure
-        error. It is cancelled by a stop and when the queue has died; then the same rollout may be
+        error. It is cancelled by a stop, and after the queue has died; the same rollout may then be
         played again, as a later attempt, before the cancelled one has ended. queue: handle of the
-        trajectory queue actor. environments: those whose tasks are taken. num_slots: rollouts held
-        at once, >= 1. is_durable: a play that a stop cancels is dropped, for another actor to
-        deliver; else it is handed over as cancelled.
+        trajectory queue actor. environments: names of the environments whose tasks are taken.
+        num_slots: number of rollouts held at a time, >= 1. is_durable: whether a play that a stop
+        cancels is dropped, so that another actor delivers it; otherwise it is sent as cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -76,7 +76,7 @@ class RolloutExchange:
         self._plays: set[asyncio.Task[None]] = set()
         self._finished: list[Trajectory] = []
         self._num_deaths_seen = 0
-        """Number of the deaths of the queue; rollouts taken before the newest are dropped."""
+        """Number of the queue's deaths so far; rollouts taken before the last one are dropped."""
         self._num_sending = 0
         self._is_taking = False
         self._is_running = False
@@ -86,9 +86,9 @@ class RolloutExchange:
         self._has_finished = asyncio.Event()
 
     async def run(self) -> None:
-        """Take, play and hand over until `stop`.
+        """Take, play and send rollouts until `stop`.
 
-        Raises: QueueUnreachable; RuntimeError when it runs already.
+        Raises: QueueUnreachable; RuntimeError if it runs already.
         """
         if self._is_running:
             raise RuntimeError(f"actor {self._actor_id}: run was called twice; call it once")
@@ -103,9 +103,9 @@ class RolloutExchange:
             self._is_running = False
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
-        """Take nothing more; give plays drain_s to end, cancel the rest, hand over what has ended.
+        """Take no more rollouts, give plays drain_s to end, cancel the rest, and send the results.
 
-        Returns when `run` has ended, or after limit_s beyond the drain.
+        Returns after `run` has ended, or limit_s after the drain.
         """
         self._is_stopping = True
         self._has_free_slots.set()
@@ -147,7 +147,7 @@ class RolloutExchange:
         return self._num_slots - held
 
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
-        # Not repeated: a lost answer may have had assignments.
+        # Not repeated, because a lost answer may have contained assignments.
         settings = self._settings
         call = self._queue.take_rollouts.remote(
             self._actor_id, max_count, settings.poll_s, self._environments
@@ -188,7 +188,7 @@ class RolloutExchange:
         self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
     ) -> None:
         self._plays.discard(task)
-        # The play raised its cancellation, or was cancelled before its first step.
+        # The play re-raised its cancellation, or was cancelled before it started.
         if not task.cancelled():
             return
         if self._is_durable:
@@ -201,7 +201,7 @@ class RolloutExchange:
     def _keep(self, trajectory: Trajectory, num_deaths: int) -> None:
         """Keep a finished trajectory, unless the queue has died since its rollout was taken.
 
-        num_deaths: the queue's deaths that were known when the rollout was taken.
+        num_deaths: number of the queue's deaths at the time when the rollout was taken.
         """
         if num_deaths == self._num_deaths_seen:
             self._finished.append(trajectory)
@@ -242,7 +242,7 @@ class RolloutExchange:
         settings = self._settings
 
         async def put() -> None:
-            # By value: the queue stores it as its own, so that it outlives this actor.
+            # By value: the queue stores its own copy, which outlives this actor.
             call = self._queue.put.remote(self._actor_id, encoded, summaries)
             try:
                 await within(settings.queue_deadline_s, call)
@@ -266,7 +266,7 @@ class RolloutExchange:
 
 
 class GroupExchange:
-    """An exchange that takes groups to be scored together from the queue, and returns them scored.
+    """An exchange that takes groups to be scored together, and returns them with their rewards.
 
     This runs concurrently with the episodes. If the actor dies while it scores a group, the queue
     hands the group out again, so that its functions may be called twice.
@@ -345,10 +345,10 @@ class GroupExchange:
 
 
 async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:
-    """Play a rollout. Returns: an infrastructure error without turns, where playing it raises."""
+    """Play a rollout; return an infrastructure error without turns if `play` raises."""
     try:
         return await play(assignment)
     except Exception as error:
-        # The outermost frame of a play: an error of ours must cost one rollout, not a slot.
+        # The outermost frame of a play: an error here must cost only one rollout, not a slot.
         logger.exception("rollout %s: playing it raised", assignment.rollout_id)
         return Trajectory.of(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))

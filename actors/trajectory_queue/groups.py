@@ -1,8 +1,8 @@
-"""Groups and their rollouts: attempts, retries, when a group closes, and what replaces it.
+"""Groups and their rollouts: attempts, retries, and the closing and replacement of groups.
 
-Attempt numbers only grow: a retry, a lost payload and a restart each take a new one, so that a late
-result is never taken for a newer one. Only failures use up the retry budget. Pure; the queue state
-calls these methods and records their consequences in the ledger.
+Attempt numbers only grow: a retry, a lost payload and a restart each take a new number, so that a
+late result is never mistaken for a newer one. Only failures use up the retry budget. Pure; the
+queue state calls these methods and records the changes in the ledger.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class GroupRequest:
     group_number: int
     task: Task
     num_samples: int
-    """Rollouts, >= 1."""
+    """Number of rollouts, >= 1."""
     min_usable_samples: int | None = None
-    """Close as soon as so many rollouts are usable; None: wait for all."""
+    """Number of usable rollouts at which the group closes; None to wait for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +52,32 @@ class BlockRow:
     """Reference to a TrajectoryBlock, which the state never resolves."""
     row: int
     num_bytes: int
-    """Size of the whole block, which stays while any of its rows does."""
+    """Size of the whole block, which is kept while any of its rows is needed."""
     arrived_at: float = 0.0
     """Time at which the queue accepted it, by the monotonic clock of its process."""
 
 
-# Stands for a payload that was lost with the queue that owned it.
+# The location of a payload that was lost with the queue that owned it.
 LOST_ROW = BlockRow(block=None, row=0, num_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSnapshot:
-    """A rollout as a queue that starts again needs it."""
+    """The state of a rollout that a restarted queue needs."""
 
     rollout_id: str
     next_attempt: int
     """The number of the next attempt."""
     num_failures: int
-    """Failed attempts, which the retry budget counts."""
+    """Number of failed attempts, which the retry budget limits."""
     is_gone: bool
     num_sampled: int = 0
-    """Tokens of the attempt that a step has taken; 0 for any other attempt."""
+    """Sampled tokens of the attempt if a step has taken it, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
-    """A group with its task, so that a queue that starts again can play it again."""
+    """The state of a group, with its task, from which a restarted queue plays it again."""
 
     number: int
     replacement: int
@@ -95,13 +95,13 @@ class Rollout:
     next_attempt: int = 0
     num_failures: int = 0
     attempt: int = -1
-    """The newest attempt that was handed out; -1 before the first."""
+    """Number of the newest attempt that was handed out; -1 before the first."""
     actor_id: str = ""
-    """The actor that plays it; empty unless handed out."""
+    """The actor that plays it; empty unless it is handed out."""
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
     num_sampled: int = 0
-    """Tokens of the finished attempt."""
+    """Sampled tokens of the finished attempt."""
 
     @property
     def trajectory_id(self) -> str:
@@ -109,14 +109,14 @@ class Rollout:
         return f"{self.rollout_id}.a{self.attempt}"
 
     def hand_out(self, actor_id: str) -> int:
-        """Start the next attempt. Returns: its number."""
+        """Start the next attempt and return its number."""
         assert self.state is RolloutState.PENDING, self
         self.state, self.actor_id = RolloutState.HANDED_OUT, actor_id
         self.attempt, self.next_attempt = self.next_attempt, self.next_attempt + 1
         return self.attempt
 
     def is_with(self, actor_id: str, *, attempt: int) -> bool:
-        """Whether this attempt is the one that this actor plays now."""
+        """Whether the actor now plays this attempt."""
         is_current = self.attempt == attempt and self.actor_id == actor_id
         return self.state is RolloutState.HANDED_OUT and is_current
 
@@ -126,7 +126,7 @@ class Rollout:
         self.num_sampled = summary.num_sampled
 
     def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
-        """End an attempt without a payload: pending again while the budget lasts, then gone."""
+        """End an attempt without a payload; the rollout is retried within the budget, else gone."""
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
         self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
@@ -138,7 +138,7 @@ class Rollout:
 
 
 def group_id(number: int, *, replacement: int) -> str:
-    """Such as g000012.0; its rollouts are g000012.0-0, g000012.0-1, …"""
+    """Return a group's id, such as g000012.0; its rollouts are g000012.0-0, g000012.0-1, …"""
     return f"g{number:06d}.{replacement}"
 
 
@@ -148,7 +148,7 @@ class Group:
 
     number: int
     replacement: int
-    """Number of earlier groups of its number."""
+    """Number of earlier groups with the same group number."""
     task: Task
     policy: OutcomePolicy
     min_usable_samples: int | None = None
@@ -162,12 +162,12 @@ class Group:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no rollout of it is pending or handed out."""
+        """Whether none of its rollouts is pending or handed out."""
         return not self.unfinished()
 
     @property
     def has_enough(self) -> bool:
-        """Whether min_usable_samples is reached, so that the rest need not be waited for."""
+        """Whether min_usable_samples is reached, so that the group need not wait for the rest."""
         return self.min_usable_samples is not None and self.num_usable >= self.min_usable_samples
 
     @property
@@ -186,7 +186,7 @@ class Group:
         return [r for r in self.rollouts.values() if r.state in open_states]
 
     def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
-        """Record how an attempt ended: finished, pending again or gone, by the policy."""
+        """Record the end of an attempt; by the policy the rollout is finished, retried or gone."""
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
         if self.policy.is_retried(outcome, attempt=rollout.num_failures) or not is_kept:
@@ -204,9 +204,9 @@ class Group:
         )
 
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
-        """Count the tokens of a finished attempt that no step takes, for an eviction's reason.
+        """Count the tokens of a finished attempt that no step takes, under the eviction's reason.
 
-        A trajectory that its outcome's rule masks counts under its outcome, whatever the reason.
+        If its outcome's rule masks the trajectory, the tokens count under the outcome instead.
         """
         summary = rollout.summary
         if summary is None:
@@ -216,7 +216,7 @@ class Group:
         return untrained_tokens(summary, reason)
 
     def snapshot(self, *, is_taken: bool) -> GroupSnapshot:
-        """Return the group's snapshot. is_taken: whether a step has the group."""
+        """Return the group's snapshot. is_taken: whether a step has taken the group."""
         rollouts = tuple(
             RolloutSnapshot(
                 rollout_id=rollout.rollout_id,
@@ -263,7 +263,7 @@ class Group:
 
 
 def check_request(request: GroupRequest, *, min_group_size: int) -> None:
-    """Raise ValueError for a group that can never close, or would close too small to be trained.
+    """Raise ValueError if a group could never close, or would be too small to be trained.
 
     min_group_size: >= 1.
     """
@@ -279,9 +279,7 @@ def check_request(request: GroupRequest, *, min_group_size: int) -> None:
 
 
 def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy) -> Group:
-    """Create a group with all its rollouts pending. Their ids follow from the group's:
-    g000012.0-3.
-    """
+    """Create a group with all rollouts pending; their ids contain the group's: g000012.0-3."""
     group = Group(
         number=request.group_number,
         replacement=replacement,
@@ -298,8 +296,8 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
     """Restore a group from its snapshot: rollouts that had not left the ledger are pending again.
 
-    is_taken: whether a step has it, whose batch may be built already: then they are finished,
-    without their payloads.
+    is_taken: whether a step has taken the group, so that its batch may be built already; its
+    rollouts are then finished, without their payloads.
     """
     group = Group(
         number=snapshot.number,
@@ -326,17 +324,17 @@ def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: b
 class FailedGroups:
     """The groups that have failed since the last usable one.
 
-    A group is usable when it closes with enough members for a baseline; else it is evicted and its
-    number filled again, which a run whose every episode fails would repeat forever.
+    A group is usable if it closes with enough members for a baseline. Otherwise it is evicted and
+    its number is filled again; if every episode fails, a run would repeat this forever.
     """
 
     num_usable_before: int
-    """Usable groups of the term before these: it changes when a new row of failures begins."""
+    """Number of the term's usable groups before these failures, which identifies the series."""
 
     num_groups: int
 
     outcomes: Mapping[Outcome, int]
-    """How often each outcome ended an attempt that no baseline could use."""
+    """Number of unusable attempts that ended with each outcome."""
 
     last_outcome: Outcome
     last_detail: str
@@ -345,7 +343,7 @@ class FailedGroups:
 
     @property
     def main_outcome(self) -> Outcome:
-        """The most frequent one; the last one among equals."""
+        """The most frequent outcome; the last outcome if it is one of several most frequent."""
         most = max(self.outcomes.values())
         if self.outcomes.get(self.last_outcome) == most:
             return self.last_outcome
@@ -353,7 +351,7 @@ class FailedGroups:
 
 
 class FailureCounter:
-    """Counts the groups that failed since the last usable one."""
+    """A counter of the groups that failed since the last usable one."""
 
     def __init__(self) -> None:
         self._num_usable = self._num_failed = 0
@@ -361,7 +359,7 @@ class FailureCounter:
         self._last: tuple[Outcome, str, Task] | None = None
 
     def add_attempt(self, outcome: Outcome, *, detail: str, task: Task) -> None:
-        """Record an attempt that ended without a trajectory that a baseline could use."""
+        """Record an attempt whose trajectory cannot be in a baseline."""
         self._outcomes[outcome] += 1
         self._last = (outcome, detail, task)
 
@@ -375,7 +373,7 @@ class FailureCounter:
         self._outcomes.clear()
 
     def current(self) -> FailedGroups | None:
-        """Return the failures; None while no group has failed since the last usable one."""
+        """Return the failures; None if no group has failed since the last usable one."""
         if not self._num_failed or self._last is None:
             return None
         outcome, detail, task = self._last
@@ -391,14 +389,14 @@ class FailureCounter:
 
 
 class Refills:
-    """Dynamic sampling: groups whose returns are all equal are replaced, `limit` times at most.
+    """Dynamic sampling: groups whose returns are all equal are replaced, at most `limit` times.
 
-    If all members of a closed group have equal values in the baseline, its advantages are 0, and
-    its number is given another task. Reward shaping is not considered here: it comes later, in the
-    merge actor.
-    Source: DAPO, arXiv 2503.14476, equation 11 (deviations: one number of the step is refilled, the
-        batch is not sampled again; a number that was refilled `limit` times keeps the next group,
-        so that a solved task set ends as weak updates and does not block the step).
+    If all members of a closed group have equal values in the baseline, its advantages would be 0,
+    and its number gets another task. Reward shaping is not considered here, because the merge actor
+    applies it later.
+    Source: DAPO, arXiv 2503.14476, equation 11 (deviations: only this group is replaced instead of
+        the whole batch; a number that was refilled `limit` times keeps the next group, so that a
+        solved task set leads to weak updates instead of a blocked step).
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:
@@ -406,7 +404,7 @@ class Refills:
         self._counts = dict(counts or {})
 
     def claim(self, number: int, returns: Sequence[float]) -> bool:
-        """Whether a closed group is to be replaced; then one refill of its number is used up."""
+        """Return whether a closed group must be replaced; if so, count a refill of its number."""
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):
             return False
@@ -418,5 +416,5 @@ class Refills:
         self._counts.pop(number, None)
 
     def counts(self) -> dict[int, int]:
-        """Return the refills used, by group number that is not finalised."""
+        """Return the refills used so far, by group number, for numbers that are not finalised."""
         return dict(self._counts)

@@ -1,12 +1,12 @@
 """The conservation ledger: every admitted rollout leaves exactly once.
 
 Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
-flight from its admission until it is trained or evicted; how often it is attempted in between is
-not counted here. Events are numbered and drained by the caller, which stores them; an event that
-was drained but not stored before a crash comes again under the same number. Only ids in flight are
-kept, so that the ledger does not grow with the run. Beside the rollouts it counts the sampled
-tokens of attempts that no step took, which the record of the next step holds. Called by the queue
-state; the merge actor says with the same words how the rollouts of a step left.
+flight from its admission until it is trained or evicted; its attempts are not counted here. Events
+are numbered; the caller drains and stores them, and an event that was drained but not stored before
+a crash is drained again with the same number. Only ids in flight are kept, so that the ledger does
+not grow with the run. The ledger also counts the sampled tokens of attempts that no step took,
+which the record of the next step holds. Called by the queue state; the merge actor uses the same
+reasons for the rollouts of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """The reason why a rollout left untrained: its group's, its step's, or its outcome."""
+    """The reason why a rollout left untrained; it concerns its group, its step or its outcome."""
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
@@ -42,7 +42,7 @@ class EvictionReason(StrEnum):
 
     @classmethod
     def of(cls, outcome: Outcome) -> EvictionReason:
-        """Return the reason under which a dropped trajectory's rollout leaves.
+        """Return the eviction reason of a trajectory that is dropped because of its outcome.
 
         Raises: ValueError for `completed`, which no policy may drop.
         """
@@ -52,9 +52,9 @@ class EvictionReason(StrEnum):
 
 
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
-    """Return the cause under which the tokens of a trajectory that is not trained are counted.
+    """Return the cause under which the tokens of an untrained trajectory are counted.
 
-    It is the reason of the eviction; for a masked trajectory it is the outcome that its rule masks.
+    It is the reason of the eviction or, for a masked trajectory, its outcome.
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
     return EvictionReason.of(outcome) if is_masked else reason
@@ -66,7 +66,7 @@ TokenCause = EvictionReason | LeftOutReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Sampled tokens by their end: each is trained, or untrained for one cause.
+    """Counts of sampled tokens; each token is trained, or untrained for exactly one cause.
 
     The cause is the first one that kept the token out of the loss: that of its turn, then of its
     trajectory, then of its group, then of its step.
@@ -82,7 +82,7 @@ class TokenCounts:
 
     @property
     def trained_share(self) -> float | None:
-        """The trained share of the sampled tokens; None: nothing was sampled."""
+        """The trained share of the sampled tokens; None if no token was sampled."""
         return self.trained / self.sampled if self.sampled else None
 
     def known(self) -> TokenCounts:
@@ -102,7 +102,9 @@ class TokenCounts:
         return TokenCounts(trained=self.trained + other.trained, untrained=sums)
 
     def without_training(self, cause: EvictionReason) -> TokenCounts:
-        """Return the counts of a step of which no update was applied."""
+        """Return the counts for a step without an applied update: its trained tokens move to
+        `cause`.
+        """
         if not self.trained:
             return self
         return TokenCounts(untrained=self.untrained).plus(
@@ -113,7 +115,7 @@ class TokenCounts:
 def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionReason) -> TokenCounts:
     """Count the sampled tokens of an attempt that is not trained.
 
-    The turns of a session that are left out of training keep their own causes.
+    Tokens of a session's turns that are left out of training keep their own causes.
     """
     untrained: dict[TokenCause, int] = {cause: attempt.num_sampled}
     untrained.update(attempt.left_out_tokens.items())
@@ -129,7 +131,7 @@ class LedgerEventKind(StrEnum):
 
 
 class LedgerError(ValueError):
-    """A transition that would count a rollout twice, or one that was never admitted."""
+    """A rollout would be admitted twice, or leave without being in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +139,13 @@ class LedgerEvent:
     """A change of a rollout's state in the ledger."""
 
     seq: int
-    """0, 1, 2, ... without gaps."""
+    """The event's number: 0, 1, 2, ... without gaps."""
 
     rollout_id: str
     kind: LedgerEventKind
 
     reason: EvictionReason | None = None
-    """With `evicted` only."""
+    """The reason of an eviction; None for other kinds."""
 
     step: int | None = None
     """The step that took the rollout, counted from 1; None if no step did."""
@@ -151,13 +153,13 @@ class LedgerEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOutcome:
-    """The way in which a rollout of a taken step left the ledger; an `Outcome` is a trajectory's
-    end.
+    """The way in which a rollout of a taken step leaves the ledger, unlike `Outcome`, which is the
+    end of a trajectory.
     """
 
     rollout_id: str
     reason: EvictionReason | None = None
-    """None: trained."""
+    """The reason of its eviction; None if it was trained."""
 
 
 def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutcome]) -> None:
@@ -173,7 +175,7 @@ def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:
-    """Numbers of rollouts by their state; `evicted` has only the reasons that occurred."""
+    """Numbers of rollouts by state; `evicted` has only the reasons that occurred."""
 
     admitted: int = 0
     trained: int = 0
@@ -204,7 +206,9 @@ class LedgerSnapshot:
 
 
 class Ledger:
-    """The state machine: absent -> in flight -> trained or evicted, without other transitions."""
+    """The ledger's state machine; its only transitions are absent -> in flight -> trained or
+    evicted.
+    """
 
     def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
         snapshot = snapshot or LedgerSnapshot()

@@ -1,4 +1,4 @@
-"""Arguments and results of the queue's methods: frozen values, no Ray, no tokens."""
+"""Arguments and results of the queue's methods: frozen values, without Ray and without tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from actors.types import Task, TrajectorySummary
 
 
 class Side(StrEnum):
-    """A side that waits for the queue: environment actors fill it, the training loop empties it."""
+    """A side of the queue: environment actors produce, the training loop consumes."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
 
 
 class ActorReleased(ValueError):
-    """An actor that was released requests rollouts."""
+    """An actor requested rollouts after it was released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class OpenSlot:
 
     group_number: int
     replacement: int
-    """Number of earlier groups of this number."""
+    """Number of earlier groups with this group number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class StepTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """P closed groups, which a step has taken."""
+    """The P closed groups that a step has taken."""
 
     step: int
-    """Counted from 1."""
+    """The step's number, counted from 1."""
 
     groups: tuple[tuple[StepTrajectory, ...], ...]
-    """For each group the members whose disposition is not drop."""
+    """For each group, its finished members."""
 
     blocks: tuple[Any, ...]
-    """References to TrajectoryBlock, each once."""
+    """References to the blocks (TrajectoryBlock), each once."""
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupToScore:
-    """A group whose rollouts have all ended, and which an environment actor scores together."""
+    """A group whose rollouts have all ended and which an environment actor scores as a whole."""
 
     group_id: str
     group_number: int
@@ -79,21 +79,21 @@ class GroupToScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """The queue's numbers. Counts are rollouts unless they say groups."""
+    """The queue's numbers. Counts are numbers of rollouts unless the name says groups."""
 
     num_handed_out: int
 
     num_waiting: int
-    """Finished, not yet taken by a step."""
+    """Rollouts that have finished and that no step has taken yet."""
 
     waiting_bytes: int
     num_replaced_groups: int
 
     num_refused: int
-    """Late results that changed nothing."""
+    """Late results, which were refused."""
 
     num_retries: int
-    """Attempts that were repeated."""
+    """Number of repeated attempts."""
 
     loaded_version: int
     """The version that every ready engine holds."""
@@ -101,12 +101,12 @@ class QueueStats:
     ledger: LedgerCounts
 
     oldest_s: float | None = None
-    """Seconds that the oldest finished trajectory has waited for a step; None: none waits."""
+    """Seconds that the oldest finished trajectory has waited for a step; None if none waits."""
 
     blocked_s: Mapping[Side, float] = field(default_factory=dict)
-    """Seconds since the queue was opened: for producers, the time in which they had free slots and
-    only the bounds kept a rollout from them, summed; for the consumer, the time without a complete
-    step.
+    """Seconds of waiting since the queue was opened. Producers: the sum of the times in which an
+    actor had free slots and only the bounds kept rollouts from it. Consumer: the time in which the
+    training loop waited for a complete step.
     """
 
 
@@ -118,35 +118,35 @@ class Drained:
     summaries: tuple[TrajectorySummary, ...]
     """The summary of every accepted attempt."""
     failed_groups: FailedGroups | None = None
-    """The failures up to now, not since the last drain; None: the last group was usable."""
+    """The failed groups since the last usable one, not since the last drain; None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """The state from which a queue starts again, without the trajectories that it held."""
+    """The state from which a queue restarts, without the trajectories that it held."""
 
     window: WindowSnapshot = field(default_factory=WindowSnapshot)
     ledger: LedgerSnapshot = field(default_factory=LedgerSnapshot)
     groups: tuple[GroupSnapshot, ...] = ()
 
     replacements: Mapping[int, int] = field(default_factory=dict)
-    """How often each group number that is not finalised was filled before."""
+    """Number of earlier groups by group number, for numbers that are not finalised."""
 
     variance_refills: Mapping[int, int] = field(default_factory=dict)
-    """The number of these refills that replaced a group of equal returns."""
+    """Number of groups that were replaced because of equal returns, by group number."""
 
     @property
     def last_event_seq(self) -> int:
-        """Number of the newest ledger event that is in the snapshot; -1: none."""
+        """Number of the newest ledger event that the snapshot includes; -1 if there is none."""
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:
-        """Return the snapshot of a cut: with the tasks' ids, without their data."""
+        """Return the snapshot with the tasks' ids but without their data, for a cut."""
         groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     def with_tasks(self, tasks: Mapping[int, Task]) -> QueueSnapshot:
-        """Restore the tasks. tasks: by group number, those that the groups were admitted with."""
+        """Restore the tasks. tasks: by group number, the tasks with which groups were admitted."""
         groups = tuple(replace(group, task=tasks[group.number]) for group in self.groups)
         assert [group.task.task_id for group in groups] == [g.task.task_id for g in self.groups]
         return replace(self, groups=groups)
@@ -156,17 +156,16 @@ class QueueSnapshot:
 class QueueCut:
     """The queue's state, and the events that were drained in the same call.
 
-    So each ledger event is recorded once: with this cut up to the snapshot's last_event_seq, later
-    ones after it. A cut is made at every poll, so that it contains only what happened since the
-    last one.
+    So each ledger event is recorded once: events up to the snapshot's last_event_seq are in this or
+    an earlier cut, later ones in a later cut. A cut contains only the events since the last cut.
     """
 
     opening: int
-    """Number of the opening of the queue that made it."""
+    """The number with which the queue that made the cut was opened."""
     number: int
-    """0, 1, 2, … over the cuts of one opening."""
+    """The cut's number within the opening, from 0."""
     snapshot: QueueSnapshot | None
-    """Without the tasks' data, which the caller of `admit` has; None: unchanged since the last
-    cut.
+    """The state without the tasks' data, which the caller of `admit` has; None if it is unchanged
+    since the last cut.
     """
     drained: Drained

@@ -12,24 +12,25 @@ from actors.outcomes import OutcomePolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """Bounds on what is handed out and buffered.
+    """Bounds on the rollouts that are handed out or buffered.
 
-    Above either bound, only the step that is being collected gets further rollouts.
+    If either bound is reached, only the step that is being collected gets further rollouts.
     """
 
     __pydantic_config__ = STRICT
 
     max_items: Positive | None = None
-    """Rollouts handed out or buffered; null: two steps more than the lag needs."""
+    """Largest number of rollouts handed out or buffered; null: those of two steps more than the
+    largest policy age."""
     max_mib: Positive = 1024
-    """Payload bytes buffered, MiB."""
+    """Largest size of the buffered payloads, in MiB."""
 
     @property
     def max_bytes(self) -> int:
         return self.max_mib * MIB
 
     def max_items_with(self, algorithm: AlgorithmSettings) -> int:
-        """Return the bound on rollouts handed out or buffered, with its default."""
+        """Return the bound on rollouts handed out or buffered: max_items or its default."""
         steps_ahead = algorithm.max_policy_age + 2
         return self.max_items or steps_ahead * algorithm.rollouts_per_step
 
@@ -41,14 +42,14 @@ class QueueStateSettings:
     algorithm: AlgorithmSettings
     queue: QueueSettings
     num_steps: int | None = None
-    """Steps of the whole run, beyond which no group is admitted; None: no limit."""
+    """Number of steps of the whole run, beyond which no group is admitted; None for no limit."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; an environment that is absent has the defaults."""
     durable: frozenset[str] = frozenset()
-    """Environments whose turns are stored as they are sampled: an actor that dies takes none with
-    it, so that its rollouts are handed out again without a failed attempt."""
+    """Names of the environments whose turns are stored when they are sampled: the death of an actor
+    loses no turn, so its rollouts are handed out again without counting a failed attempt."""
     scores_groups: frozenset[str] = frozenset()
-    """Names of the environments whose groups are scored together, once all rollouts of a group have
+    """Names of the environments whose groups are scored as a whole after all their rollouts have
     ended."""
 
     @property
@@ -65,10 +66,10 @@ class ExchangeSettings:
     """The times and limits of a player's exchange with the queue."""
 
     poll_s: float = 1.0
-    """Seconds that one request for assignments may wait in the queue."""
+    """Longest time that a request for assignments waits in the queue, in seconds."""
     tick_s: float = 0.02
-    """Seconds; trajectories that finish within a tick are sent together."""
+    """Time in seconds within which finished trajectories are collected and sent together."""
     max_block: int = 64
     """Largest number of trajectories that are sent together."""
     queue_deadline_s: float = 60.0
-    """Seconds that the queue may take to answer beyond a poll."""
+    """Longest time that the queue may take to answer, in seconds, in addition to a poll."""

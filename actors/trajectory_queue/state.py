@@ -1,8 +1,9 @@
-"""The queue as one pure state machine: window, groups and ledger, and the bounds around them.
+"""The queue as one pure state machine, with window, groups, ledger and bounds.
 
 Invariants: the ledger balances after every call; a rollout is handed out to one actor at a time,
-and only the attempt that it plays now can bring a result (a late one is refused and counted); the
-bounds never stop a rollout of the step that is being collected, so that they cannot deadlock it.
+and only a result of the attempt that this actor plays is accepted (a late one is refused and
+counted); the bounds never stop a rollout of the step that is being collected, which could
+deadlock.
 Called only by the queue actor.
 """
 
@@ -49,7 +50,7 @@ from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
-# Outcomes of a trajectory whose turns were held for too long.
+# Outcomes of a trajectory that can be caused by holding its turns for too long.
 HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
@@ -63,9 +64,9 @@ class QueueState:
         snapshot: QueueSnapshot | None = None,
         keeps_taken: bool = False,
     ) -> None:
-        """Make every rollout that the snapshot has in flight pending again.
+        """Start from a snapshot; every rollout that was in flight is pending again.
 
-        keeps_taken: except the groups of taken steps, which the trainer continues with.
+        keeps_taken: whether the groups of taken steps stay taken, for a trainer that continues.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -82,23 +83,23 @@ class QueueState:
         self._group_numbers: dict[str, int] = {}
         """Numbers of groups by rollout id."""
         self._closed: set[int] = set()
-        """Numbers of the groups of which no rollout is pending or handed out."""
+        """Numbers of the groups without a pending or handed-out rollout."""
         self._ready: dict[str, list[tuple[bool, int, int, str]]] = {}
         """By environment, a heap of (is first attempt, group number, member, rollout id), so that
-        retries come first; a rollout that is no longer pending is passed over when it is popped."""
+        retries come first; a rollout that is no longer pending is skipped when it is popped."""
         self._handed_out: dict[str, None] = {}
         """Rollout ids, in the order of handing out."""
         self._waiting: dict[str, BlockRow] = {}
-        """Location of each finished rollout that no step has taken."""
+        """The location of each finished rollout that no step has taken, by rollout id."""
         self._unscored: dict[int, str] = {}
-        """The actor that scores each group that is to be scored together, by the group's number;
-        empty if no actor does yet."""
+        """The actor that scores each group that must be scored as a whole, by the group's number;
+        empty if no actor has taken the group."""
         self._untold: dict[str, TrajectorySummary] = {}
-        """The summaries that are drained once their rollout's group is scored, by rollout id."""
+        """By rollout id, the summaries that are drained only after their group is scored."""
         self._waiting_rows: Counter[Any] = Counter()
         """Rows in `_waiting` by block."""
         self._waiting_bytes = 0
-        """Bytes of these blocks, each counted once and completely."""
+        """Total size of these blocks in bytes; each is counted once, with all its rows."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
@@ -106,9 +107,9 @@ class QueueState:
         """Ids of dead actors."""
         self._is_ended = self._is_held = False
         self._held_up: set[str] = set()
-        """Rollout ids that were handed out while turns were held, and have not come back."""
+        """Ids of rollouts that were handed out when a hold began and have not ended since."""
         self._unwanted: dict[str, str] = {}
-        """Actor that still plays an attempt of an evicted rollout, by trajectory id."""
+        """The actors that still play attempts of evicted rollouts, by trajectory id."""
         self._num_changes = 0
         if not keeps_taken:
             self._window.roll_back_all()
@@ -128,7 +129,7 @@ class QueueState:
         return self._num_changes
 
     def admissible(self) -> list[OpenSlot]:
-        """Group numbers that have no task now, replacements included, ascending."""
+        """Return the group numbers without a task, ascending, including replacements."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
@@ -141,7 +142,7 @@ class QueueState:
     def admit(self, requests: Sequence[GroupRequest]) -> None:
         """Give tasks to group numbers; all or none.
 
-        Raises: ValueError when a number is not free, or a group could never be trained.
+        Raises: ValueError if a number is not free or a group could never be trained.
         """
         free = {slot.group_number for slot in self.admissible()}
         for request in requests:
@@ -170,10 +171,10 @@ class QueueState:
     ) -> list[RolloutAssignment]:
         """Hand out up to max_count rollouts: retries first, then the oldest group first.
 
-        Args: environments: whose tasks the actor can play; it gets no others. The bounds are over
-        all rollouts, whoever plays them.
-        Raises: ActorReleased for an actor that was released, so that a late call of a dead one
-        takes nothing with it.
+        Args: environments: names of the environments whose tasks the actor can play. The bounds
+        apply to the rollouts of all actors together.
+        Raises: ActorReleased if the actor was released, so that a late call of a dead actor takes
+        no rollouts.
         """
         self._check_released(actor_id)
         if self._is_held:
@@ -190,7 +191,7 @@ class QueueState:
         return assignments
 
     def put(self, actor_id: str, summary: TrajectorySummary, payload: BlockRow) -> bool:
-        """Accept an ended attempt; return False if it is not the one that is being played."""
+        """Accept an ended attempt; return False if the actor does not play this attempt now."""
         rollout = self._find(summary.rollout_id)
         if rollout is None or not rollout.is_with(actor_id, attempt=summary.attempt):
             self._num_refused += 1
@@ -212,9 +213,9 @@ class QueueState:
         return True
 
     def take_group(self, actor_id: str, *, environments: Collection[str]) -> Group | None:
-        """Hand out the oldest group that is to be scored together; None if there is none.
+        """Hand out the oldest group that must be scored as a whole; None if there is none.
 
-        Raises: ActorReleased, as `take_rollouts`.
+        Raises: ActorReleased if the actor was released.
         """
         self._check_released(actor_id)
         for number in sorted(number for number, actor in self._unscored.items() if not actor):
@@ -226,7 +227,7 @@ class QueueState:
     def put_group(
         self, actor_id: str, group_id: str, scored: Sequence[tuple[TrajectorySummary, BlockRow]]
     ) -> bool:
-        """Accept the usable members of a group with the rewards for the whole group.
+        """Accept the usable members of a group with their rewards from scoring the whole group.
 
         Returns: whether they were accepted; False if this actor does not score the group now, or if
             the group now has other members or attempts.
@@ -248,9 +249,9 @@ class QueueState:
         return True
 
     def lose_group(self, actor_id: str, group_id: str) -> bool:
-        """Have a group played again, as `replay_lost` does, because its payloads were lost.
+        """Have a group played again because its payloads were lost, as `replay_lost` does.
 
-        Returns: whether this actor was scoring the group; False changes nothing.
+        Returns: whether this actor was scoring the group; if not, nothing changes.
         """
         group = self._scored_by(actor_id, group_id)
         if group is not None:
@@ -279,34 +280,34 @@ class QueueState:
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
 
     def _drop_tokens(self, summary: TrajectorySummary) -> None:
-        """Count the tokens of an attempt that ended without a result for its group."""
+        """Count the tokens of an attempt that ended without a usable result."""
         cause = EvictionReason.of(summary.outcome)
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _tell(self, rollout: Rollout) -> None:
-        """Release a rollout's summary that waited for its group's score, so that it is drained."""
+        """Let a rollout's summary be drained that waited until its group was scored."""
         if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
     def release_actor(self, actor_id: str) -> int:
-        """End what a dead actor held as infrastructure errors; it is never handed anything again.
+        """End the attempts of a dead actor as infrastructure errors; it gets no rollouts again.
 
-        Rollouts of a durable environment do not end: they are pending again, as if never handed
-        out.
-        Returns: how many rollouts it held.
+        Rollouts of a durable environment do not fail: they are pending again, as if they had never
+        been handed out.
+        Returns: the number of rollouts that it held.
         """
         self._released.add(actor_id)
         return self._take_back(actor_id, detail="its environment actor died")
 
     def give_back(self, actor_id: str) -> int:
-        """Take back what a live actor has dropped; otherwise as release_actor.
+        """End the attempts that a live actor has dropped, as `release_actor` does for a dead one.
 
-        Returns: how many rollouts it held.
+        Returns: the number of rollouts that it held.
         """
         return self._take_back(actor_id, detail="its environment actor lost its queue")
 
     def take_step(self) -> tuple[int, list[Group]] | None:
-        """Take the next step's closed groups. Returns: (step, groups), None: not complete yet."""
+        """Take the next step's closed groups; return (step, groups), or None if incomplete."""
         if self._is_ended:
             return None
         taken = self._window.take(self._closed.__contains__)
@@ -321,9 +322,9 @@ class QueueState:
     def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
         """Let a step's rollouts leave the ledger; all or none. Steps are finalised in order.
 
-        Returns: the tokens of attempts that no step took, since the step before was finalised.
-        Raises: ValueError when a rollout of the step is missing, named twice or not in the step,
-        when the step is not taken, and after cancel_all.
+        Returns: the tokens of attempts that no step took, since the previous step was finalised.
+        Raises: ValueError if a rollout is missing, named twice or not in the step, if the step is
+        not taken, or after cancel_all.
         """
         if self._is_ended:
             raise ValueError(f"queue: step {step} finalised after cancel_all, which ended the run")
@@ -342,18 +343,18 @@ class QueueState:
         return self._ledger.take_dropped_tokens()
 
     def replay_lost(self, rollout_ids: Iterable[str]) -> tuple[int, ...]:
-        """Play again the rollouts whose payload was lost; each counts as an infrastructure error,
-        except in a durable environment.
+        """Have the rollouts whose payloads were lost played again; each counts as an infrastructure
+        error, except in a durable environment.
 
-        The first step concerned and all after it are rolled back and have to be taken again.
-        Rollouts whose payload the queue does not hold are ignored.
-        Returns: the steps rolled back, ascending.
+        The first step that has such a rollout and all later steps are rolled back and must be taken
+        again. Rollouts that have no payload in the queue are ignored.
+        Returns: the steps that were rolled back, ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
         steps = [self._window.step_of(self._group_of(rollout).number) for rollout in rollouts]
         first = min((step for step in steps if step is not None), default=None)
         rolled_back = () if first is None else self._roll_back(first)
-        # A step that an earlier queue took has no payload left.
+        # The payloads of a step that an earlier queue took are all lost.
         lost = {r.rollout_id: r for r in rollouts}
         for group in {id(g): g for g in map(self._group_of, rollouts) if g.is_scored}.values():
             # Their returns include rewards for a whole group that no longer exists.
@@ -368,11 +369,11 @@ class QueueState:
         return rolled_back
 
     def hold(self, is_held: bool) -> None:
-        """Hand out nothing while no turn is sampled, or resume.
+        """Stop handing out rollouts while no turns are sampled, or resume.
 
-        A rollout that was played meanwhile, and whose time ran out, is played again: its attempt
-        counts as if it had never been handed out. This does not apply if an external client ends
-        the rollout, because it would send the same result again.
+        A rollout that was handed out when the hold began, and that ends by a time-out or an
+        infrastructure error, is played again without counting a failure. This does not apply to
+        durable environments, whose clients would send the same result again.
         """
         self._is_held = is_held
         if is_held:
@@ -387,7 +388,7 @@ class QueueState:
         self._num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
-        """Evict a group as cancelled. Returns: False when it has left, or a step has taken it."""
+        """Evict a group as cancelled. Returns: False if it has left or a step has taken it."""
         group = next((g for g in self._groups.values() if g.group_id == group_id), None)
         if group is None or self._window.is_taken(group.number):
             return False
@@ -395,9 +396,9 @@ class QueueState:
         return True
 
     def cancel_all(self) -> int:
-        """End the run: evict all that is in flight as cancelled and hand out nothing more.
+        """End the run: evict all rollouts in flight as cancelled and hand out no more.
 
-        Returns: how many rollouts were cancelled.
+        Returns: the number of cancelled rollouts.
         """
         before = self._ledger.counts().in_flight
         for group in list(self._groups.values()):
@@ -423,7 +424,7 @@ class QueueState:
         return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
-        """Count rollouts by state. now: by the clock of `BlockRow.arrived_at`."""
+        """Count rollouts by state. now: the current time by the clock of `BlockRow.arrived_at`."""
         arrived_at = min((row.arrived_at for row in self._waiting.values()), default=None)
         return QueueStats(
             num_handed_out=len(self._handed_out),
@@ -438,10 +439,10 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """Return the state, from which another queue can start.
+        """Return the state from which another queue can start.
 
-        The tokens of the trajectories that wait for a step count as dropped, because that queue has
-        them played again.
+        The tokens of trajectories that wait for a step count as dropped, because the other queue
+        has them played again.
         """
         ledger = self._ledger.snapshot()
         return QueueSnapshot(
@@ -458,7 +459,7 @@ class QueueState:
         )
 
     def _tokens_waiting(self) -> TokenCounts:
-        """Count the tokens of the trajectories that nobody would deliver again."""
+        """Count the tokens of the waiting trajectories outside durable environments."""
         tokens = TokenCounts()
         for rollout in map(self._find, self._waiting):
             if rollout is not None and not self._is_durable(group := self._group_of(rollout)):
@@ -474,7 +475,7 @@ class QueueState:
     def _check_released(self, actor_id: str) -> None:
         if actor_id in self._released:
             raise ActorReleased(
-                f"queue: actor {actor_id} was released; a replacement needs an id of its own"
+                f"queue: actor {actor_id} was released; a replacement needs a new id"
             )
 
     def _policy(self, environment: str) -> OutcomePolicy:
@@ -492,11 +493,10 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
-        """Yield pending rollouts of these environments in the order of handing out, within the
-        bounds.
+        """Yield pending rollouts of these environments in the order of handing out.
 
-        Beyond the bounds it still yields rollouts of the step that is being collected, so that it
-        can close.
+        If a bound is reached, only rollouts of the step that is being collected are yielded, so
+        that the step can be completed.
         """
         while not self._is_full():
             heaps = [heap for name in environments if (heap := self._ready.get(name))]
@@ -549,7 +549,7 @@ class QueueState:
             self._waiting_bytes -= payload.num_bytes
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
-        """Undo the taking of the steps from `first` on; their trajectories wait again."""
+        """Roll back the steps from `first` on; their trajectories wait for a step again."""
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):
@@ -570,9 +570,9 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """End attempts whose result is lost; in a durable environment they are delivered again."""
+        """End attempts whose results are lost, or repeat them if their environment is durable."""
         for rollout in rollouts:
-            # The previous rollout may have closed their group, with which this one has left.
+            # Ending a previous rollout may have closed the group and evicted this rollout.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
                 continue
             group = self._group_of(rollout)
@@ -621,7 +621,7 @@ class QueueState:
         self._evict_group(group, reason)
 
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
-        """Evict the rest of a group; its number is filled again with another task."""
+        """Evict a group's remaining rollouts; its number gets another task."""
         for rollout in group.rollouts.values():
             if rollout.state is not RolloutState.GONE:
                 self._evict(rollout, reason)

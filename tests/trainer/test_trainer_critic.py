@@ -161,7 +161,7 @@ def test_a_checkpoint_without_a_critic_is_refused_and_one_too_many_is_left(
 ) -> None:
     plain = changed(settings, baseline=Baseline.MEAN)
     without = one_rank.start(plain).call("save", step=1, term=0)[0]
-    with pytest.raises(CheckpointError, match="got none of a critic, expected one"):
+    with pytest.raises(CheckpointError, match="got no critic, expected one"):
         one_rank.start(settings).call("load", path=without)
     play(one_rank.start(settings), version=0)
     path = one_rank.call("save", step=2, term=0)[0]

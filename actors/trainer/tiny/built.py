@@ -33,11 +33,11 @@ class TinyModelReport:
     vocab_size: int
     warmup_steps: int
     first_loss: float | None
-    """Nats a token, the mean of the first five warm-up steps; None without a warm-up."""
+    """Mean loss of the first five warm-up steps, in nats per token; None without a warm-up."""
     last_loss: float | None
-    """The same mean, of the last five warm-up steps."""
+    """Mean loss of the last five warm-up steps, in nats per token; None without a warm-up."""
     was_reused: bool
-    """The directory held this model already."""
+    """Whether the directory already held this model."""
 
 
 def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> str:
@@ -54,7 +54,7 @@ def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> st
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
-    """Return what an earlier build wrote; None if the directory is free.
+    """Return the marker that an earlier build wrote; None if the directory is missing or empty.
 
     Raises: FileExistsError if the directory holds anything else.
     """
@@ -73,10 +73,10 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 
 
 def copy_built(source: Path, directory: Path) -> TinyModelReport:
-    """Copy a built model. The directory appears whole or not at all.
+    """Copy a built model. The directory appears complete or not at all.
 
     Returns: the report of the build.
-    Raises: FileExistsError as `read_marker`; OSError.
+    Raises: FileExistsError if the directory holds anything but a tiny model; OSError.
     """
     built = read_marker(source)
     assert built is not None, "the source has been built"
@@ -91,7 +91,7 @@ def copy_built(source: Path, directory: Path) -> TinyModelReport:
 
 
 def put_in_place(made: Path, directory: Path, *, scratch: Path) -> None:
-    """Rename `made` to `directory`; what the directory held before moves to `scratch`."""
+    """Rename `made` to `directory`, after moving an existing `directory` into `scratch`."""
     if directory.exists():
         directory.rename(scratch / "old")
     made.rename(directory)

@@ -1,7 +1,7 @@
-"""A Qwen3 of one million parameters, made here in seconds: the policy that needs no model hub.
+"""Build a Qwen3 of one million parameters in seconds, as a policy that needs no model hub.
 
-Invariant: the directory appears whole or not at all, and equal settings on one machine give equal
-bytes. What the policy knows at the start is what `warmup.py` teaches: the form of an answer.
+Invariant: the directory appears complete or not at all, and equal settings on one machine give
+equal bytes. At the start the policy knows only the form of an answer, which `warmup.py` teaches.
 Called by the command line, the demo, the tests and the benchmarks.
 """
 
@@ -45,8 +45,8 @@ class TinyShape:
     intermediate_size: int = 384
     max_positions: int = MAX_POSITIONS
     embedding_std: float = 0.3
-    """Ten times and more the usual: with small embeddings the policy took twice as many steps to
-    begin to read the hints."""
+    """More than ten times the usual value: with smaller embeddings the policy took twice as many
+    steps to begin to use the hints."""
 
 
 def build_tiny_model(
@@ -57,15 +57,15 @@ def build_tiny_model(
     warmup_steps: int = WARMUP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
 ) -> TinyModelReport:
-    """Write a Hugging Face directory that transformers and vLLM load.
+    """Write a Hugging Face directory that transformers and vLLM can load.
 
     A directory that already holds the same model is left as it is; one that holds another tiny
     model is replaced.
 
-    Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 leaves
-    the random initialisation, whose answers are noise. on_step: called with each warm-up step's
-    number from 0 and its loss.
-    Raises: FileExistsError where the directory holds anything else.
+    Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 keeps the
+    random initialisation, whose answers are noise. on_step: called with the number of each warm-up
+    step, from 0, and its loss.
+    Raises: FileExistsError if the directory holds anything but a tiny model.
     """
     if warmup_steps < 0:
         raise ValueError(f"tiny model: got warmup_steps={warmup_steps}; expected 0 or more")
@@ -87,7 +87,7 @@ def build_tiny_model(
     ) as scratch_name:
         scratch = Path(scratch_name)
         made = scratch / "new"
-        # A generator of its own: building must not move the caller's random numbers.
+        # A separate random state, so that building does not change the caller's random numbers.
         with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(seed)
             report = _write_model(
@@ -113,7 +113,7 @@ def _write_model(
     tie_word_embeddings: bool,
     on_step: Callable[[int, float], None] | None,
 ) -> dict[str, Any]:
-    """Make, warm up and save; return the report's fields that do not depend on the directory."""
+    """Create, warm up and save the model; return the report's fields except the directory's."""
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -138,7 +138,7 @@ def _write_model(
     )
     model.save_pretrained(directory)
     for weights in directory.glob("*.safetensors"):
-        # It was written only for its owner, but an engine may run as another user.
+        # The file is readable only by its owner, but an engine may run as another user.
         weights.chmod(0o644)
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     return {
@@ -152,7 +152,7 @@ def _write_model(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute in one thread: small matrices gain nothing by threads, which wait for each other."""
+    """Compute in one thread, because more threads do not speed up small matrices."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of the tiny policy, trained on a corpus held in this file.
+"""The tokenizer and chat template of the tiny policy, trained on the corpus in this file.
 
 Byte-level BPE, so that any text can be encoded. Invariants: a digit is always a token of its own,
 the special tokens are never split, and a chat renders as the concatenation of its messages'
@@ -17,8 +17,9 @@ TURN_END = "<|end|>"
 ROLE_TOKENS = {role: f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 
-# One token opens a message and one ends it: generation dominates on CPU, so the template is short.
-# Every message is rendered alone: a rendering that depends on its neighbours cannot be appended to.
+# One token opens a message and one ends it: the template is short because generation takes most of
+# the time on a CPU. Every message is rendered separately: otherwise a longer chat would not extend
+# the ids of a shorter one.
 CHAT_TEMPLATE = """
 {%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}
@@ -56,7 +57,7 @@ CHAT_TEMPLATE = """
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-# Repetition is weight: a merge is learnt in the order of how often its pair occurs.
+# Words are repeated as a weight: merges are learnt in the order of how often their pairs occur.
 _WORDS = (
     "higher lower user assistant system tool number guess guesses from to name arguments "
     "calculator expression answer correct error Say one You have Guess my Tools What is of the "
@@ -86,7 +87,7 @@ _SENTENCES = (
 
 
 def corpus() -> list[str]:
-    """Return the fixed training text: each word alone and after a space, then whole sentences."""
+    """Return the fixed training text: words with and without a space before them, and sentences."""
     alone = [word for word in _WORDS for _ in range(20)]
     spaced = [f" {word}" for word in _WORDS for _ in range(20)]
     return alone + spaced + [sentence for sentence in _SENTENCES for _ in range(10)]

@@ -1,10 +1,10 @@
 """A short supervised warm-up that teaches the tiny policy the form of an answer, never its content.
 
 Invariant: every target is drawn independently of the question, the hints and the tool's results
-(a guess is uniform over the stated range, an operand or a final answer is uniform), so that what a
-policy later knows about winning it has learnt by reinforcement. Only assistant tokens are in the
-loss. A stated share of the tool calls is malformed on purpose: reducing it is left to training.
-The texts are the environments' own. Called by `tiny_model.build_tiny_model`.
+(guesses are uniform over the stated range, operands and final answers are uniform), so that a
+policy learns to win only by reinforcement. Only assistant tokens are in the loss. A share
+MALFORMED_SHARE of the tool calls is malformed on purpose, so that training can reduce it. The texts
+are those of the environments. Called by `model.build_tiny_model`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IGNORED = -100
 MALFORMED_SHARE = 0.3
 """The share of calculator calls whose JSON is broken."""
 SPOILT_SHARE = 0.05
-"""The share of guesses that name no number, so that the reminder has been seen; not targets."""
+"""The share of guesses without a number, so that reminders occur; they are not in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Conversation:
     messages: tuple[tuple[str, str], ...]
     """(role, content) pairs."""
     tools: tuple[ToolSchema, ...] = ()
-    """What is offered."""
+    """The tools that the chat offers."""
     untrained: frozenset[int] = frozenset()
     """Indices of assistant messages that are context only."""
 
@@ -60,10 +60,10 @@ class WarmupConfig:
 
 
 class Decks:
-    """Uniform choices with less noise than dice: each deck is dealt out before it is shuffled
-    again.
+    """Decks of cards for uniform choices with less variance than independent draws.
 
-    One deck for each range and turn, so that a game's guesses stay independent of each other.
+    Each deck is dealt completely before it is shuffled again. There is a deck for each range and
+    turn, so that the guesses of a game are independent of each other.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Decks:
 
 
 def guessing_conversation(dice: random.Random, decks: Decks) -> Conversation:
-    """Play one guessing game with uniform guesses; the hints are true."""
+    """Return a guessing game with uniform guesses and true hints."""
     high = dice.choice((5, 6, 7, 7, 7, 7, 8, 9))
     max_guesses = dice.choice((2, 3, 3, 4))
     secret = dice.randint(1, high)
@@ -114,7 +114,7 @@ def _tool_call(dice: random.Random) -> tuple[str, bool]:
 
 
 def calculator_conversation(dice: random.Random) -> Conversation:
-    """Ask for one result; the call's operands and the final answer have nothing to do with it."""
+    """Return a chat with one tool call; its operands and the final answer are random."""
     call, is_well_formed = _tool_call(dice)
     error = ERROR.format(message="The tool call is not valid JSON.")
     result = str(dice.randint(-8, 81)) if is_well_formed else error
@@ -130,7 +130,7 @@ def calculator_conversation(dice: random.Random) -> Conversation:
 
 
 def answer_conversation(dice: random.Random) -> Conversation:
-    """Answer an arithmetic question with a random number, bare or in answer tags."""
+    """Return an arithmetic question with a random number as answer, with or without answer tags."""
     number = str(dice.randint(0, 99))
     question = f"What is {dice.randint(0, 99)} {dice.choice('+-*')} {dice.randint(0, 99)}?"
     answer = number if dice.random() < 0.5 else f"<answer>{number}</answer>"
@@ -140,7 +140,7 @@ def answer_conversation(dice: random.Random) -> Conversation:
 def encode(
     tokenizer: PreTrainedTokenizerFast, conversation: Conversation
 ) -> tuple[list[int], list[int]]:
-    """Return ids [T] and labels [T] in which only trained assistant tokens carry a target."""
+    """Return ids [T] and labels [T]; all labels but those of trained tokens are IGNORED."""
     text = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in conversation.messages],
         tools=[tool.for_template() for tool in conversation.tools] or None,
@@ -202,7 +202,7 @@ def warm_up(
     seed: int,
     on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
-    """Train the model in place and return the loss of each step, in nats a token.
+    """Train the model in place and return the loss of each step, in nats per token.
 
     on_step: called with the step's number from 0 and its loss.
     """
@@ -232,8 +232,9 @@ def imitate(
     learning_rate: float,
     on_step: Callable[[int, float], None] | None = None,
 ) -> tuple[float, ...]:
-    """Train on conversations, by kind, that are dealt again for each step; otherwise as
-    `warm_up`.
+    """Train on conversations in place; return the loss of each step, in nats per token.
+
+    deal: called for each step, returns its conversations by kind. on_step: as for `warm_up`.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
