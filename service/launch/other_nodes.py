@@ -1,4 +1,4 @@
-"""Check on each node of a cluster that it sees the files that a run needs.
+"""Check that each node of a cluster sees the files that a run needs.
 
 The run's directory, a model's directory and a task file outside of the working directory are on the
 node where the command runs; the other nodes must see them under the same paths. Each node on which
@@ -37,13 +37,13 @@ _ALL = frozenset(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPath:
-    """A path that nodes must see as the node of the command does."""
+    """A path whose content must be the same on other nodes as on the command's node."""
 
     key: str
     """The setting that names the path, or "run directory"."""
     path: Path
     witness: Path
-    """A file in it; equal contents on two nodes show that it is the same path."""
+    """A file in the path; equal contents on two nodes show that the path is shared."""
     digest: str
     roles: frozenset[Role]
     """Roles of the nodes that need the path."""
@@ -81,7 +81,7 @@ def check_other_nodes(
 
 
 def check_api_place(service: ServiceSettings) -> None:
-    """Check that the API is reachable from here: Serve's proxy listens on the head node only.
+    """Check that the API is reachable from this node; Serve's proxy listens only on the head node.
 
     Raises: ConfigError.
     """
@@ -96,9 +96,9 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Return a sentence on the first path that differs or cannot be written; None: all are right.
+    """Return a sentence on the first path that differs or cannot be written; None if there is none.
 
-    Runs on each node.
+    It runs on each node.
     """
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:
@@ -142,7 +142,7 @@ def _shared_paths(
         models[key] = (path, frozenset({Role.TRAINER}))
     for key, (path, roles) in models.items():
         witness = Path(path).expanduser() / "config.json"
-        # A hub's model has no path here: each node fetches it itself.
+        # A hub's model has no path here, because each node downloads it.
         if witness.is_file():
             yield SharedPath(
                 key=key,
@@ -153,7 +153,7 @@ def _shared_paths(
             )
     for key, place in config.task_places.items():
         files = [place] if place.is_file() else filter(Path.is_file, sorted(place.rglob("*")))
-        # A directory without a file was refused before.
+        # A directory without files has been refused before.
         witness = next(iter(files))
         yield SharedPath(
             key=key,
@@ -166,7 +166,7 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Make a file that only this start can have written, and remove it at the end."""
+    """Create a file with a random name for this start, and remove it at the end."""
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)
     try:
@@ -177,7 +177,7 @@ def _witness_in(run_dir: RunDir) -> Iterator[Path]:
 
 
 def _write_fault(directory: Path) -> str:
-    """Return why the directory cannot be written; empty if it can."""
+    """Return the reason why the directory cannot be written; empty if it can."""
     own = directory / f".written-{uuid.uuid4().hex}"
     try:
         own.write_bytes(b"")

@@ -1,8 +1,9 @@
 """Decide which nodes the parts of a run may use, and whether all parts fit. Pure.
 
-A node offers a role by a custom resource of the role's name. A part requests a share of its role's
-resource if some node offers it, and otherwise only CPUs and GPUs; so a cluster without roles, or a
-laptop, places parts by CPUs and GPUs only. Called by `cluster` before the start and by each term.
+A node offers a role by a custom resource with the role's name. A part requests a share of its
+role's resource if a node offers it, and otherwise only CPUs and GPUs; so a cluster without roles,
+or a laptop, places parts only by CPUs and GPUs. Called by `cluster` before the start and by each
+term.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from enum import StrEnum
 
 from service.config.tree import Config
 
-# Share of a node's unit that a part takes: 1 / SHARE parts have room on the node.
+# Amount of a role's resource that a part takes; a node that offers 1 has room for 1 / SHARE parts.
 SHARE = 0.001
 # Ray's own resource, which only the head node has.
 HEAD_NODE = "node:__internal_head__"
 
 
 class Role(StrEnum):
-    """The purpose of a node; the value is the name of the resource that the node offers."""
+    """The purpose of a node; the value is the name of the custom resource that it offers."""
 
     CONTROL = "rayloom_control"
     """The supervisor and, on its node, the queue, the merge actor and the weight board."""
@@ -31,26 +32,26 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One living node of the cluster."""
+    """A node of the cluster that is alive."""
 
     node_id: str
     address: str
     resources: Mapping[str, float]
-    """All resources of the node, whether they are taken or not."""
+    """All resources of the node, used or free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The roles that nodes offer, and what each part requests in addition to CPUs and GPUs.
+    """The roles that nodes offer, which determine the resources that parts request.
 
-    `roles_of` makes it.
+    Created by `roles_of`.
     """
 
     offered: frozenset[Role]
 
     def asked(self, role: Role) -> dict[str, float]:
-        """Return the custom resources that a part requests. If no node offers control, it goes to
-        the head.
+        """Return the custom resources that a part of the role requests. If no node offers control,
+        the control part is placed on the head node.
         """
         if role in self.offered:
             return {role.value: SHARE}
@@ -62,7 +63,7 @@ class Roles:
         return [node for node in nodes if all(name in node.resources for name in asked)]
 
     def describe(self, nodes: Sequence[Node]) -> str:
-        """Return one line that says where each part runs."""
+        """Return one line with the nodes on which each part may run."""
         where = []
         for role in Role:
             addresses = ", ".join(sorted(node.address for node in self.nodes(role, nodes)))
@@ -76,8 +77,8 @@ class Roles:
 def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) -> Roles:
     """Return the roles that the nodes offer.
 
-    before: roles that were offered earlier in the run. Parts of such a role wait if its nodes are
-    lost, because other nodes may lack its paths, or have room only for their own parts.
+    before: roles that were offered earlier in the run. If the nodes of such a role are lost, its
+    parts wait for them, because other nodes may lack its paths or room for its parts.
     """
     offered = {role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0}
     return Roles(offered=before | offered)
@@ -86,17 +87,17 @@ def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     name: str
-    """Name with the part's number, for a sentence."""
+    """The part's name with its number, for messages."""
     keys: str
-    """Settings that decide how many such parts there are, and how large they are."""
+    """The settings that determine the number and the size of such parts."""
     resources: Mapping[str, float]
 
 
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
-    """Put every part on a node, the most demanding first, each on the fullest node that has room.
+    """Return a sentence on the first part that fits on no node; None if all parts fit.
 
-    Comparing sums would be wrong: two engines of 2 GPUs do not fit on two nodes of 2 and 1 GPUs
-    next to a rank. Returns: a sentence on the first part that fits on no node; None if all fit.
+    The most demanding part is placed first, each on the fullest node that has room. Comparing only
+    sums would be wrong: two engines with 2 GPUs each do not fit on nodes with 3 and 1 GPUs.
     """
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)
@@ -149,9 +150,7 @@ def _parts(config: Config, roles: Roles) -> Iterator[_Part]:
 
 
 def _demand(part: _Part) -> tuple[bool, float, float]:
-    """Return the order of a part: parts that are bound to a role come first, then the larger
-    ones.
-    """
+    """Return the sort key of a part: parts bound to a role come first, then larger parts."""
     return len(part.resources) > 2, part.resources["GPU"], part.resources["CPU"]
 
 
@@ -169,7 +168,7 @@ def _format_resources(resources: Mapping[str, float]) -> str:
 
 
 def _left(nodes: Sequence[Node], left: Mapping[str, Mapping[str, float]]) -> str:
-    """Return what each node has left of the resources that parts request."""
+    """Describe the resources that each node has left for parts."""
     sentences = []
     for node in nodes:
         free = left[node.node_id]

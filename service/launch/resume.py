@@ -1,6 +1,6 @@
-"""Check whether a stored run can resume: whether it is free, and which checkpoint can be read.
+"""Check whether a stored run can resume: whether its lease is free, and which checkpoint to read.
 
-Checked before anything starts, and again by the supervisor at the start of each term.
+Called before anything starts, and again by the supervisor at the start of each term.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint, is_named, mean_returns
 from service.store.run_store import TOLERANCE_S, LeaseHeld, LeaseLost, RunStore, StoreError
 
-# A supervisor lives for a moment after its command is killed by SIGKILL.
+# A supervisor continues for a moment after its command is killed by SIGKILL.
 LEASE_LIMIT_S = 10.0
-# Inputs of refused updates to keep: ten steps (trainer.max_skipped_steps' default) of two ranks.
+# Number of skipped updates' inputs to keep: ten steps (trainer.max_skipped_steps' default) of two
+# ranks.
 KEPT_SKIPPED = 20
 _STEP_AND_TERM = re.compile(r"step-(\d+)-t(\d+)")
 
 
 def check_lease_free(run_dir: RunDir) -> None:
-    """Wait a moment for a lease owner that is ending. Raises: ConfigError if an owner keeps the
-    lease.
+    """Wait up to LEASE_LIMIT_S for an owner of the lease to end. Raises: ConfigError if it keeps
+    the lease.
     """
     with run_dir.looked_into(may_be_older=True) as store:
         poll(lambda: store.live_owner() is None or None, limit_s=LEASE_LIMIT_S)
@@ -44,9 +45,9 @@ def check_lease_free(run_dir: RunDir) -> None:
 
 
 def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, str]:
-    """Check the commits, newest first, down to the first that can be read.
+    """Check the commits, newest first, until one can be read.
 
-    Returns: a sentence for each that cannot be used, by its directory's name.
+    Returns: a sentence for each commit that cannot be used, by its directory's name.
     """
     faults: dict[str, str] = {}
     for commit in commits:
@@ -60,7 +61,7 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
 
 
 def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the newest commit whose manifest can be read; None if the run never committed one.
+    """Return the newest commit whose manifest can be read; None if the run has no commits.
 
     Raises: StoreError if there are commits, but none can be read.
     """
@@ -79,7 +80,7 @@ def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoin
 def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
     """Return the checkpoint to go back to, by its directory name or the number of its step.
 
-    Raises: ConfigError for one that the run cannot go back to.
+    Raises: ConfigError if the run has no such checkpoint or it cannot be read.
     """
     try:
         with run_dir.looked_into() as store:
@@ -101,9 +102,9 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     """Check that no other process has taken the run over.
 
-    A supervisor that Ray reports as dead may still be alive: its own lease is not an error.
+    The supervisor that Ray reports as dead may still be alive, so its own lease is not an error.
 
-    Args: lost: HOST:PID of that supervisor; empty if it never reported one.
+    Args: lost: HOST:PID of that supervisor; empty if it never reported its name.
     Raises: LeaseLost if another living process owns the newest lease; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
@@ -115,12 +116,11 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
 def kept_commits(
     checkpoints: Path, store: RunStore, *, term: int, keep: int, keep_best: int = 0
 ) -> list[Checkpoint]:
-    """Return the newest `keep` commits of the lineage and its best, newest first; others may be
-    removed.
+    """Return the commits of the lineage to keep, the newest and the best ones, newest first.
 
-    Args: keep_best: number of commits with the highest mean return (`mean_returns`) to keep;
-        of equal ones the newer.
-    Returns: none unless this term has committed and a kept directory exists.
+    Args: keep: number of newest commits to keep. keep_best: number of commits with the highest mean
+        return (`mean_returns`) to keep; the newer one if two are equal.
+    Returns: an empty list unless this term has committed and a kept directory exists.
     Raises: LeaseLost.
     """
     store.check_lease(term)
@@ -138,10 +138,9 @@ def kept_commits(
 def prune_directories(checkpoints: Path, kept: Sequence[Checkpoint]) -> None:
     """Remove every checkpoint that is not in `kept`, and all but the newest skipped inputs.
 
-    A directory without a commit was cut short by a fault while it was written or removed, and is
-    removed too. Two kinds of directories stay: one of the newest term after its newest commit may
-    yet be committed, and one of a later term belongs to that term, which may have begun since
-    `kept` was read.
+    A directory without a commit is the rest of an interrupted write or removal, and is removed too.
+    Two kinds of directories stay: those of the newest term after its newest commit, which may still
+    be committed, and those of a later term, which may have begun since `kept` was read.
     """
     names, newest = {commit.directory for commit in kept}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):
@@ -176,7 +175,7 @@ def fallback_notice(faults: Mapping[str, str], newest: Checkpoint, used: Checkpo
 
 
 def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
-    """Return the run's last step if all `steps` are done and reported; else None.
+    """Return the run's last step if all its steps are done and reported, otherwise None.
 
     Raises: StoreError if there are checkpoints but none can be used.
     """
@@ -189,7 +188,7 @@ def finished_step(run_dir: RunDir, *, steps: int) -> int | None:
 
 
 def move_finished(run_dir: RunDir) -> None:
-    """Move the stored run to this Rayloom's format, as a term would, without beginning one.
+    """Convert the stored run to the current format, without beginning a term.
 
     Raises: ConfigError if another process holds a run in an older format; StoreError.
     """

@@ -45,20 +45,18 @@ from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_r
 from service.store.tables import RunKind
 
 _logger = logging.getLogger(__name__)
-# More bytes than are left in a full disk's last block.
+# More bytes than the last block of a full disk can have left.
 PROBE_BYTES = 4096
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
-    """The paths of a run, of which none is created here. Every spelling of the directory gives one
-    path.
-    """
+    """The paths of a run, with the directory's path resolved; it creates no files."""
 
     path: Path
     patience_s: float = 0.0
-    """Seconds that a reader waits for a database that does not answer."""
+    """Time in seconds that a reader waits for a database that does not answer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.resolve())
@@ -69,7 +67,7 @@ class RunDir:
 
     @property
     def sources_file(self) -> Path:
-        """File that records what the configuration's names meant at the start."""
+        """File that records the tasks and modules of the configuration at the start."""
         return self.path / "sources.json"
 
     @property
@@ -79,7 +77,7 @@ class RunDir:
 
     @property
     def secret_file(self) -> Path:
-        """The secret from which sessions' keys are derived if the API requires no key."""
+        """File with the secret from which sessions' keys are derived if the API requires no key."""
         return self.path / "session.key"
 
     @property
@@ -93,7 +91,7 @@ class RunDir:
         return self.path / DATABASE
 
     def has_run(self) -> bool:
-        """Return whether there is a database of a run. Raises: StoreError if it does not answer."""
+        """Return whether a database of a run exists. Raises: StoreError if it does not answer."""
         url = self.database_url
         if (file := sqlite_file(url)) is not None:
             return os.path.exists(file)
@@ -112,8 +110,8 @@ class RunDir:
     ) -> Iterator[ReadOnlyStore]:
         """Open the database of an existing run for reading, and close it at the end.
 
-        patience_s: seconds to wait for the database; None: the directory's own. may_be_older: see
-        `ReadOnlyStore`. Raises: StoreError.
+        patience_s: seconds to wait for the database; None for the directory's own patience_s.
+        may_be_older: see `ReadOnlyStore`. Raises: StoreError.
         """
         store = ReadOnlyStore(
             self.database_url,
@@ -165,8 +163,8 @@ def default_run_dir(config: Config) -> RunDir:
 
 
 def check_new(run_dir: RunDir) -> None:
-    """Check that a new run may use the directory: it is empty, or holds only an interrupted start's
-    files.
+    """Check that a new run may use the directory, which must be empty or hold only files of an
+    interrupted start.
 
     Raises: ConfigError.
     """
@@ -195,11 +193,11 @@ def check_new(run_dir: RunDir) -> None:
 
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
-    """Make the directory of a new run; remove what was made if no run starts.
+    """Create the directory of a new run; remove the created files if no run starts.
 
-    Raises: ConfigError if another start is at work there, or if the directory cannot be written.
+    Raises: ConfigError if another start uses the directory, or if it cannot be written.
     """
-    # os.path.exists: Path.exists raises for a path that cannot be made.
+    # os.path.exists, because Path.exists raises for a path that cannot be created.
     made = [path for path in (run_dir.path, *run_dir.path.parents) if not os.path.exists(path)]
     had_model = os.path.exists(run_dir.tiny_model)
     try:
@@ -219,8 +217,8 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Write a few bytes and remove them. Raises: OSError, for a full disk too."""
-    # On most file systems the file has no name, so a process that is killed here leaves nothing.
+    """Write a few bytes and remove them. Raises: OSError, also for a full disk."""
+    # On most file systems the file has no name, so a process that is killed here leaves no file.
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(PROBE_BYTES))
         file.flush()
@@ -229,7 +227,7 @@ def _check_writable(directory: Path) -> None:
 
 @contextmanager
 def _alone(run_dir: RunDir) -> Iterator[None]:
-    """Lock the directory against other starts until it has a database, and with it a lease.
+    """Lock the directory against other starts; after the start its database has a lease.
 
     Raises: ConfigError.
     """
@@ -265,9 +263,9 @@ def _clear(run_dir: RunDir, *, had_model: bool) -> None:
 
 
 def session_secret(run_dir: RunDir) -> str:
-    """Return the run's own secret, made at the first call and readable only for its owner.
+    """Return the run's own secret, which the first call creates, readable only by its owner.
 
-    Raises: ConfigError if it can be neither read nor written.
+    Raises: ConfigError if it cannot be read or written.
     """
     with _refusing(run_dir):
         file = run_dir.secret_file
@@ -294,7 +292,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # os.path.isfile: Path.is_file raises for a path that cannot be made.
+        # os.path.isfile, because Path.is_file raises for a path that cannot be created.
         is_there = os.path.isfile(run_dir.config_file)
         remedy = "make it so" if is_there else "choose another --run-dir"
         raise ConfigError(
@@ -306,10 +304,10 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """Return whether an interrupted start wrote the path: the tiny model, or a configuration of our
-    form.
+    """Return whether an interrupted start may have written the path.
 
-    A user's own file is never overwritten.
+    A configuration must have exactly the form that Rayloom writes, so that a user's own file is
+    never overwritten.
     """
     if path == run_dir.tiny_model:
         return (path / MARKER).is_file()
@@ -358,7 +356,7 @@ def check_resumable(run_dir: RunDir, config: Config, *, kind: RunKind = RunKind.
 
 
 def _check_database(run_dir: RunDir, kind: RunKind) -> None:
-    """Check a run's database. Raises: ConfigError if it is missing, damaged, or another run's."""
+    """Check a run's database. Raises: ConfigError if it is missing, damaged or of another run."""
     try:
         place = shown(run_dir.database_url)
         check_local(run_dir.database_url)
@@ -385,9 +383,9 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
 
 
 def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
-    """Check that the directory is not a copy that names the database of an existing original.
+    """Check that the directory is not a copy of a run that still exists and uses the database.
 
-    directory: the run's directory, as the database has it. Raises: ConfigError.
+    directory: the run's directory that the database records. Raises: ConfigError.
     """
     original = RunDir(path=Path(directory or run_dir.path))
     if original.path == run_dir.path or not original.config_file.is_file():
@@ -402,9 +400,9 @@ def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
 
 
 def place_store(run_dir: RunDir, run_id: str, options: StoreOptions) -> None:
-    """Choose and record the location of a new run's database; do nothing if there is a run.
+    """Choose and record the location of a new run's database; do nothing if a run exists.
 
-    Raises: ConfigError for a location that cannot be used, or that holds another run.
+    Raises: ConfigError if the location cannot be used or holds another run.
     """
     if run_dir.may_have_run():
         return
@@ -441,12 +439,12 @@ def prepared_run(
     trial: Trial = Trial(),  # noqa: B008  # frozen
     tell: Callable[[str], None] = _logger.warning,
 ) -> Iterator[str]:
-    """Check all that can be checked and build what is missing; yield the model's path or name.
+    """Run all checks before a start and build a missing model; yield the model's path or name.
 
     is_local: whether the run uses only this machine. store: location of a new run's database.
-    check_stop: called after each slow stage; an exception of it ends the start. begin: called with
-    the name of each stage. trial, tell: see `check_without_model`. A directory in which no run
-    starts is removed. Raises: ConfigError.
+    check_stop: called after each slow stage; if it raises, the start ends. begin: called with the
+    name of each stage. trial, tell: see `check_without_model`. The directory is removed if no run
+    starts in it. Raises: ConfigError.
     """
     begin("reading rows")
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=tell)
@@ -462,7 +460,7 @@ def prepared_run(
         if has_run:
             check_sources(run_dir.sources_file, sources)
         else:
-            # If a run resumes, the supervisor writes the file once it has the lease.
+            # If a run resumes, the supervisor writes the file after it has got the lease.
             write_config(run_dir, config)
             with _refusing(run_dir):
                 write_sources(run_dir.sources_file, sources)
@@ -470,7 +468,7 @@ def prepared_run(
 
 
 def run_id_of(config: Config, run_dir: RunDir) -> str:
-    """Return a run's id, which is the same at every start, so that a dead run's actors can be
+    """Return a run's id, which is the same at every start, so that the actors of a dead run can be
     found.
     """
     digest = blake2b(str(run_dir.path).encode(), digest_size=4).hexdigest()
@@ -478,9 +476,7 @@ def run_id_of(config: Config, run_dir: RunDir) -> str:
 
 
 def run_name_of(run_id: str) -> str | None:
-    """Return the `run.name` of a run's id; None for another string, such as another actor's
-    name.
-    """
+    """Return the `run.name` in a run's id; None if the string is not a run's id."""
     found = _RUN_ID.fullmatch(run_id)
     return found[1] if found else None
 
@@ -503,8 +499,8 @@ def model_path(config: Config, run_dir: RunDir) -> str:
 def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
     """Put the tiny model into the directory if it is not there yet. Raises: ConfigError.
 
-    It is built once, in the user's cache directory, and copied from there. Returns: a phrase that
-    says where the model is.
+    It is built once, in the user's cache directory, and copied from there. Returns: a phrase with
+    the location of the model.
     """
     warmup_steps = WARMUP_STEPS if settings.warmup_steps is None else settings.warmup_steps
     cached = models_directory() / build_name(
@@ -532,7 +528,7 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
 
 
 def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> bool:
-    """Build the tiny model in the cache. Returns: whether it is there now."""
+    """Build the tiny model in the cache; return whether the cache now has it."""
     try:
         _built(cached, settings, warmup_steps)
     except OSError:
@@ -542,9 +538,7 @@ def _is_built(cached: Path, settings: TinyModelSettings, warmup_steps: int) -> b
 
 
 def _built(directory: Path, settings: TinyModelSettings, warmup_steps: int) -> TinyModelReport:
-    """Build the tiny model. Raises: FileExistsError if the directory holds something else;
-    OSError.
-    """
+    """Build the tiny model. Raises: FileExistsError if the directory has other files; OSError."""
     # Imported here, because a copy does not need these two seconds of imports.
     from safetensors import SafetensorError
     from transformers.utils import logging

@@ -1,9 +1,9 @@
-"""Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal: the first signal and the second one.
+"""Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal, for the first and the second signal.
 
-While nothing runs that must be ended in order, the first signal raises KeyboardInterrupt. After
-`hold`, the first signal only sets a flag, and the second one raises. After `ignore`, when the end
-is already under way, no signal raises. A closed terminal's SIGHUP counts unless it was ignored from
-the start, as under nohup. Ctrl-Z stops the display, and not the run. Used by `rayloom train`.
+Before `hold`, the first signal raises KeyboardInterrupt, because nothing must be ended in order.
+After `hold`, the first signal only sets a flag, and the second one raises. After `ignore`, during
+the end, no signal raises. SIGHUP of a closed terminal is handled unless it was ignored at the
+start, as under nohup. Ctrl-Z stops the display but not the run. Used by `rayloom train`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from enum import Enum
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Exit code of a run that was stopped by a signal: 128 + SIGINT, as in shells.
+# Exit code of a run that a signal stopped: 128 + SIGINT, as in shells.
 EXIT_INTERRUPTED = 130
-# One byte for each signal: more than arrive while something starts.
+# One byte for each signal; more signals than this do not arrive during a start.
 _NOTED_BYTES = 4096
 
 
@@ -32,9 +32,7 @@ class _Mode(Enum):
 
 
 class StopSignals:
-    """The handling of stop signals. It belongs to the main thread, the only one that runs
-    handlers.
-    """
+    """The handlers of stop signals, which Python runs only in the main thread."""
 
     def __init__(self) -> None:
         is_detached = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -50,10 +48,10 @@ class StopSignals:
         return self._num_seen > 0
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived, even if its own exception was swallowed.
+        """Raise KeyboardInterrupt if a signal has arrived, also if its own exception was dropped.
 
-        Python drops exceptions of a handler that runs within a finaliser or a callback from C,
-        which imports of large packages often do.
+        Python drops the exceptions of a handler that runs within a finaliser or a callback from C,
+        which is frequent during imports of large packages.
         """
         if self.is_asked:
             raise KeyboardInterrupt
@@ -71,8 +69,8 @@ class StopSignals:
         self._mode = _Mode.IGNORE
 
     def install(self) -> None:
-        """Install the handlers; call it again after another library replaced them (Ray replaces
-        SIGTERM's).
+        """Install the handlers; call it again after a library has replaced them, as Ray does for
+        SIGTERM.
         """
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -87,7 +85,7 @@ class StopSignals:
 
 @contextmanager
 def signals_noted() -> Iterator[set[int]]:
-    """Collect the numbers of the signals that arrive within the block, whatever their handlers do.
+    """Collect the numbers of the signals that arrive within the block, for any handlers.
 
     The set is filled at the end of the block. In a thread other than the main one it stays empty.
     """
@@ -110,7 +108,7 @@ def signals_noted() -> Iterator[set[int]]:
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Keep SIGHUP and SIGTSTP from children that are started within the block, and from theirs.
+    """Keep SIGHUP and SIGTSTP from all processes that are started within the block.
 
     A closed terminal sends SIGHUP, and Ctrl-Z sends SIGTSTP, to all processes of the terminal at
     once. An orderly end needs the children, and a run whose control store is stopped for a minute
@@ -125,7 +123,7 @@ def kept_from_children() -> Iterator[None]:
 
 @contextmanager
 def stopped_in_order(*, tell: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-Z stop only this process, after `tell` has said what continues to run.
+    """Let Ctrl-Z stop only this process, after a call of `tell`, which reports what still runs.
 
     If SIGTSTP is ignored, as by a shell without job control, it stays ignored.
     """
@@ -159,8 +157,8 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Show no traceback of interrupts that Python dropped: `StopSignals` knows of the signal
-    anyway.
+    """Hide the tracebacks of interrupts that Python dropped, because `StopSignals` has recorded
+    the signal.
     """
     before = sys.unraisablehook
 

@@ -1,7 +1,7 @@
 """Record the tasks and the user's own modules that a run was started with.
 
-Both are found by names that may mean something else later, in another directory or after a change:
-`sources.json` in the run's directory records what they meant. Called before a start.
+Both are found by names that may refer to other files later, in another directory or after a change;
+`sources.json` in the run's directory records the files. Called before a start.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from service.config.tree import Config, TasksSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """The tasks and files that the names of a configuration mean where a command is started."""
+    """The tasks and files to which a configuration's names refer when a command is started."""
 
     tasks: str
-    """Digest of the file's or the data set's tasks; empty: the tasks are generated from the
-    seed.
-    """
+    """Digest of the tasks of a file or data set; empty if the tasks are generated from the seed."""
     modules: dict[str, str]
     """File of each of the user's own modules, by the module's name."""
     scripts: dict[str, str] = field(default_factory=dict)
@@ -36,7 +34,7 @@ class Sources:
 
 
 def sources_of(config: Config) -> Sources:
-    """Find the tasks and files that a configuration's names mean now. Raises: ConfigError."""
+    """Find the tasks and files to which a configuration's names refer. Raises: ConfigError."""
     tasks = open_tasks(config)
     modules = {}
     for name in user_modules(config):
@@ -58,7 +56,7 @@ def user_modules(config: Config) -> list[str]:
 def user_scripts(config: Config) -> list[Path]:
     """Return the files that the commands of MCP servers name, as written there.
 
-    The environments have already been made, which refuses wrong options.
+    The environments have already been created, which refuses wrong options.
     """
     found = [
         path
@@ -77,8 +75,7 @@ def _modules(tasks: TasksSettings) -> list[str]:
 
 
 def write_sources(file: Path, sources: Sources) -> None:
-    """Write the sources; of files only those below the working directory, because packages may
-    move.
+    """Write the sources, with only files below the working directory, because packages may move.
 
     Raises: OSError.
     """
@@ -103,7 +100,7 @@ def _is_own(file: Path) -> bool:
 def check_sources(file: Path, sources: Sources) -> None:
     """Check that a run resumes with the tasks and files that it began with.
 
-    A run without the file, from an older version, is not checked. Edits inside of a module are
+    A run of an older version, which has no such file, is not checked. Changes within a module are
     allowed. Raises: ConfigError.
     """
     try:

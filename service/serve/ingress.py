@@ -29,10 +29,10 @@ MAX_HELD_REQUESTS = 20_000
 
 @serve.ingress()
 class ApiIngress:
-    """A replica of the API, without state: any number of them may answer, and any may die."""
+    """A replica of the API, without state, so that there may be any number and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
-        """Create a replica. host: the run's deployment, if Serve runs that too."""
+        """Create a replica. host: the run's deployment, if Serve runs the run too."""
         self._run_id = run_id
         self._host = host
         self._settings = settings
@@ -67,7 +67,7 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
     """
     deployment = serve.deployment(
         name="api",
-        # Agents wait for their turns here; the limit on waiting calls is checked after this.
+        # Agents' requests wait here for their turns; the limit on waiting calls is checked later.
         max_ongoing_requests=MAX_HELD_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5.0,
@@ -77,7 +77,7 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
 
 
 def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
-    """Deploy the API on a Serve that was started by `start_serve`; it answers in seconds."""
+    """Deploy the API on a Serve that `start_serve` has started; it answers after some seconds."""
     target = serve.RunTarget(
         ingress_application(run_id, settings),
         name=api_application_name(run_id),
@@ -87,7 +87,7 @@ def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
 
 
 def start_serve(*, host: str, port: int) -> None:
-    """Start Serve with its HTTP proxy on the head node, before anything else starts it without."""
+    """Start Serve with its HTTP proxy on the head node, before Serve is started without one."""
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=host, port=port),
@@ -96,7 +96,7 @@ def start_serve(*, host: str, port: int) -> None:
 
 
 def check_listens(*, host: str, port: int) -> None:
-    """Check where Serve listens: it keeps the options of its first start, and only logs that.
+    """Check the address of Serve, which keeps the options of its first start and only logs that.
 
     Raises: ConfigError if it listens elsewhere.
     """

@@ -1,10 +1,10 @@
 """A run as a Ray Serve deployment, for clusters without a command line.
 
-There is one replica. It starts the run's supervisor, and another one if that dies. If the replica
-dies, Serve starts it again, and the run resumes from its newest checkpoint, as with `--resume`. The
-replica and the run's metrics remain, whatever happens to the run: a refused start is tried again,
+There is one replica. It starts the run's supervisor, and a new one if the supervisor dies. If the
+replica dies, Serve restarts it, and the run resumes from its newest checkpoint, as with `--resume`.
+The replica and the run's metrics stay available if the run ends: a refused start is tried again,
 because the cause may be external; a failed run is started again, a limited number of times and with
-growing pauses; a run that ended, or that another process took over, is left alone.
+growing pauses; a run that ended, or that another process took over, is not started again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 log = logging.getLogger("ray.serve")
 
 ANSWER_LIMIT_S = 300.0
-# If Serve ends the host, for another configuration or finally, a step that takes longer is
-# abandoned; the rest of the time is for the checkpoint of the steps before it.
+# If Serve ends the host (for a new configuration or at the end), a step that takes longer than this
+# is abandoned; the rest of the time is for the checkpoint of the previous steps.
 STOP_GRACE_S = 60.0
 SHUTDOWN_LIMIT_S = 300.0
 # Pauses before a refused start or a failed run is tried again.
@@ -51,7 +51,7 @@ PAUSES_S = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
 
 class _Attempts:
-    """The pauses between attempts, and their limit."""
+    """The pauses between attempts, and the limit of failed runs."""
 
     def __init__(self, *, max_failures: int) -> None:
         self._faults = FaultCount(limit=max_failures)
@@ -75,9 +75,9 @@ class _Attempts:
 
 
 class RunHost:
-    """The host that keeps the run going.
+    """The host that starts the run and restarts it after failures.
 
-    Its health check is about the host itself: /readyz and /metrics show the run's state.
+    Its health check concerns only the host; /readyz and /metrics show the run's state.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, store: StoreOptions) -> None:
@@ -86,12 +86,12 @@ class RunHost:
         self._why_down = "the run is starting"
         self._endpoint: Any = None
         self._must_end = Event()
-        # In another thread: the checks run an environment's reset in their own event loop, and
-        # Serve's event loop runs in this thread.
+        # In another thread, because the checks run an environment's reset in their own event loop,
+        # and Serve's event loop runs in this thread.
         self._keeping = ThreadPoolExecutor(max_workers=1).submit(self._keep)
 
     def check_health(self) -> None:
-        """Raise the error of a bug that ended the keeping of the run."""
+        """Raise the unexpected error, if any, that ended the thread of `_keep`."""
         if self._keeping.done():
             self._keeping.result()
 
@@ -108,18 +108,18 @@ class RunHost:
         return self._why_down
 
     def _keep(self) -> None:
-        """Keep the run going; return when it has ended, or is abandoned."""
+        """Start the run, and again after failures; return after it has ended or is given up."""
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
             pause_s: float | None
             try:
-                # Kept after the run's end too: its supervisor continues to answer requests.
+                # The watcher is kept after the run's end, so that the supervisor still answers.
                 watcher = self._watcher = self._start()
                 self._log(f"the run has ended: {watcher.run(self._run_dir).reason}")
                 return
             except KeyboardInterrupt:
-                # Stopped before the supervisor has answered.
+                # The run was stopped before the supervisor had answered.
                 return
             except ConfigError as refusal:
                 why, pause_s = f"the start is refused: {refusal}", attempts.refused()
@@ -202,7 +202,7 @@ class RunHost:
                 when_held=WhenHeld.WAIT,
             )
             supervisor = start()
-            # Once it answers, the database exists.
+            # When it answers, the database exists.
             ray.get(supervisor.readiness.remote(), timeout=ANSWER_LIMIT_S)
         return SupervisorWatcher(
             supervisor,
@@ -215,12 +215,12 @@ class RunHost:
 
 
 def run_host(config: Config, run_dir: RunDir, store: StoreOptions) -> Any:
-    """Bind the run's host, to which the API's deployment is bound, so that Serve keeps both."""
+    """Return the bound deployment of the run's host, to which the API's deployment is bound."""
     deployment = serve.deployment(
         name="run",
         num_replicas=1,
         max_ongoing_requests=8,
-        # On the supervisor's node: both see the same local disk and the same processes.
+        # On the supervisor's node, so that both see the same local disk and the same processes.
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: SHARE}},
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=SHUTDOWN_LIMIT_S,

@@ -1,6 +1,6 @@
-"""Watch a run's supervisor, and start another one if it dies.
+"""Watch a run's supervisor, and start a new one if it dies.
 
-Used by the two ways to start a run: the command, and the host on Ray Serve.
+Used by both ways to start a run: the command, and the host on Ray Serve.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STATUS_DEADLINE_S = 60.0
 
 
 class SupervisorWatcher:
-    """Polls the supervisor's status, shows it, and passes a stop on.
+    """Polls the supervisor's status, shows it, and passes on a request to stop.
 
-    A dead supervisor is started again, at most `max_restarts` times in a row
-    (`service.run.health.FaultCount`); a later checkpoint begins a new row.
+    A dead supervisor is replaced, at most `max_restarts` times in a row
+    (`service.run.health.FaultCount`); the count restarts after a later checkpoint.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class SupervisorWatcher:
     def run(self, run_dir: RunDir) -> Ending:
         """Watch until the run has ended.
 
-        Raises: RayTaskError for the error that ended it; one of ACTOR_DEATHS, LeaseLost if no
-        supervisor is left; KeyboardInterrupt for a stop before the supervisor has answered.
+        Raises: RayTaskError with the error that ended it; one of ACTOR_DEATHS or LeaseLost if no
+        supervisor is left; KeyboardInterrupt if it was stopped before the supervisor answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:
