@@ -1,10 +1,10 @@
-"""Keep what the chart has from elsewhere in step: `python -m deploy.chart_schema`.
+"""Generate the parts of the chart that come from other sources: `python -m deploy.chart_schema`.
 
-helm/values.schema.json is written by hand, except two parts: `properties.config`, which is the
-configuration tree's own schema, so that helm refuses a key that Rayloom does not know; and the
-definitions `io.k8s.…`, which are Kubernetes' own and strict, so that helm refuses a typo inside an
-affinity or a volume. helm/files/config-defaults.yaml has the tree's defaults that the templates
-read. Tests hold each file to its source. Needs the development tools.
+helm/values.schema.json is written by hand except for two parts: `properties.config`, which is the
+schema of the configuration tree, so that helm refuses a key that Rayloom does not know; and the
+definitions `io.k8s.…`, which are Kubernetes' strict definitions, so that helm refuses a typo inside
+an affinity or a volume. helm/files/config-defaults.yaml has the defaults of the tree that the
+templates read. Tests compare each file with its source. Needs the development tools.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ CHART = Path(__file__).parents[1] / "helm"
 SCHEMA = CHART / "values.schema.json"
 DEFAULTS = CHART / "files" / "config-defaults.yaml"
 KUBERNETES = "1.36"
-# How many parts a run has, what each asks for, and how many rollouts a task has at least.
+# Sections with the numbers of a run's parts, their resources, and the rollouts of a task.
 _READ_BY_TEMPLATES = ("run", "rollouts", "algorithm", "inference", "trainer")
-# Sections of which a configuration has one.
+# Sections of which a configuration has exactly one.
 _EITHER = ("tasks", "mixture")
 _REFERENCE = "#/properties/config/$defs/{model}"
-# Of no use to helm; the defaults are the application's own.
+# Keys that helm does not use; the application has its own defaults.
 _LEFT_OUT = {"title", "default"}
 _LEFT_OUT_OF_KUBERNETES = {"description", "format"}
 _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
 def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the chart's schema with its generated parts brought up to date."""
+    """Return the chart's schema with its generated parts updated."""
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
-    # It is empty by default; the templates then name what is missing.
+    # The section is empty by default; the templates report missing keys.
     del config["required"]
-    # A value set that is laid over another one takes its section out by null.
+    # A values file removes a section of another one by null.
     for section in _EITHER:
         config["properties"][section] = {"anyOf": [config["properties"][section], {"type": "null"}]}
     properties = {**schema["properties"], "config": config}
@@ -62,7 +62,7 @@ def dumped(schema: dict[str, Any]) -> str:
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the definitions that the schema refers to, directly or through others, by name."""
+    """Return the definitions that the schema refers to, directly or indirectly, by name."""
     folder = f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
     text = files("kubernetes_validate").joinpath(folder, "_definitions.json").read_text("utf-8")
     known = json.loads(text)["$defs"]
@@ -76,7 +76,7 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
-    """Return a schema without annotations; properties with such names stay."""
+    """Return a schema without the keys in left_out; properties with such names stay."""
     if isinstance(node, list):
         return [_stripped(item, left_out) for item in node]
     if not isinstance(node, dict):
@@ -93,7 +93,7 @@ def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> 
 def _without_null(node: Any) -> Any:
     """Return a schema that refuses null.
 
-    Kubernetes takes a key without a value for absent; in a values file it is a mistake.
+    Kubernetes treats a key without a value as absent; in a values file it is a mistake.
     """
     if isinstance(node, list):
         return [_without_null(item) for item in node]

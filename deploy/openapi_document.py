@@ -1,6 +1,6 @@
 """Write the OpenAPI document of the API with all its routes: `python -m deploy.openapi_document`.
 
-It is `docs/openapi.json`; a test holds it to the application.
+It is `docs/openapi.json`; a test compares it with the application.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the chart tells a run: the arguments of `serve_app` and of `train_job`."""
+"""The arguments of `serve_app` and `train_job`, which the chart passes to a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.config.tree import Config
 
 
 class RunArguments(BaseModel):
-    """A configuration, and where its run lies."""
+    """A configuration and the directories of its run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

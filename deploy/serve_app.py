@@ -1,4 +1,4 @@
-"""The application that Ray Serve imports by name, as the chart's serveConfigV2 has it.
+"""The application that Ray Serve imports by name, as in the chart's serveConfigV2.
 
 applications:
   - name: rayloom
@@ -31,7 +31,7 @@ def build(args: dict[str, Any]) -> Any:
     """
     arguments = RunArguments.model_validate(args)
     config = arguments.read_config()
-    # PostgreSQL may be starting as well.
+    # PostgreSQL may still be starting.
     run_dir = RunDir(path=arguments.run_dir, patience_s=PATIENCE_S)
     host = run_host(config, run_dir, StoreOptions(state_dir=arguments.state_dir))
     api = http_settings(config)

@@ -1,7 +1,7 @@
 """Hooks of the documentation's site (mkdocs): generated pages, links between pages, broken tables.
 
-Pages name each other as they do in the repository, as `docs/NAME.md` in code; in the site that is a
-link. mkdocs runs in an environment of its own, so this module imports nothing of Rayloom.
+In the repository, pages refer to each other as `docs/NAME.md` in code; the site turns this into a
+link. mkdocs runs in a separate environment, so this module imports nothing from Rayloom.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-# Before plugins add what they render.
+# Runs before plugins add their generated text.
 @event_priority(100)  # type: ignore[untyped-decorator]
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Turn the names of pages into links, outside of blocks of code.
 
-    Raises: PluginError if a row of a table has not as many cells as its header.
+    Raises: PluginError if a row of a table has another number of cells than its header.
     """
     up = "../" * page.file.src_uri.count("/")
 

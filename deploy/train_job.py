@@ -1,7 +1,7 @@
 """The command of the chart's RayJob: `python -m deploy.train_job ARGUMENTS`.
 
-ARGUMENTS are of `RunArguments`, as JSON. It becomes `rayloom train` on the cluster that it is
-started on: a new run, or, where the job is tried again or resumed, the one that is there.
+ARGUMENTS is a `RunArguments` as JSON. The process becomes `rayloom train` on the cluster on which
+it is started. It begins a new run, or continues the existing one if the job is retried or resumed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from service.store.errors import StoreError
 from service.store.place import StoreOptions
 
 EXIT_REFUSED = 2
-# Where the configuration says nothing: in it a Prometheus that comes once a minute reads the end.
+# The default of metrics.stays_s, in which a Prometheus that scrapes once a minute reads the end.
 LAST_SCRAPES_S = 120.0
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:
     """Wait until the database answers, and return the command line.
 
-    directory: where the configuration's file is written.
+    directory: the directory to which the configuration's file is written.
     Raises: ValidationError, ConfigError, StoreError if the run is refused.
     """
     arguments = RunArguments.model_validate_json(text)
@@ -37,7 +37,7 @@ def train_command(text: str, *, directory: Path) -> list[str]:
     config = arguments.read_config()
     metrics = replace(config.metrics, stays_s=config.metrics.stays_s or LAST_SCRAPES_S)
     file.write_text(dump_config(replace(config, metrics=metrics)), encoding="utf-8")
-    # PostgreSQL may be starting as well.
+    # PostgreSQL may still be starting.
     run_dir = RunDir(path=arguments.run_dir, patience_s=PATIENCE_S)
     command = [sys.executable, "-m", "service.cli.main", "train", str(file), "--address", "auto"]
     if run_dir.has_run():
@@ -45,14 +45,14 @@ def train_command(text: str, *, directory: Path) -> list[str]:
     state_dir = arguments.state_dir
     check_new(run_dir)
     with prepared_directory(run_dir):
-        # The command itself waits for no database. Nothing is left in the directory.
+        # The command itself does not wait for a database. No file is left in the directory.
         place_store(run_dir, run_id_of(config, run_dir), StoreOptions(state_dir=state_dir))
     place = [] if state_dir is None else ["--state-dir", str(state_dir)]
     return [*command, "--run-dir", str(run_dir.path), *place]
 
 
 def main() -> None:
-    """Never returns: the command takes this process over, so that a signal reaches it."""
+    """Replace this process by the command, so that signals reach the command; never return."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m deploy.train_job ARGUMENTS")
     try:

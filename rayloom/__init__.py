@@ -8,7 +8,7 @@
     result = rayloom.train(model="models/smollm2", dataset="sums.jsonl", reward=score)
     result.summary["evaluation"]["last"]["reward_mean"]
 
-The names are imported when they are first used, so that `import rayloom` takes milliseconds.
+Names are imported at their first use, so that `import rayloom` takes milliseconds.
 """
 
 from __future__ import annotations

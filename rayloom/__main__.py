@@ -13,7 +13,7 @@ EXIT_REFUSED = 2
 def main() -> None:
     """Run the command line, unless the current directory hides one of Rayloom's packages."""
     try:
-        # The command line imports the user's modules from there.
+        # The command line imports the user's modules from the current directory.
         check_names([os.getcwd()])
     except ImportError as error:
         print(f"rayloom: {error}", file=sys.stderr)

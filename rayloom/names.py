@@ -1,4 +1,4 @@
-"""Modules of a user that have the names of Rayloom's packages."""
+"""Check for user modules that have the names of Rayloom's packages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ROOT = Path(__file__).resolve().parents[1]
 def check_names(path: Sequence[str]) -> None:
     """Check that no module on a search path hides one of Rayloom's packages.
 
-    A folder without `__init__.py`, such as `deploy/` with YAML files, hides none.
+    A folder without `__init__.py`, such as `deploy/` with YAML files, hides no package.
 
     Args:
-        path: Directories in the order of a search, as sys.path.
+        path: Directories in search order, such as sys.path.
 
     Raises:
         ImportError: If a user's module would be imported in place of a package of Rayloom.

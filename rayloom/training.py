@@ -1,11 +1,11 @@
 """`rayloom.train`, `serve` and `evaluate`: the commands for scripts and notebooks.
 
-The run has a process of its own. A running event loop, a Ray that the caller has initialised and an
-earlier run do not disturb it, and the memory of a run is free again when it has ended.
+The run has a separate process. It is not affected by a running event loop, a Ray that the caller
+has initialised or an earlier run, and its memory is freed when it ends.
 
-Functions are taken by name if their module can be imported, and by value otherwise: a function of a
-notebook or of the script itself is stored in the run's directory, with its source, and a resumed
-run uses what is stored.
+Functions are passed by name if their module can be imported, and by value otherwise: a function
+from a notebook or from the script itself is stored in the run's directory with its source, and a
+resumed run uses the stored function.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Named = str | Callable[..., Any]
 
 
 class TrainingFailed(Exception):
-    """The run or the evaluation ended with an error; the text is what it printed last."""
+    """The run or the evaluation ended with an error; the text is the last lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Result:
     """The content of summary.json: rewards, evaluations, ledger, times, memory."""
 
     def trajectories(self) -> list[dict[str, Any]]:
-        """Return a row for each trajectory of the run's journal, those of the newest step first.
+        """Return a row for each trajectory of the run's journal, newest step first.
 
         The columns are those of the list in `rayloom inspect`.
 
@@ -96,21 +96,22 @@ def train(
 
     Args:
         config: A YAML file, or its content as a mapping. Without it, give dataset and a reward.
-        model: Directory or hub's name of the model. None: the configuration's, else the tiny one.
-        dataset: A file, a hub's data set, or rows, such as a list of dicts.
-        reward: Functions that score one rollout. Several are added.
+        model: Directory or hub name of the model. Defaults to the configuration's model, or to the
+            tiny model if it has none.
+        dataset: A file, a data set of a hub, or rows, such as a list of dicts.
+        reward: Functions that score one rollout. The scores of several functions are added.
         group_reward: Functions that score the rollouts of a group together.
         tools: Functions that the policy may call, or classes of tools.
-        run_dir: Directory of a new run. None: runs/NAME-TIME.
-        resume: Directory of a run to continue, with its own data and functions; they and run_dir
-            cannot be given with it.
-        settings: Sections of the configuration, as in run={"steps": 20}.
+        run_dir: Directory of a new run. Defaults to runs/NAME-TIME.
+        resume: Directory of a run to continue with its own data and functions. Cannot be combined
+            with dataset, functions or run_dir.
+        settings: Sections of the configuration, such as run={"steps": 20}.
 
     Raises:
         ConfigError: If the configuration, the data or a function is refused; nothing has started.
         TrainingFailed: If the run ends with an error.
-        KeyboardInterrupt: If the run was interrupted, or stopped by `rayloom stop`. If it had
-            begun, it has finished the current step and left a checkpoint, unless a second
+        KeyboardInterrupt: If the run was interrupted, or stopped by `rayloom stop`. A run that had
+            begun has finished the current step and written a checkpoint, unless a second
             interruption ended it at once.
 
     Example:
@@ -134,9 +135,9 @@ def train(
 def serve(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any
 ) -> Iterator[Client]:
-    """Train on the tasks that are submitted, and enter with a client of the API.
+    """Train on submitted tasks, as a context manager that returns a client of the API.
 
-    At the end of the block the run finishes the current step and leaves a checkpoint.
+    At the end of the block the run finishes the current step and writes a checkpoint.
 
     Args:
         config: As for `train`.
@@ -196,22 +197,22 @@ def evaluate(
 
     Args:
         source: A run's directory, or a YAML file.
-        checkpoint: Name or directory of a checkpoint. None: the run's newest; for a YAML file, the
-            model itself.
-        model: Directory or hub's name of a model, instead of a checkpoint.
-        on: Name of one of evaluation.sets. None: the held-out tasks.
-        samples: Rollouts of each task. None: the configuration's.
-        temperature: Temperature of the sampling. None: the configuration's.
-        tasks: Number of the first tasks to play. None: all.
-        out: File for the rollouts and their tokens. None: evaluate-….jsonl in the run's directory
-            evaluations, or in the current directory.
+        checkpoint: Name or directory of a checkpoint. Defaults to the run's newest checkpoint, or
+            to the configuration's model for a YAML file.
+        model: Directory or hub name of a model to use instead of a checkpoint.
+        on: Name of one of evaluation.sets. Defaults to the held-out tasks.
+        samples: Number of rollouts of each task. Defaults to the configuration's.
+        temperature: Sampling temperature. Defaults to the configuration's.
+        tasks: Number of tasks to play, from the first. Defaults to all.
+        out: File for the rollouts and their tokens. Defaults to evaluate-….jsonl in the run's
+            directory evaluations, or in the current directory.
         settings: Sections of the configuration.
 
     Returns:
-        The last line that the command prints, such as reward_mean, standard_error and pass_at.
+        The results that the command prints last, such as reward_mean, standard_error and pass_at.
 
     Raises:
-        ConfigError: If something is refused; nothing has started.
+        ConfigError: If an argument or the configuration is refused; nothing has started.
         TrainingFailed: If the engines do not start, rollouts are missing, or none was scored.
         KeyboardInterrupt: After an interruption, which ends the evaluation.
     """
@@ -251,7 +252,7 @@ def _arguments(
         )
     directory = Path(resume or run_dir or _new_directory(config, dataset))
     if resume is None:
-        # Before anything is stored there: it may hold a run, whose rows and functions would change.
+        # Before anything is stored in it: it may hold a run, whose rows and functions would change.
         check_new(RunDir(path=directory))
     with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
         arguments = _config_arguments(config, Path(scratch))
@@ -280,7 +281,7 @@ def _new_directory(
     config: str | os.PathLike[str] | Mapping[str, Any] | None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
 ) -> Path:
-    """Return a directory under runs/ that is not there yet."""
+    """Return a directory under runs/ that does not exist yet."""
     named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
     stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
@@ -289,7 +290,7 @@ def _new_directory(
 
 @contextmanager
 def _removed_if_refused(directory: Path) -> Iterator[Path]:
-    """Enter with the path of a run's functions; remove what was made if the run is refused."""
+    """Enter with the path of a run's functions; remove created directories if it is refused."""
     store = RunDir(path=directory).functions
     made = [path for path in (store, *store.parents) if not path.exists()]
     try:
@@ -298,7 +299,7 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
         if store in made:
             shutil.rmtree(store, ignore_errors=True)
         for path in made[1:]:
-            # A directory that holds something else stays.
+            # A directory that is not empty stays.
             with suppress(OSError):
                 path.rmdir()
         raise
@@ -329,7 +330,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
     """Return the name of a data set; rows are written to a file of the run's directory first.
 
-    Raises: ConfigError for a row that JSON cannot hold.
+    Raises: ConfigError if a row cannot be written as JSON.
     """
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
@@ -350,11 +351,11 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which the run finds a function; store it first if it has none."""
+    """Return the name by which the run finds a function; store a function without one first."""
     if isinstance(function, str):
         return function
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    # A method has its instance only by value, and "<" is in the name of a nested function.
+    # A method's instance is passed only by value; the name of a nested function contains "<".
     has_name = name and "<" not in name and not inspect.ismethod(function)
     if has_name and module != "__main__" and getattr(sys.modules.get(module), "__spec__", None):
         return f"{module}:{name}"
@@ -362,15 +363,15 @@ def _name_of(function: Named, store: Path, *, what: str) -> str:
 
 
 def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
-    """Write a function by value to a module of the run's directory. Returns: its name.
+    """Write a function by value to a module of the run's directory; return its name.
 
-    Raises: ConfigError if it refers to something that cannot be written, such as an open file.
+    Raises: ConfigError if it refers to something that cannot be pickled, such as an open file.
     """
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
     try:
         value = cloudpickle.dumps(function)
-    except Exception as error:  # whatever the values that it refers to raise
+    except Exception as error:  # the values that it refers to may raise any error
         raise ConfigError(
             f"{what}: {name} cannot be stored by value ({type(error).__name__}: {error}); expected "
             "a function that refers only to values that can be pickled; define it in a file and "
@@ -394,7 +395,7 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    """Start the command in a session of its own; it ends in order if the caller dies."""
+    """Start the command in a new session; it stops in order if the caller dies."""
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
@@ -408,16 +409,16 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         encoding="utf-8",
         errors="replace",
-        # An interrupt of the terminal goes to the caller, who passes it on.
+        # The terminal's interrupt goes to the caller, which passes it on.
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(_own_paths()), "PYTHONUNBUFFERED": "1"},
     )
 
 
 def _run(*arguments: str) -> deque[str]:
-    """Run the command to its end, and print what it prints.
+    """Run the command to its end, and print its output.
 
-    Returns: its last lines. Raises: as `train`.
+    Returns: its last lines. Raises: ConfigError, TrainingFailed, KeyboardInterrupt.
     """
     interrupted = False
     last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
@@ -439,7 +440,7 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error of a command that ended with a code. last: the lines that it printed last."""
+    """Raise the error for a command's exit code, if any. last: the last lines that it printed."""
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     text = "".join(last)
@@ -451,7 +452,7 @@ def _check(code: int, last: Iterable[str]) -> None:
 
 
 def _own_paths() -> list[str]:
-    """Return the places from which the caller imports, without those of installed packages."""
+    """Return the caller's import paths, without those of installed packages."""
     installed = Path(sys.prefix).resolve()
     base = Path(sys.base_prefix).resolve()
     places = [Path(each).resolve() for each in sys.path if each]

@@ -1,1 +1,1 @@
-"""Grafana's dashboards as code, a YAML file each: `python -m deploy.dashboards` makes the JSON."""
+"""Grafana's dashboards as YAML files; `python -m deploy.dashboards` makes their JSON."""

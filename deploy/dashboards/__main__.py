@@ -15,7 +15,7 @@ END = "<!-- The end of what is written. -->\n"
 
 
 def statistics_table() -> str:
-    """Return the table as Markdown, with one row for the statistics of the same values."""
+    """Return the table as Markdown; statistics of the same values share a row."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for each in STATISTICS:
         key = each.group, each.unit, each.help

@@ -1,8 +1,8 @@
-"""From a dashboard's YAML file to what Grafana imports, by Grafana's own types.
+"""Convert a dashboard's YAML file to the JSON that Grafana imports, with Grafana's own types.
 
-A file has a dashboard's sections, and their panels with PromQL; `Panel` says what its keys mean.
-Positions, ids, variables, the alerts as annotations and the links to the other dashboards and to
-the runbooks are made here. Needs the development tools.
+A file has a dashboard's sections and their panels with PromQL; `Panel` describes the keys.
+Positions, ids, variables, alerts as annotations, and links to the other dashboards and to the
+runbooks are made here. Needs the development tools.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ COLUMNS = 24
 TAG = "rayloom"
 SCHEMA_VERSION = 39
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
-# With it $__rate_interval is at least four minutes, in which a series that is scraped once a minute
-# has the two points that a rate needs.
+# With this step $__rate_interval is at least four minutes, in which a series that is scraped once a
+# minute has the two points that a rate needs.
 SHORTEST_STEP = "1m"
-# How a dashboard's file names the run, and what the code makes of it: runs in two namespaces may
-# have one name. The variable's All matches series without a namespace as well, as on a laptop.
+# The selector of the run in a dashboard's file, and the selector that replaces it: runs in two
+# namespaces may have the same name. The variable's All also matches series without a namespace, as
+# on a laptop.
 RUN = 'run="$run"'
 RUN_OF_NAMESPACE = f'{RUN},namespace=~"$namespace"'
 STEP_SECONDS = f"sum(rayloom_train_newest_step_seconds{{{RUN}}})"
@@ -49,9 +50,9 @@ WINDOWS = {
     "6h": f"and on () {STEP_SECONDS} > 1200",
 }
 RUNBOOKS = "docs/runbooks.md"
-# What there are namespaces of: runs, and clusters of Ray that have none yet.
+# Series that have namespaces: those of runs, and of Ray clusters that have no run yet.
 _OF_NAMESPACES = '{__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"}'
-# As Grafana calls them.
+# The units by their names in Grafana.
 UNITS = {
     Unit.NUMBER: "none",
     Unit.NATS: "suffix: nats",
@@ -59,7 +60,7 @@ UNITS = {
     Unit.VERSIONS: "suffix: versions",
     Unit.SECONDS: "s",
 }
-# What the SDK writes for variables of every type, and Grafana knows for intervals or not at all.
+# Keys that the SDK writes for all variables, and that Grafana accepts only for intervals or never.
 _NOT_OF_VARIABLES = ("id", "auto", "auto_min", "auto_count")
 # The SDK does not know the query of an annotation from Prometheus.
 _ALERTS = {
@@ -79,7 +80,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 class Look(StrEnum):
-    """The form in which a panel draws its series."""
+    """The form in which a panel shows its series."""
 
     NUMBER = "number"
     """The value at the end of the chosen time."""
@@ -100,7 +101,7 @@ class Choice(StrEnum):
     CLUSTER = "cluster"
 
 
-# By choice: its caption, and what offers its values.
+# The caption of each choice, and the query for its values.
 CHOICES: Mapping[Choice, tuple[str, str]] = {
     Choice.ENVIRONMENT: (
         "Environment",
@@ -124,28 +125,28 @@ class Panel:
     title: str
     description: str
     unit: str = ""
-    """One of Grafana's, such as "s", or "suffix: nats"; with statistics it is theirs."""
+    """One of Grafana's units, such as "s" or "suffix: nats"; statistics have their own unit."""
     statistics: Mapping[str, str] = field(default_factory=dict)
     """The names of statistics by legend; all have one unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
-    """PromQL by legend. A legend is a name, or labels as {{label}}.
+    """PromQL by legend. A legend is a name, or labels such as {{label}}.
 
     [$several_steps] is replaced by one of WINDOWS, and RUN by the run of the chosen namespace.
     """
     look: Look = Look.LINES
     width: int = 8
-    """In columns, of 24."""
+    """The width in columns, of 24."""
     height: int = 0
-    """In lines of the grid; 0: the height of the look."""
+    """The height in lines of the grid; 0 for the height of the look."""
     is_stacked: bool = False
     is_logarithmic: bool = False
     min: float | None = None
-    """Start of the axis; None: the smallest value."""
+    """Start of the axis; None for the smallest value."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """The smallest value of each colour, in ascending order; the first is -.inf."""
     runbooks: tuple[str, ...] = ()
-    """Names of the alerts about the values of the panel."""
+    """Names of the alerts that concern the panel's values."""
 
     @property
     def series(self) -> dict[str, str]:
@@ -220,7 +221,7 @@ def to_json(dashboard: Dashboard) -> str:
 
 
 def _mend(tree: dict[str, Any]) -> None:
-    """Change, in place, what the SDK writes and the types of the current Grafana do not allow."""
+    """Remove, in place, keys that the SDK writes and the current Grafana does not allow."""
     del tree["style"]
     tree["annotations"]["list"] = [_ALERTS]
     for variable in tree["templating"]["list"]:
@@ -232,9 +233,9 @@ def _mend(tree: dict[str, Any]) -> None:
 
 
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
-    """Remove nulls: the SDK writes them for unset fields, and Grafana's types refuse them.
+    """Remove nulls, which the SDK writes for unset fields and Grafana's types refuse.
 
-    keeps: whether to keep them: in a step of thresholds null is the smallest number.
+    keeps: whether to keep nulls, because in a step of thresholds null is the smallest number.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]
@@ -302,7 +303,7 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:
-    """Return a variable of one or several values; all are chosen at first."""
+    """Return a variable of one or several values, of which all are chosen at first."""
     return (
         _query(name, label, query)
         .multi(True)
@@ -326,7 +327,7 @@ def _query(name: str, label: str, query: str) -> sdk.QueryVariable:
 
 
 def _place(builder: sdk.Dashboard, dashboard: Dashboard) -> None:
-    """Lines of panels from left to right, under a row a section; ids count from 1."""
+    """Place the panels of each section in lines from left to right, below the section's row."""
     top, number = 0, 1
     for section in dashboard.sections:
         place = models.GridPos(x=0, y=top, w=COLUMNS, h=1)
@@ -355,7 +356,7 @@ P = TypeVar("P", stat.Panel, timeseries.Panel, heatmap.Panel)
 
 
 def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
-    """Set what panels of every look have."""
+    """Set the options that panels of every look have."""
     builder = (
         builder.id(number)
         .grid_pos(place)
@@ -404,7 +405,7 @@ def _targets(panel: Panel) -> list[Builder[Any]]:
             .legend_format(legend)
             .interval(SHORTEST_STEP)
         )
-        # Of a range the last value of a series that has ended would be shown as the present one.
+        # With a range, the last value of a series that has ended would be shown as the current one.
         is_present = panel.look in (Look.NUMBER, Look.NAME)
         found.append(query.instant() if is_present else query.range())
     return found

@@ -1,1 +1,1 @@
-"""Prometheus' rules as they are read: `python -m deploy.rules` writes the chart's files."""
+"""The source of Prometheus' rules; `python -m deploy.rules` writes the chart's files."""

@@ -1,8 +1,8 @@
-"""From rules.yaml to what Prometheus reads, on one scale of time.
+"""Convert rules.yaml to Prometheus' rules, with a scale for all durations.
 
-Each duration is written in braces: `{6h}` becomes a duration of Prometheus' language, and
-`{10m as seconds}` a number. A scale below 1 shortens all of them alike, so that a test sees in
-minutes what takes hours; the chart has them as they are.
+Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
+`{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
+test takes minutes instead of hours; the chart uses scale 1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
 
 
 def rules_text(*, scale: float = 1.0) -> str:
-    """Return the rules as YAML. scale: factor of all durations, which are at least a
-    millisecond.
-    """
+    """Return the rules as YAML. scale: factor of all durations, which stay at least 1 ms."""
 
     def scaled(found: re.Match[str]) -> str:
         amount, unit, is_number = found.groups()

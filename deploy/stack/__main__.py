@@ -1,8 +1,8 @@
-"""`python -m deploy.stack up|status|down`: a service with what watches it, in the background.
+"""`python -m deploy.stack up|status|down`: a service with its monitoring, in the background.
 
 Everything is stored in one directory, build/stack by default: the run, the output of each process,
-and processes.json with their process ids and start times, by which `down` ends exactly these
-processes. A second `up` continues the run that is there.
+and processes.json with the process ids and start times, with which `down` ends exactly these
+processes. A second `up` continues the run in the directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deploy.rules.source import rules_text
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parents[1] / "configs" / "guessing-cpu.yaml"
-# Of the service: its engines and ranks end before it.
+# The limit of the service, whose engines and ranks end before it.
 END_LIMIT_S = 120.0
 START_LIMIT_S = 30.0
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
@@ -36,18 +36,18 @@ PROGRAMS = {PROMETHEUS: "prometheus", ALERTMANAGER: "prometheus-alertmanager"}
 HEALTH = {SERVICE: "/healthz", PROMETHEUS: "/-/ready", ALERTMANAGER: "/-/ready"}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-Directory = Annotated[Path, typer.Option(help="Where all of it lies.")]
+Directory = Annotated[Path, typer.Option(help="Directory of the run and of all outputs.")]
 DIRECTORY = Path("build/stack")
 
 
 @app.command()
 def up(
     directory: Directory = DIRECTORY,
-    config: Annotated[Path, typer.Option(help="Of the run.")] = CONFIG,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="As rayloom's.")] = None,
-    port: Annotated[int, typer.Option(help="The API's; the next ones are the others'.")] = 8000,
+    config: Annotated[Path, typer.Option(help="The run's configuration.")] = CONFIG,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="As in rayloom.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the API; the others use the next.")] = 8000,
 ) -> None:
-    """Start what is not running; returns once all answer or one has ended."""
+    """Start the processes; wait up to 30 seconds until Prometheus and Alertmanager answer."""
     directory = directory.absolute()
     missing = [name for name in PROGRAMS.values() if shutil.which(name) is None]
     if missing:
@@ -80,7 +80,7 @@ def up(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        # Written at once: what is started is ended by `down`, whatever comes next.
+        # Written at once, so that `down` ends this process also if the next one does not start.
         started[name] = {
             "pid": process.pid,
             "started": psutil.Process(process.pid).create_time(),
@@ -98,7 +98,7 @@ def up(
 
 @app.command()
 def status(directory: Directory = DIRECTORY) -> None:
-    """Say what runs, where, and which alerts fire. Ends with 1 where something does not run."""
+    """Print the processes with their addresses, and the firing alerts; exit with 1 if one ended."""
     directory = directory.absolute()
     processes, alive = _processes(directory), _alive(directory)
     for name, process in processes.items():
@@ -120,7 +120,7 @@ def status(directory: Directory = DIRECTORY) -> None:
 
 @app.command()
 def down(directory: Directory = DIRECTORY) -> None:
-    """End what runs, the service in order: its newest step is committed."""
+    """End the processes; the service first commits its newest step."""
     directory = directory.absolute()
     alive = _alive(directory)
     for process in alive.values():
@@ -140,7 +140,7 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the running processes, without others that have the id of one that has ended."""
+    """Return the running processes; another process with a reused id is not included."""
     found = {}
     for name, process in _processes(directory).items():
         try:
@@ -175,7 +175,11 @@ if __name__ == "__main__":
 def prometheus_config(
     *, targets: Sequence[str], rules: Path, alertmanager: str, every: str = "5s"
 ) -> str:
-    """targets, alertmanager: host:port. every: between two scrapes, and looks at the rules."""
+    """Return the configuration of Prometheus.
+
+    targets, alertmanager: host:port. every: time between two scrapes and between two evaluations of
+    the rules.
+    """
     config: dict[str, Any] = {
         "global": {"scrape_interval": every, "evaluation_interval": every},
         "rule_files": [str(rules)],
@@ -188,7 +192,7 @@ def prometheus_config(
 def alertmanager_config(*, webhook: str = "") -> str:
     """Return the configuration of Alertmanager.
 
-    webhook: a URL that receives every alert when it fires and resolves; empty: none.
+    webhook: a URL that receives every alert when it fires and resolves; empty for none.
     """
     receiver: dict[str, Any] = {"name": "all"}
     if webhook:
@@ -204,7 +208,7 @@ def alertmanager_config(*, webhook: str = "") -> str:
 
 
 def prometheus_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """Return the command. directory: has prometheus.yml. address: host:port to listen on."""
+    """Return the command. directory: contains prometheus.yml. address: host:port to listen on."""
     return [
         program, f"--config.file={directory / 'prometheus.yml'}",
         f"--storage.tsdb.path={directory / 'prometheus'}", f"--web.listen-address={address}",
@@ -213,7 +217,7 @@ def prometheus_command(program: str, directory: Path, *, address: str) -> list[s
 
 
 def alertmanager_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """Return the command. directory: has alertmanager.yml. address: host:port to listen on."""
+    """Return the command. directory: contains alertmanager.yml. address: host:port to listen on."""
     return [
         program, f"--config.file={directory / 'alertmanager.yml'}",
         f"--storage.path={directory / 'alertmanager'}", f"--web.listen-address={address}",
