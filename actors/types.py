@@ -1,7 +1,7 @@
-"""The vocabulary that every package shares: turns, samples, trajectories, rollouts.
+"""The types that all packages share: turns, samples, trajectories, rollouts.
 
-Plain frozen values; no Ray, no torch. Token ids are the source of truth: a trajectory holds the ids
-that were sent to the engine and those that it returned, never text. Words and rules follow
+Plain frozen values, without Ray and torch. Token ids are the source of truth: a trajectory holds
+the ids that were sent to the engine and those that it returned, never text. Terms and rules follow
 docs/semantics.md.
 """
 
@@ -21,10 +21,10 @@ from actors.expert_records import ExpertIndices, ExpertRecords
 
 TokenIds = NDArray[np.int32]
 LogProbs = NDArray[np.float32]
-# In a sample's versions: the token is not trained.
+# The version of a token that is not trained, in a sample's versions.
 NO_VERSION = -1
-# Added to the number of a version that a recovery has undone: other weights get its number, and its
-# tokens must not be attributed to them.
+# Added to the number of a version that a recovery has undone, because other weights get the same
+# number and its tokens must not be attributed to them.
 UNDONE = 1 << 30
 # The environment of the tasks that external agents play over HTTP.
 SESSION = "session"
@@ -33,7 +33,7 @@ UPLOADED = "uploaded"
 
 
 class Dtype(StrEnum):
-    """The type that forward and backward compute in; master weights and reductions are float32."""
+    """Type of forward and backward computations; master weights and reductions are float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -74,16 +74,16 @@ class LeftOutReason(StrEnum):
     """The reason why a sampled turn of a session is not trained."""
 
     AUXILIARY = "auxiliary"
-    """The client marked it as not part of the task."""
+    """The client marked the turn as not part of the task."""
     UNSEEN = "unseen"
-    """No client ever received it."""
+    """No client ever received the turn."""
     TITLE = "title"
-    """It names the conversation, and `sessions.titles` is `leave_out`."""
+    """The turn names the conversation, and `sessions.titles` is `leave_out`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Sampled tokens [start, end) of one turn that one policy version sampled."""
+    """The range [start, end) of a turn's sampled tokens that one policy version sampled."""
 
     version: int
     start: int
@@ -91,7 +91,7 @@ class VersionSpan:
 
 
 class BranchReason(StrEnum):
-    """The change between a sample and the prompt that should have extended it."""
+    """The kind of change because of which a prompt does not extend a sample."""
 
     RETOKENISED = "retokenised"
     TEMPLATE = "template"
@@ -105,32 +105,32 @@ _EXPERT_TYPES = (np.dtype(np.uint8), np.dtype(np.int16))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One model call with its whole prompt, as it is recorded. Merging makes samples of turns.
+    """A recorded model call with its whole prompt. Merging makes samples of turns.
 
-    Raises: ValueError for a column of another type or of more dimensions.
+    Raises: ValueError if a column has another type or number of dimensions.
     `actors.misalignment` checks whether lengths and numbers fit together.
     """
 
     prompt_token_ids: TokenIds
     """[P] int32, exactly the ids sent to the engine."""
     sampled_token_ids: TokenIds
-    """[A] int32, exactly the ids that came back, stop token included."""
+    """[A] int32, exactly the ids that the engine returned, including the stop token."""
     logprobs: LogProbs
-    """[A] float32, nats, of the behaviour policy (processed: temperature applied)."""
+    """[A] float32, nats, of the behaviour policy, after applying the temperature."""
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
-    """Contiguous, covering [0, A)."""
+    """The policy versions of the sampled tokens, in contiguous spans that cover [0, A)."""
     reward: float = 0.0
     reward_components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward; their sum is not required to be the reward."""
     is_malformed: bool = False
     token_rewards: NDArray[np.float32] | None = None
-    """[A] float32, the reward of each sampled token; their sum is the reward. None: not
-    recorded.
+    """[A] float32, the reward of each sampled token; their sum is the reward. None if rewards by
+    token were not recorded.
     """
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, the K experts that each of L routed layers chose in the forward
-    passes that processed the first R <= A sampled tokens. None: not recorded."""
+    passes that processed the first R <= A sampled tokens. None if they were not recorded."""
 
     def __post_init__(self) -> None:
         _check_column("prompt_token_ids", self.prompt_token_ids, _INT32)
@@ -159,17 +159,17 @@ def _check_column(name: str, column: NDArray[Any], wanted: np.dtype[Any]) -> Non
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn in the sample that holds it: its prompt is the sample's ids before `start`.
+    """The position of a turn in its sample; the turn's prompt is the sample's ids before `start`.
 
-    A Struct, which is made six times faster than a frozen dataclass: there is one for every turn,
-    and again wherever a trajectory is read.
+    It is a Struct, which is created six times faster than a frozen dataclass: every turn has one,
+    and reading a trajectory creates them again.
     """
 
     index: int
     """Number of the turn in its trajectory: 0, 1, ... in the order of play."""
     start: int
     end: int
-    """Its sampled tokens are the sample's tokens [start, end)."""
+    """The end of the turn's sampled tokens, which are the sample's tokens [start, end)."""
     finish_reason: FinishReason
     reward: float = 0.0
     reward_components: Mapping[str, float] = msgspec.field(default_factory=dict)
@@ -187,7 +187,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One row of training data: turns that each extend the one before. Its arrays are read-only.
+    """One sequence of training data: turns that each extend the previous one; read-only arrays.
 
     Example: prompts [10,20,30] and [10,20,30,40,50,60,70], actions [40,50] and [80,90] give the ids
     [10,20,30,40,50,60,70,80,90] with the mask [0,0,0,1,1,0,0,1,1]. An observation may follow the
@@ -206,29 +206,29 @@ class Sample:
     recovery has undone it; NO_VERSION for other tokens.
     """
     token_rewards: NDArray[np.float32] | None = None
-    """[T] float32, 0 for tokens that were not sampled. None: no turn of the trajectory recorded
-    any. If only some turns recorded rewards, the others have theirs on their last token.
+    """[T] float32, 0 for tokens that were not sampled. None if no turn of the trajectory recorded
+    rewards by token. If only some turns did, the others have their reward on their last token.
     """
     experts: ExpertRecords | None = None
     """Recorded routing, each record at the position of the token whose forward pass it describes,
-    also for tokens with mask 0. None: there is none.
+    also for tokens with mask 0. None if no routing was recorded.
     """
     parent: int | None = None
-    """Number of the earlier sample that its first prompt shares most with. None: it shares nothing,
-    or is the first."""
+    """Number of the earlier sample that shares the longest prefix with its first prompt. None if it
+    shares nothing or is the first sample."""
     num_shared: int = 0
     """Number of tokens that it shares with its parent, from the start to the branch."""
     branch_reason: BranchReason | None = None
-    """Why its first turn extended no sample. None: it is the first."""
+    """The reason why its first turn extended no sample; None for the first sample."""
 
     @property
     def mask(self) -> NDArray[np.uint8]:
-        """[T] uint8, 1 = sampled and fit to be trained: with a finite log-probability."""
+        """[T] uint8, 1 for sampled tokens with a finite log-probability, which can be trained."""
         return (self.versions != NO_VERSION).view(np.uint8)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the first turn's prompt."""
+        """Number of tokens of the first turn's prompt."""
         return self.turns[0].start
 
     @property
@@ -240,7 +240,7 @@ class Sample:
         return int(np.count_nonzero(self.versions != NO_VERSION))
 
     def without_experts(self) -> Sample:
-        """Return the sample without records, for a model that uses its own router."""
+        """Return the sample without expert records, for a model that uses its own router."""
         return self if self.experts is None else replace(self, experts=None)
 
 
@@ -248,8 +248,9 @@ class Sample:
 class Task:
     """A task to play: the argument of an environment's `reset`.
 
-    task_id: stable and unique in its source. seed: every random choice of the environment derives
-    from it, so that the members of a group play the same game. data: JSON-like, by environment.
+    task_id: stable and unique in its source. seed: the seed of all random choices of the
+    environment, so that the members of a group play the same game. data: JSON-like values whose
+    keys depend on the environment.
     """
 
     task_id: str
@@ -260,7 +261,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutAssignment:
-    """A rollout handed to an environment actor: which attempt of which member of which group."""
+    """An attempt of a rollout that is handed out to an environment actor."""
 
     rollout_id: str
     group_id: str
@@ -275,13 +276,13 @@ class RolloutAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds that one trajectory spent; wall is from reset to the outcome."""
+    """The times of one trajectory in seconds; wall_s is from reset to the outcome."""
 
     reset_s: float = 0.0
     generate_s: float = 0.0
-    """In requests to the policy, summed over the turns."""
+    """Time in requests to the policy, summed over the turns."""
     step_s: float = 0.0
-    """In the environment's steps, summed over the turns."""
+    """Time in the environment's steps, summed over the turns."""
     wall_s: float = 0.0
 
     def by_phase(self) -> dict[str, float]:
@@ -305,15 +306,15 @@ class Attempt:
     """The return of the best possible play, if the environment knows it."""
     num_inserted_tokens: int = 0
     render_breaks: Mapping[str, int] = field(default_factory=dict)
-    """Reasons why the history could not be appended to, with their counts."""
+    """The number of times that the history had to be rendered again, by reason."""
     timings: Timings = field(default_factory=Timings)
     left_out_tokens: Mapping[LeftOutReason, int] = field(default_factory=dict)
-    """Sampled tokens of a session's turns that are in no sample, by why they are left out."""
+    """Number of sampled tokens in a session's turns that are in no sample, by reason."""
     detail: str = ""
-    """One sentence on an outcome that is not `completed`; never a payload."""
+    """One sentence on an outcome other than completed; never a payload."""
     answer: str | None = None
-    """The policy's final answer, short, equal for equal answers. None: the environment does not
-    report it.
+    """The policy's final answer in a short form that is equal for equal answers. None if the
+    environment does not report it.
     """
 
     @property
@@ -326,10 +327,12 @@ class Trajectory(Attempt):
     """One attempt of one rollout: its samples, rewards and outcome."""
 
     samples: tuple[Sample, ...] = ()
-    """In the order in which they began; every turn is in exactly one. None without turns."""
+    """The samples in the order in which they began; every turn is in exactly one. Empty without
+    turns.
+    """
     was_rewarded: bool | None = None
-    """Whether its reward was given as a number, 0 included. None: not stated; the rewards
-    decide.
+    """Whether a number was given as its reward, also 0. None if this is not known; `is_graded` then
+    depends on the rewards.
     """
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the environment logged, by name; they are not rewarded."""
@@ -354,7 +357,7 @@ class Trajectory(Attempt):
 
     @property
     def turns(self) -> tuple[TurnSpan, ...]:
-        """Return all turns of the samples, in the order of play."""
+        """Return the turns of all samples, in the order of play."""
         if len(self.samples) == 1:
             return self.samples[0].turns
         of_samples = (turn for sample in self.samples for turn in sample.turns)
@@ -362,7 +365,7 @@ class Trajectory(Attempt):
 
     @property
     def episode_return(self) -> float:
-        """The sum of the turn rewards; merging turns does not change it."""
+        """The sum of the turns' rewards, which does not change if turns are merged."""
         return float(sum(turn.reward for turn in self.turns))
 
     @property
@@ -371,7 +374,7 @@ class Trajectory(Attempt):
 
     @property
     def num_trained(self) -> int:
-        """Sampled tokens with a finite log-probability, before any disposition."""
+        """Number of sampled tokens with a finite log-probability, before any disposition."""
         return sum(sample.num_trained for sample in self.samples)
 
     @property
@@ -382,10 +385,9 @@ class Trajectory(Attempt):
     def is_graded(self) -> bool:
         """Whether its return may be in a baseline unchanged.
 
-        True for a trajectory that was played to its end. A truncated or aborted one is graded only
-        if a reward was given, or, if that is not stated, its last turn was scored: it has a
-        component or a reward other than 0. A trajectory whose reward could not be computed is not
-        graded.
+        It is for a trajectory that was played to its end, and is not if its reward could not be
+        computed. A truncated or aborted trajectory is graded only if a reward was given or, if
+        was_rewarded is None, if its last turn has a reward component or a reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True
@@ -402,8 +404,8 @@ class Trajectory(Attempt):
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version of its trained tokens, by the numbers that they had when
-        they sampled, undone or not. None: there is none.
+        """Oldest and newest policy version of its trained tokens, by their original numbers, also
+        if a recovery has undone them. None without trained tokens.
         """
         seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
         known = [original_numbers(versions) for versions in seen if versions.size]
@@ -414,19 +416,18 @@ class Trajectory(Attempt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledText:
-    """A trajectory as text: special tokens included, the middle of a long text left out."""
+    """A trajectory as text with special tokens, without the middle of a long text."""
 
     prompt: str
     """The prompt of its first turn."""
     answer: str
-    """The text after that prompt in the first sample: the turns and the observations between
-    them.
+    """The text after that prompt in the first sample: its turns and the observations between them.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary(Attempt):
-    """The metadata of a trajectory in the queue actor, next to the reference; never tokens."""
+    """The metadata of a trajectory in the queue actor, which never holds tokens."""
 
     episode_return: float
     num_turns: int
@@ -436,11 +437,11 @@ class TrajectorySummary(Attempt):
     num_bytes: int
     is_graded: bool = True
     text: SampledText | None = None
-    """Only of an evaluation's first trajectories; None for all others."""
+    """The text of an evaluation's first trajectories; None for all others."""
 
     @property
     def scaled_return(self) -> float | None:
-        """Return divided by the best possible one; None if the environment does not know it."""
+        """The return divided by the best possible one; None if the best one is not known."""
         return None if not self.best_return else self.episode_return / self.best_return
 
 

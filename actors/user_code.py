@@ -1,9 +1,10 @@
 """Call third-party code, which may hang, raise anything, or refuse to be cancelled.
 
-Invariant: `bounded` ends within its limit (and a second of grace), raises only what its docstring
-names, and retrieves the late error of an abandoned call. A user's environment may fail a thousand
-times a minute: every trajectory has the error's one line, and `FaultLog` writes the traceback once
-for each location. Called by the turn loop and by the configuration's checks.
+Invariant: `bounded` ends within its limit plus a second of grace, raises only the errors that its
+docstring names, and retrieves the late error of an abandoned call. A user's environment may fail a
+thousand times a minute: every trajectory has a one-line description of its error, and `FaultLog`
+writes the traceback once for each location. Called by the turn loop and by the configuration's
+checks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-# Seconds in which a cancelled call may clean up before its environment is closed.
+# Time in seconds for a cancelled call to clean up before its environment is closed.
 UNWIND_S = 1.0
 MAX_LOCATIONS = 100
 _CLOSE_FAILED = "its close failed too: "
@@ -63,7 +64,7 @@ class RaisedInWorker(Exception):
 
 
 class _CallExited(Exception):
-    """The call raised an exception that would end more than the call."""
+    """The call raised an exception that would end the event loop or hang the caller."""
 
 
 def describe(error: BaseException) -> str:
@@ -80,8 +81,8 @@ def describe(error: BaseException) -> str:
 async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
     """Call `close` at the end.
 
-    If the body raises, its exception is raised, and an exception of `close` becomes a note of it
-    (`note_of_close`).
+    If the body raises, its exception is raised, and an exception of `close` is added to it as a
+    note (`note_of_close`).
     """
     try:
         yield
@@ -95,7 +96,7 @@ async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]
 
 
 def note_of_close(error: BaseException) -> str:
-    """Return the note of `closing` on an exception, as the end of a sentence; empty if none."""
+    """Return the note that `closing` added to an exception, as the end of a sentence, or ""."""
     notes = getattr(error, "__notes__", ())
     return "".join(f"; {note}" for note in notes if note.startswith(_CLOSE_FAILED))
 
@@ -103,10 +104,10 @@ def note_of_close(error: BaseException) -> str:
 async def in_thread(
     call: Callable[[], _Result], *, on_start: Callable[[], None] | None = None
 ) -> _Result:
-    """Make a call that may block in a thread of its own.
+    """Make a call that may block, in a separate thread.
 
-    asyncio's default threads are few, so that a few hanging calls would make all others wait.
-    Args: on_start: called in the event loop once the thread has begun.
+    asyncio has few default threads, so that a few hanging calls would make all others wait.
+    Args: on_start: called in the event loop after the thread has begun.
     """
     loop = asyncio.get_running_loop()
 
@@ -131,8 +132,8 @@ def num_abandoned() -> int:
 async def bounded(call: Callable[[], Awaitable[_Result]], *, limit_s: float) -> _Result:
     """Make a call and await it for at most limit_s seconds.
 
-    Args: call: makes the awaitable; an error in making it is an error of the call.
-    Raises: CallTimedOut; CallFailed for whatever the call raised; asyncio.CancelledError only when
+    Args: call: returns the awaitable; if it raises, that is an error of the call too.
+    Raises: CallTimedOut; CallFailed for any exception of the call; asyncio.CancelledError only if
     the caller itself is cancelled (the call is then cancelled too).
     """
     task = asyncio.ensure_future(_contained(call))
@@ -184,7 +185,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def location(error: BaseException) -> str:
-    """Return where an error was raised: `/path/game.py:12 in reset`; empty if it is not known."""
+    """Return the place where an error was raised, such as `/path/game.py:12 in reset`, or ""."""
     if isinstance(error, RaisedInWorker):
         return error.where
     frames = traceback.extract_tb(error.__traceback__)
@@ -192,14 +193,14 @@ def location(error: BaseException) -> str:
 
 
 class FaultLog:
-    """A log of each fault once, by its kind and location; at most MAX_LOCATIONS faults."""
+    """A log that has each fault (kind and location) only once, and at most MAX_LOCATIONS faults."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._seen: set[tuple[str, str]] = set()
 
     def log(self, summary: str, error: BaseException) -> None:
-        """Log summary and the whole traceback, unless this location has been logged already."""
+        """Log the summary with the traceback, unless this fault has been logged already."""
         root = root_cause(error)
         key = (type(root).__name__, location(root))
         if key in self._seen or len(self._seen) >= MAX_LOCATIONS:

@@ -1,9 +1,9 @@
 """The admission window: policy age is bounded by admission, not by discarding work.
 
 P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
-be admitted when floor(k / P) <= v + S, v the version that every ready engine holds. A step takes P
-closed groups, one after the other, each out of the W numbers that start at the oldest group not yet
-taken.
+be admitted if floor(k / P) <= v + S, where v is the version that every ready engine holds. A step
+takes P closed groups, one after the other, each from the W numbers that begin with the oldest group
+that is not yet taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: when
 group k is taken as the n-th, all n before it have numbers below k + W and are not k, so n <= k + W
@@ -21,7 +21,7 @@ from actors.algorithm import AlgorithmSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSnapshot:
-    """The state of the admission window, as a checkpoint stores it."""
+    """The state of the admission window that a checkpoint stores."""
 
     loaded_version: int = 0
     """The newest version that every ready engine held."""
@@ -33,10 +33,10 @@ class WindowSnapshot:
     """The smallest group number that no step has taken."""
 
     taken_beyond: tuple[int, ...] = ()
-    """Taken numbers above `oldest`, ascending."""
+    """The taken group numbers above `oldest`, ascending."""
 
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The groups of each step that is taken and not finalised."""
+    """The groups of each step that is taken and not finalised, by step."""
 
 
 class AdmissionWindow:
@@ -51,8 +51,8 @@ class AdmissionWindow:
         num_steps: int | None = None,
         snapshot: WindowSnapshot | None = None,
     ) -> None:
-        """Create a window. num_steps: of the whole run; None: no limit. No group beyond them is
-        admitted.
+        """Create a window. num_steps: steps of the whole run, beyond which no group is admitted;
+        None for no limit.
         """
         self._algorithm = algorithm
         self._num_steps = num_steps
@@ -79,7 +79,7 @@ class AdmissionWindow:
 
     @property
     def admissible_end(self) -> int:
-        """The end of the admissible group numbers: P for each of v + S + 1 steps."""
+        """The end of the admissible group numbers, P (v + S + 1), or that of the whole run."""
         algorithm = self._algorithm
         num_steps = self._loaded_version + algorithm.max_lag + 1
         if self._num_steps is not None:
@@ -92,7 +92,7 @@ class AdmissionWindow:
     def set_loaded_version(self, version: int) -> None:
         """Record that every ready engine holds `version`.
 
-        Raises: ValueError when versions go backwards.
+        Raises: ValueError if it is lower than the previous version.
         """
         if version < self._loaded_version:
             raise ValueError(
@@ -102,7 +102,7 @@ class AdmissionWindow:
         self._loaded_version = version
 
     def collecting(self) -> list[int]:
-        """Return the P oldest numbers not taken: once they are closed, a step can be taken."""
+        """Return the P oldest numbers that are not taken; a step can be taken if all are closed."""
         numbers: list[int] = []
         number = self._oldest
         while len(numbers) < self._algorithm.groups_per_step:
@@ -112,8 +112,8 @@ class AdmissionWindow:
         return numbers
 
     def choose(self, is_closed: Callable[[int], bool]) -> tuple[int, ...] | None:
-        """Return the P groups that the next step would take, oldest closed ones first; None: not
-        yet.
+        """Return the P groups that the next step would take, oldest closed groups first; None if
+        the step cannot be completed yet.
         """
         oldest, beyond = self._oldest, set(self._beyond)
         chosen: list[int] = []
@@ -128,7 +128,7 @@ class AdmissionWindow:
         return tuple(chosen)
 
     def take(self, is_closed: Callable[[int], bool]) -> tuple[int, tuple[int, ...]] | None:
-        """Take the next step's groups. Returns: (step, numbers), or None: not complete yet."""
+        """Take the next step's groups; return (step, numbers), or None if it is incomplete."""
         chosen = self.choose(is_closed)
         if chosen is None:
             return None
@@ -165,12 +165,12 @@ class AdmissionWindow:
         del self._taken[step]
 
     def roll_back_all(self) -> None:
-        """Give back every step that is taken and not finalised."""
+        """Roll back every step that is taken and not finalised."""
         if self._taken:
             self.roll_back(min(self._taken))
 
     def roll_back(self, step: int) -> tuple[int, ...]:
-        """Give back a taken step and all after it. Returns: these steps, ascending."""
+        """Roll back a taken step and all after it. Returns: these steps, ascending."""
         self.taken_groups(step)
         rolled_back = tuple(sorted(s for s in self._taken if s >= step))
         for each in rolled_back:
@@ -179,7 +179,7 @@ class AdmissionWindow:
         return rolled_back
 
     def step_of(self, number: int) -> int | None:
-        """Return the step that has taken a group and is not finalised, if any."""
+        """Return the step that has taken a group and is not finalised; None if there is none."""
         return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
@@ -207,12 +207,13 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest version that may have sampled a token of a group; older tokens are stale.
 
-    The first version of step max(0, floor(k / P) - S), the oldest that can be loaded when group k
-    is admitted. While it holds, no token is beyond the age bound when it is trained. A session
-    whose group is admitted again under another number, after a recovery, may hold older tokens.
+    It is the first version of step max(0, floor(k / P) - S), the oldest that can be loaded when
+    group k is admitted. If no token is older, none is beyond the age bound when it is trained. A
+    session whose group is admitted again with another number, after a recovery, may have older
+    tokens.
 
-    Args: num_ahead: by how much versions were ahead of steps when the term began. republished: as
-        `policy_ages`, of the term.
+    Args: num_ahead: difference between versions and steps when the term began. republished: the
+        term's versions that were published for the same step as the version before them.
     Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag
@@ -223,7 +224,7 @@ def oldest_admitted_version(
 
 
 def _advance(oldest: int, beyond: set[int]) -> int:
-    """Move past taken numbers, removing them from the set."""
+    """Return the first number that is not taken; remove the numbers before it from the set."""
     while oldest in beyond:
         beyond.discard(oldest)
         oldest += 1

@@ -11,9 +11,9 @@ it owns, so that the weights outlive the trainer rank that put them, and a repli
 can still load the current version. The board is not restarted: its state refers to objects that die
 with it.
 
-A run's board is detached: board and engines outlive a supervisor that is replaced in time. If no
-term has given a sign of life for `orphan_timeout_s`, the board deletes the run's Serve applications
-and ends.
+A run's board is detached: board and engines outlive a supervisor if a new one replaces it in time.
+If no term has called the board for `orphan_timeout_s`, the board deletes the run's Serve
+applications and ends.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ class Keeping:
     """Name of the board's actor; each run has one."""
     namespace: str
     orphan_timeout_s: float
-    """Seconds without a sign of life of any term after which board and applications end."""
+    """Time without a call of any term after which board and applications end, in seconds."""
     applications: tuple[str, ...]
     """Serve applications that end with the run."""
     deployment: Any = None
-    """The record that the engines were started with; a supervisor that takes them over reads it."""
+    """The record of the engines' settings, which a supervisor reads when it takes them over."""
 
 
 class WeightBoard:
-    """`board.Board` with waiting. Every method is a coroutine; all run on one event loop."""
+    """A `board.Board` whose callers can wait. All methods are coroutines on one event loop."""
 
     def __init__(
         self, keeping: Keeping | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Create the board.
 
-        Args: keeping: None for a board that ends with the process that started it. clock: in
+        Args: keeping: None for a board that ends with the process that started it. clock: returns
         seconds.
         """
         self._clock = clock
@@ -103,7 +103,7 @@ class WeightBoard:
     # Methods for the trainer and the supervisor
 
     async def open_term(self, term: int) -> Any:
-        """Announce a new run (lease): from now on older ones are refused.
+        """Announce a new term of the run; older terms are refused from now on.
 
         Returns: `Keeping.deployment`.
         Raises: StaleTerm.
@@ -115,9 +115,9 @@ class WeightBoard:
     async def publish(self, term: int, version: int, groups: Sequence[WeightGroup]) -> None:
         """Make (term, version) current and wake the replicas; return before they have loaded it.
 
-        Args: groups: each `buffer` an object reference to [num_bytes] uint8, put by the caller, or
-            None if the caller will broadcast it.
-        Raises: StaleTerm, StaleVersion; TimeoutError when a buffer cannot be fetched.
+        Args: groups: the packed weights; each `buffer` is an object reference to [num_bytes] uint8
+            that the caller has put, or None if the caller broadcasts it.
+        Raises: StaleTerm, StaleVersion; TimeoutError if a buffer cannot be fetched.
         """
         self._board.check_term(term)
         own = tuple([await self._adopt(group) for group in groups])
@@ -126,21 +126,19 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """Set the text that engines score after they have loaded, from the next publish on."""
+        """Set the text that engines score after loading, from the next publication on."""
         self._check = check
 
     async def num_moved(self) -> int:
-        """Return a number that grows while a publish makes progress: a buffer was fetched, or
-        copied.
-        """
+        """Return a number that grows when a publish has fetched or copied a buffer."""
         return self._num_moved
 
     async def wait_published(
         self, version: int, min_replicas: int, timeout_s: float
     ) -> BoardStatus:
-        """Wait until every live replica, and at least min_replicas, hold the current publication.
+        """Wait until all live replicas, and at least min_replicas, hold the current publication.
 
-        Returns: the status then, or at the end of timeout_s.
+        Returns: the status after the wait, which ends after timeout_s at the latest.
         Raises: NotPublished if `version` is not the current one.
         """
         deadline = self._clock() + timeout_s
@@ -164,7 +162,7 @@ class WeightBoard:
         self._wake()
 
     async def status(self, term: int | None = None) -> BoardStatus:
-        """Return the board's status. term: of the calling run; the call is its sign of life."""
+        """Return the board's status. term: the caller's term, which is recorded as alive."""
         now = self._clock()
         if term is not None:
             self._board.check_term(term)
@@ -175,11 +173,11 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Seat replicas that answer within `INVITATION_S` for a broadcast of the publication.
+        """Seat the replicas that ask within `INVITATION_S` for a broadcast of the publication.
 
-        All of them, or some if broadcasts have failed (`Board.seat`); the others keep waiting.
+        All of them get a seat, or some if broadcasts have failed (`Board.seat`); the others wait.
 
-        Args: store: the address at which the caller, who is rank 0, meets them.
+        Args: store: the address of the store at which the caller, rank 0, meets them.
         Returns: the caller's own seat; None if no replica asked for one within timeout_s.
         Raises: StaleTerm.
         """
@@ -199,7 +197,7 @@ class WeightBoard:
             if is_complete or now >= closes_at:
                 break
             await self._wait_for_change(closes_at - now)
-        # A replica that froze or died while it waited would block all others.
+        # A replica that froze or died while it waited would block the group.
         answers = await asyncio.gather(*(self._answers(each) for each in waiting))
         present = [name for name, is_there in zip(waiting, answers, strict=True) if is_there]
         if not self._board.is_current(term, version):
@@ -212,9 +210,7 @@ class WeightBoard:
     # Methods for the replicas
 
     async def join(self, replica_id: str, actor: ActorHandle) -> None:
-        """Register a replica that begins its start; through its actor the board later sees if it
-        died.
-        """
+        """Register a replica that begins its start. actor: shows the board whether it has died."""
         self._actors[replica_id] = actor
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
@@ -235,11 +231,11 @@ class WeightBoard:
         num_workers: int = 1,
         is_held: bool = False,
     ) -> Publication | HoldOrder | None:
-        """Record that the replica lives and holds (term, version); wait for its next work.
+        """Record that a replica is alive and holds (term, version); wait for its next work.
 
-        Args: num_workers: processes of its engine that take part in a broadcast. is_held: whether
-            it holds its turns.
-        Returns: what it must load or do; None if there was nothing within timeout_s.
+        Args: num_workers: number of its engine's processes that take part in a broadcast. is_held:
+            whether it holds its turns.
+        Returns: a publication to load or an order; None if there was none within timeout_s.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
@@ -261,14 +257,15 @@ class WeightBoard:
         return work
 
     async def take_seat(self, replica_id: str, timeout_s: float) -> Seat | None:
-        """Wait for a place in the broadcast of the current publication.
+        """Wait for a seat in a broadcast of the current publication.
 
-        Returns: None if no group was formed within timeout_s; poll again.
+        Returns: the seat; None if no group was formed within timeout_s, after which the replica
+            must poll again.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s
         self._board.beat(replica_id, lease_s=timeout_s, now=self._clock())
-        # A seat that was given and never fetched: its group has met without this replica.
+        # Drop a seat that was given and never fetched: its group has met without this replica.
         self._seats.pop(replica_id, None)
         self._board.ask_for_seat(replica_id)
         self._wake()
@@ -295,7 +292,7 @@ class WeightBoard:
         check_samples: tuple[CheckSample, ...] = (),
         check_s: float = 0.0,
     ) -> None:
-        """Record that a replica has loaded (term, version), and its scores of the text."""
+        """Record that a replica has loaded (term, version), with its scores of the check's text."""
         self._board.report(
             replica_id,
             term,
@@ -308,7 +305,7 @@ class WeightBoard:
         self._wake()
 
     async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
-        """Forget a replica that is dead or dying. is_in_order: it was asked to end."""
+        """Forget a replica that is dead or ends. is_in_order: whether it was asked to end."""
         self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)
@@ -318,7 +315,7 @@ class WeightBoard:
         await asyncio.gather(*(self._answers(each) for each in replica_ids))
 
     async def _answers(self, replica_id: str) -> bool:
-        """Whether a replica's process answers now. A replica that has died is removed from the
+        """Return whether a replica's process answers now, and remove a dead replica from the
         board.
         """
         if (actor := self._actors.get(replica_id)) is None:
@@ -329,7 +326,7 @@ class WeightBoard:
             await self.leave(replica_id)
             return False
         except (TimeoutError, RayError):
-            # It is busy, frozen or unreachable for now: its lease decides.
+            # It is busy, frozen or unreachable; it stays until its lease expires.
             return False
         return True
 
@@ -354,11 +351,11 @@ class WeightBoard:
         while self._clock() - self._seen_at < keeping.orphan_timeout_s:
             time.sleep(ORPHAN_CHECK_S)
         log.error(
-            "board: no term of this run has shown life for %g s; ending %s",
+            "board: no term of this run has called the board for %g s; ending %s",
             keeping.orphan_timeout_s,
             ", ".join(keeping.applications),
         )
-        # Imported here: the import takes a second, which the engines would wait for at every start.
+        # Imported here, because engines would wait a second for the import at every start.
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
@@ -370,10 +367,11 @@ class WeightBoard:
 
 
 def start_board(keeping: Keeping | None = None, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start the board: one that ends with this process, or a run's, which outlives its supervisor.
+    """Start a board.
 
-    strategy: Ray's scheduling strategy for the actor.
-    Raises: ValueError while another board has the name.
+    Args: keeping: settings of a run's board, which outlives its supervisor; None for a board that
+        ends with this process. strategy: Ray's scheduling strategy for the actor.
+    Raises: ValueError if another board with this name exists.
     """
     options: dict[str, Any] = {
         "num_cpus": 0,

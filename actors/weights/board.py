@@ -1,4 +1,4 @@
-"""The weight board's state machine: what is published, which replicas hold it, and broadcast seats.
+"""The weight board's state machine: the publication, the replicas that hold it, broadcast seats.
 
     board.publish(Publication(term=1, version=7, groups=groups), now=0.0)    # by the trainer
     board.heartbeat("a", None, version=None, num_workers=1, lease_s=5.0, now=0.0)
@@ -6,10 +6,10 @@
     board.report("a", 1, version=7, check_logprobs=scores, now=2.0)
     board.laggards()                            # -> (), so every live replica samples from it
 
-Pure: times are arguments, and nothing waits; `actor.WeightBoard` adds the waiting. Invariants: a
-publication's (term, version) never decreases, and nothing older than the newest known term is
-accepted; a replica is live while its lease lasts, and only live replicas are waited for; a version
-is held once the replica has reported that it loaded it, however its bytes were transferred.
+Pure: times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Invariants: a
+publication's (term, version) never decreases, and a term older than the newest known one is
+refused; a replica is live while its lease lasts, and only live replicas are waited for; a replica
+holds a version after it has reported that it loaded it, for either kind of transfer.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import numpy as np
 from actors.batch import Float32s, Int32s
 from actors.weights.logprob_check import CheckSample, CheckText
 
-# Seconds after the promised end of its poll for which a replica still counts as live. More than one
-# poll, because a replica counts its lease from the last poll that was answered.
+# Time in seconds for which a replica counts as live after the promised end of its poll. It is
+# longer than a poll, because a replica counts its lease from the last poll that was answered.
 POLL_GRACE_S = 10.0
 NUM_CHECK_TOKENS = 17
-# Number of failures in a row after which an engine ends itself: enough that, of 64 that share a
-# broadcast, the engine at fault is in a group without others by then (`largest_group`).
+# Number of consecutive failures after which an engine ends itself. After this many, an engine at
+# fault among 64 that share a broadcast is in a group without others (`largest_group`).
 MAX_FAILED_BROADCASTS = 5
-# Number of names that are kept. A process that checks for losses does so every half second.
+# Number of names of ended replicas that are kept; readers check for losses every half second.
 MAX_RETIRED = 256
 
 
 class WeightError(Exception):
-    """Base of this package's errors; the message is the only argument, so that Ray can pickle
-    it.
+    """Base class of this package's errors; the message is the only argument, so that Ray can
+    pickle it.
     """
 
 
 class StaleTerm(WeightError):
-    """An older run (lease) tried to publish; it has been replaced and must stop."""
+    """An older term of the run called the board; it has been replaced and must stop."""
 
 
 class StaleVersion(WeightError):
-    """A version was published that is older than the current one of the same term."""
+    """A term tried to publish a version that is older than its current one."""
 
 
 class NotPublished(WeightError):
@@ -55,7 +55,7 @@ class NotPublished(WeightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """The position of each tensor in a flat weight buffer; the four tuples run in parallel."""
+    """The position of each tensor in a flat weight buffer; the four tuples have the same order."""
 
     names: tuple[str, ...]
     """Hugging Face parameter names."""
@@ -63,9 +63,9 @@ class WeightManifest:
     """torch names without the prefix, such as "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
-    """Bytes from the buffer's start."""
+    """Position of each tensor in bytes from the buffer's start."""
     num_bytes: int
-    """Length of the buffer, bytes."""
+    """Length of the buffer in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class WeightGroup:
 
     manifest: WeightManifest
     checksum: str
-    """CRC-32 of the buffer's bytes, as `buffer_checksum`."""
+    """CRC-32 of the buffer's bytes (`buffer_checksum`)."""
     buffer: Any
     """[num_bytes] uint8. In a publication it is an object reference, which is opaque here, or None
     if the trainer's rank 0 keeps the buffer and broadcasts it to the replicas that take a seat.
@@ -89,7 +89,9 @@ class Publication:
     version: int
     groups: tuple[WeightGroup, ...]
     check: CheckText | None = None
-    """The text that an engine scores after it has loaded the publication; None: `check_tokens`."""
+    """The text that an engine scores after it has loaded the publication; None for
+    `check_tokens`.
+    """
 
     @property
     def is_broadcast(self) -> bool:
@@ -98,12 +100,12 @@ class Publication:
 
 
 StartStages = tuple[tuple[str, float], ...]
-"""The stages of an engine's start: name and seconds of each."""
+"""The stages of an engine's start, each with its name and seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """A member's place in one broadcast of the current publication; rank 0 is the trainer's."""
+    """A member's place in one broadcast of the current publication; the trainer has rank 0."""
 
     store: str
     """HOST:PORT of the store at which the members meet."""
@@ -117,23 +119,23 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A live replica as the board knows it."""
+    """The state of a live replica on the board."""
 
     replica_id: str
     num_workers: int
-    """Processes of its engine that take part in a transfer group."""
+    """Number of its engine's processes that take part in a broadcast."""
     term: int | None = None
     version: int | None = None
     check_logprobs: Float32s | None = None
     """Its scores of the publication's text after its last load; None before the first load, or if
-    it did not answer in time."""
+    the engine did not answer in time."""
     check_samples: tuple[CheckSample, ...] = ()
     """Its continuations of that text."""
     check_s: float = 0.0
     """Seconds that it took to score the text."""
     loaded_at: float | None = None
-    """Time, by the board's clock, at which it reported its version as loaded; None: it has reported
-    none to this board.
+    """Time by the board's clock at which it reported its version as loaded; None if it has reported
+    no version to this board.
     """
     is_held: bool = False
     """Whether it holds its turns and samples nothing."""
@@ -143,7 +145,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrder:
-    """An order to an engine: hold your turns, or resume them."""
+    """An order to an engine to hold its turns or to resume them."""
 
     is_held: bool
 
@@ -159,14 +161,14 @@ class BoardStatus:
     replicas: tuple[ReplicaReport, ...]
 
     retired: frozenset[str] = frozenset()
-    """Replicas that ended in order, as when Serve scales down; only the newest MAX_RETIRED."""
+    """Replicas that were asked to end, as when Serve scales down; only the newest MAX_RETIRED."""
 
     now: float = 0.0
     """Time of the status, by the board's clock."""
 
     quiet_s: float = 0.0
-    """Seconds since all live replicas held the current publication, or a start or a load got
-    further than any before it.
+    """Seconds since the last progress: all live replicas held the current publication, or a start
+    or a load got further than any before it.
     """
 
     @property
@@ -184,26 +186,26 @@ class BoardStatus:
 
 
 def check_tokens(vocab_size: int) -> Int32s:
-    """Return the text that an engine scores if its publication names none, [17] int32.
+    """Return the text that an engine scores if its publication has none, [17] int32.
 
-    The text is fixed, and spread over the first tokens of any vocabulary. The scores are
+    The text is fixed, with ids spread over the beginning of any vocabulary. The scores are
     log-probabilities of the plain softmax (temperature 1), in nats.
     """
     return (7 * np.arange(NUM_CHECK_TOKENS, dtype=np.int32) + 3) % vocab_size
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return how many may share a broadcast with an engine that has failed num_failed times in a
+    """Return the largest size of a broadcast with an engine that has failed num_failed times in a
     row.
 
-    The first repetition is with all: a member that has died is no longer among them.
-    Example: of 20 that wait, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
+    The first repetition still has all engines, because a member that died is no longer among them.
+    Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
 
 
 class Board:
-    """Publications, replicas and seats. Times: seconds of one monotonic clock."""
+    """Publications, replicas and seats. All times are seconds of one monotonic clock."""
 
     def __init__(self, *, now: float) -> None:
         self._newest_term: int | None = None
@@ -211,7 +213,7 @@ class Board:
         self._replicas: dict[str, ReplicaReport] = {}
         self._lease_ends: dict[str, float] = {}
         self._stages: dict[str, StartStages] = {}
-        """Stages of the start of each replica that has not joined yet."""
+        """Stages of the start of each replica that has not polled yet."""
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
         """The furthest progress of any replica since `_settle`."""
@@ -219,7 +221,7 @@ class Board:
         self._waiting: set[str] = set()
         """The replicas that wait for a seat."""
         self._num_failed: Counter[str] = Counter()
-        """Number of seats that each replica got since it last loaded a version."""
+        """Number of seats that each replica has got since it last loaded a version."""
         self._num_groups = 0
         self._is_held = False
 
@@ -269,7 +271,7 @@ class Board:
     # Replicas
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
-        """Record that a replica that is not yet live is starting. work: grows with its progress."""
+        """Record the progress of a replica's start. work: grows with the progress."""
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
 
@@ -288,7 +290,9 @@ class Board:
         lease_s: float,
         now: float,
     ) -> None:
-        """Record a replica's poll; a new one joins. It is live for lease_s + POLL_GRACE_S."""
+        """Record a replica's poll, which also adds a new replica; it is live for lease_s +
+        POLL_GRACE_S.
+        """
         known = self._replicas.get(replica_id) or ReplicaReport(
             replica_id=replica_id,
             num_workers=num_workers,
@@ -300,22 +304,18 @@ class Board:
             self._get_on(0, now=now)
 
     def beat(self, replica_id: str, *, num_loaded: int = 0, lease_s: float, now: float) -> None:
-        """Record that a replica has loaded num_loaded parts. Ignored for a replica that was
-        forgotten.
-        """
+        """Record that a replica has loaded num_loaded parts; ignore a forgotten replica."""
         if replica_id in self._replicas:
             self._extend(replica_id, lease_s=lease_s, now=now)
             self._get_on(num_loaded, now=now)
 
     def hold(self, is_held: bool) -> None:
-        """Order all replicas, including those that join later, to hold their turns or to resume
-        them.
-        """
+        """Order all replicas, also those that join later, to hold their turns or to resume them."""
         self._is_held = is_held
 
     def next_for(self, replica_id: str) -> Publication | HoldOrder | None:
-        """Return the current publication if a replica lacks it, else a `HoldOrder` if it must
-        change.
+        """Return the current publication if a replica lacks it, else a `HoldOrder` if it must hold
+        or resume its turns, else None.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -336,7 +336,7 @@ class Board:
         check_s: float = 0.0,
         now: float,
     ) -> None:
-        """Record that a replica has loaded (term, version). Ignored for one that was forgotten."""
+        """Record that a replica has loaded (term, version); ignore a forgotten replica."""
         if (replica := self._replicas.get(replica_id)) is None:
             return
         self._replicas[replica_id] = replace(
@@ -355,7 +355,7 @@ class Board:
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
         """Remove a replica: it is no longer waited for, and gets no seat.
 
-        is_in_order: it was asked to end.
+        is_in_order: whether it was asked to end.
         """
         if is_in_order:
             self._retired.append(replica_id)
@@ -365,7 +365,7 @@ class Board:
         self._num_failed.pop(replica_id, None)
 
     def forget_silent(self, *, now: float) -> tuple[str, ...]:
-        """Drop the replicas whose lease has run out; return their names."""
+        """Remove the replicas whose lease has expired; return their names."""
         silent = tuple(name for name, lease_end in self._lease_ends.items() if lease_end < now)
         for replica_id in silent:
             self.leave(replica_id)
@@ -400,9 +400,9 @@ class Board:
     def _settle(self, now: float) -> None:
         """Reset the measure of progress.
 
-        Only what no replica has reached since counts as progress: a replica that crashes in each
-        start or each load returns under another name, and would otherwise be waited for without a
-        limit.
+        Later only a start or a load that gets further than all others counts as progress: a replica
+        that crashes in each start or load returns with another name, and would otherwise be waited
+        for without a limit.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
@@ -414,7 +414,7 @@ class Board:
     # Broadcasts
 
     def ask_for_seat(self, replica_id: str) -> None:
-        """Record that a replica that lacks the current publication is ready for its broadcast."""
+        """Record that a replica waits for a broadcast of the current publication."""
         if replica_id in self._replicas:
             self._waiting.add(replica_id)
 
@@ -426,11 +426,11 @@ class Board:
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Give members that still wait their places in a new group, by name; empty if none waits.
+        """Return seats in a new group, by name, for the members that still wait; {} if none waits.
 
-        After failed broadcasts not all members get a seat at once: one engine that cannot take part
-        fails a whole group, so groups shrink until it is in a group without others, fails, and
-        ends.
+        After failed broadcasts not all members get a seat at once: an engine that cannot take part
+        makes its whole group fail, so groups shrink until it is in a group without others, fails
+        and ends.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

@@ -1,9 +1,9 @@
-"""Flat weight buffers: what the trainer publishes and the engines load.
+"""Flat weight buffers, which the trainer publishes and the engines load.
 
-A group of named tensors becomes one contiguous byte buffer and a manifest with the position of each
-tensor in it. So a group is one object in the object store, one copy, one checksum. Packing the same
-tensors gives the same bytes, hence the same checksum; unpacking makes views, no copies. Called by
-the trainer (pack) and by the engine's weight-transfer backend (unpack).
+A group of named tensors is packed into one contiguous byte buffer with a manifest of the tensors'
+positions. So a group needs one object in the object store, one copy and one checksum. Packing the
+same tensors gives the same bytes and the same checksum; unpacking makes views and no copies. Called
+by the trainer (pack) and by the engine's weight-transfer backend (unpack).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:
     """Copy tensors, on any device, into one buffer.
 
     Args: named: full (unsharded) tensors under their Hugging Face names, in load order.
-    Raises: ValueError when a name repeats.
+    Raises: ValueError if a name repeats.
     """
     names = tuple(name for name, _ in named)
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"weights: names repeat in one group: {repeated}; expected each once")
     offsets, num_bytes = _offsets([tensor for _, tensor in named])
-    # Zeros, not empty: the gaps between tensors are part of the checksum.
+    # Zeros, because the gaps between tensors are part of the checksum.
     buffer = np.zeros(num_bytes, dtype=np.uint8)
     flat = torch.from_numpy(buffer)
     for offset, (_, tensor) in zip(offsets, named, strict=True):
@@ -50,10 +50,10 @@ def pack_group(named: Sequence[tuple[str, torch.Tensor]]) -> WeightGroup:
 
 
 def unpack_group(manifest: WeightManifest, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """View the tensors inside a buffer; nothing is copied, the views keep the buffer alive.
+    """Return views of the tensors in a buffer, without a copy; the views keep the buffer alive.
 
     Args: buffer: [num_bytes] uint8 on the CPU (`torch.from_numpy` or `torch.frombuffer`).
-    Raises: ValueError when the buffer's length is not the manifest's.
+    Raises: ValueError if the buffer's length differs from the manifest's.
     """
     if buffer.numel() != manifest.num_bytes:
         raise ValueError(
@@ -68,18 +68,15 @@ def unpack_group(manifest: WeightManifest, buffer: torch.Tensor) -> list[tuple[s
 
 
 def buffer_checksum(buffer: Bytes) -> str:
-    """Return the CRC-32 of the bytes as eight hex digits: a guard against mix-ups, not
-    attackers.
-    """
+    """Return the CRC-32 of the bytes as eight hex digits; it detects mistakes, not attacks."""
     return f"{zlib.crc32(buffer.data):08x}"
 
 
 def layer_groups(names: Sequence[str]) -> list[list[str]]:
-    """Partition parameter names: those before the layers, those of each layer, those after the
-    layers.
+    """Partition parameter names into those before the layers, of each layer, and after the layers.
 
-    A layer is keyed on the outermost number in the name, so that a layer's experts stay together.
-    Order within a group is the order given.
+    A layer is identified by the first number in the name, so that a layer's experts stay together.
+    Each group keeps the given order.
     Example: [embed.w, layers.0.a, layers.1.a, layers.0.b, norm.w] -> [[embed.w], [layers.0.a,
         layers.0.b], [layers.1.a], [norm.w]]
     """

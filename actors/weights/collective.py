@@ -1,9 +1,9 @@
-"""Broadcasting a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
+"""Broadcast a publication's buffers over `torch.distributed`: gloo on CPU, NCCL on CUDA.
 
-Each broadcast has its own group under its own store prefix: rank 0 is the trainer's, the others are
-the workers of the engines that took a seat on the board. A member that dies or freezes fails the
-group; the others drop their buffers and take a seat in the next group, which is formed without it.
-Invariant: a worker's model is touched only after the last byte has arrived.
+Each broadcast has its own group with its own store prefix: the trainer has rank 0, the workers of
+the engines that took a seat on the board have the others. If a member dies or freezes, the group
+fails; the other members drop their buffers and take a seat in the next group, which is formed
+without it. Invariant: a worker's model is changed only after the last byte has arrived.
 
 `Sender` runs next to a rank's training and serves every replica that lacks the current version,
 including engines that start later; `Reception` runs next to an engine's sampling. No Ray, no vLLM.
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from actors.weights.board import Seat, StaleTerm, WeightGroup, WeightManifest
 from actors.weights.buffers import buffer_checksum
 
-# Seconds within which a member must join the group, and each chunk must arrive everywhere: a
-# deadline by progress, independent of the size of the model.
+# Time in seconds within which a member must join the group, and each chunk must reach all members:
+# a deadline of progress, independent of the size of the model.
 STALL_S = 10.0
 CHUNK_BYTES = 64 * 1024 * 1024
 # A worker writes RECEIVED for each group of weights that it has received, and FAILED before an
@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 def meet(
     store: dist.Store, seat: Seat, *, rank: int, device: torch.device, address: str
 ) -> dist.ProcessGroup:
-    """Form a group with the other members. address: of this node, as the others reach it.
+    """Form a group with the other members.
 
+    Args: address: the address at which other members reach this node.
     Raises: RuntimeError (torch) if a member does not join within STALL_S.
     """
     own, timeout = dist.PrefixStore(seat.name, store), timedelta(seconds=STALL_S)
@@ -64,9 +65,10 @@ def meet(
 def raising_timeouts() -> Iterator[None]:
     """Make the NCCL groups that are created in this context raise an error at a timeout.
 
-    ProcessGroupNCCL reads the variable when it is created. Without it `wait` returns before the
-    work is done, and a watchdog thread ends the process at a timeout; with it there is no such
-    thread. The trainer's own groups, and vLLM's, are created before and keep their watchdogs.
+    ProcessGroupNCCL reads the environment variable when it is created. Without the variable `wait`
+    returns before the work is done, and a watchdog thread ends the process at a timeout; with it
+    there is no such thread. The trainer's other groups and vLLM's are created earlier and keep
+    their watchdogs.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -96,7 +98,7 @@ def connect(address: str) -> dist.TCPStore:
 
 
 def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
-    """Keep the group, and the data in its sockets, until all members are through."""
+    """Keep the group, and the data in its sockets, until all members have finished."""
     own = dist.PrefixStore(seat.name, store)
     with suppress(RuntimeError):
         _wait_for_all(own, "through", rank=rank, size=seat.size)
@@ -105,17 +107,17 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
     """Wait until all members have reached `place`.
 
-    Raises: RuntimeError (torch) if one has not within STALL_S.
+    Raises: RuntimeError (torch) if a member has not reached it within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))
 
 
 class Reception:
-    """A worker's part in a broadcast, in its own thread.
+    """A worker's part in a broadcast, in a separate thread.
 
-    progress: a file to which RECEIVED is appended for each group of weights, or FAILED and a
-    sentence; another process reads it. buffers: complete once all groups are received.
+    progress: a file, which another process reads, to which the thread appends RECEIVED for each
+    group of weights, or FAILED and a sentence. buffers: complete after all groups are received.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Reception:
         address: str,
         progress: Path,
     ) -> None:
-        """Start the thread. rank: this worker's own, `seat.rank` or one after it."""
+        """Start the thread. rank: the worker's rank, which is `seat.rank` or greater."""
         self.buffers = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in manifests]
         self.manifests = tuple(manifests)
         self._seat, self._rank, self._device, self._address = seat, rank, device, address
@@ -164,7 +166,7 @@ class Reception:
 
 
 def read_progress(path: Path) -> tuple[int, str | None]:
-    """Return how many groups of weights a worker has received, and its error message or None."""
+    """Return the number of groups that a worker has received, and its error message or None."""
     received, failed, reason = path.read_bytes().partition(FAILED)
     return len(received), reason.decode() if failed else None
 
@@ -180,7 +182,7 @@ class Offer:
 
 
 class Sender:
-    """The trainer rank 0's thread that serves every engine that asks for the current version."""
+    """A thread of the trainer's rank 0 that broadcasts the current version to engines that ask."""
 
     def __init__(
         self,
@@ -191,8 +193,8 @@ class Sender:
     ) -> None:
         """Start the thread.
 
-        Args: form_group: asks the board (`WeightBoard.form_group`) with the offer, the store's
-        HOST:PORT and a timeout. address: of this node, as the engines reach it.
+        Args: form_group: calls `WeightBoard.form_group` with the offer, the store's HOST:PORT and a
+        timeout. address: the address at which engines reach this node.
         """
         self._form_group = form_group
         self._address, self._device = address, device
@@ -202,9 +204,9 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Offer | None) -> None:
-        """Serve this offer from now on, also to engines that start later; None: serve nothing.
+        """Broadcast this offer from now on, also to engines that start later; None to stop.
 
-        Raises: as `check`.
+        Raises: RuntimeError if the thread has ended.
         """
         self.check()
         with self._offered:
@@ -215,7 +217,7 @@ class Sender:
         """Raise RuntimeError if the thread has ended, because engines would then wait forever."""
         if (error := self._ended_by) is not None:
             raise RuntimeError(
-                f"weights: nothing is broadcast any more, after {type(error).__name__}: {error}"
+                f"weights: the broadcasting thread has ended after {type(error).__name__}: {error}"
             ) from error
 
     def _run(self) -> None:
@@ -241,7 +243,7 @@ class Sender:
             except StaleTerm:
                 self.offer(None)
             except (RuntimeError, OSError) as error:
-                # Engines that missed it ask again; torch has no type for a peer that is gone.
+                # Engines that missed the broadcast ask again. torch has no type for a lost peer.
                 log.warning("weights: broadcast of version %d failed: %s", offer.version, error)
             # A new store for each group, so that its keys do not pile up.
             store = None

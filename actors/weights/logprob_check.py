@@ -1,4 +1,4 @@
-"""The log-probability check: the difference of trainer's and engines' scores of one text.
+"""The log-probability check: compares the trainer's and the engines' scores of the same text.
 
     text = CheckText(token_ids=join_prompts(prompts, num_tokens=4032, vocab_size=vocab_size))
     own = ...                          # the trainer's scores of `text_row(text)`, [T - 1], nats
@@ -21,21 +21,21 @@ from actors.batch import Float32s, Int32s, MicroBatch
 from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
-"""Length of the start's text on CPU, unless the configuration names one."""
+"""Number of tokens of the start's text on CPU, unless the configuration sets it."""
 FAR_TOKENS = 1024
 """Number of the text's last tokens that are scored after a publication."""
 SHORT_TOKENS = 64
-"""Number of the text's first tokens that are scored if a publication cannot afford its end."""
+"""Number of the text's first tokens that are scored if the last ones would take too long."""
 MIN_JUDGED_TOKENS = 18
-"""For a shorter text the difference is reported but not judged."""
+"""Length below which the difference of a text is reported but not judged."""
 MAX_SAMPLED = 256
-"""Sampled tokens of a start's check, at all temperatures together."""
+"""Largest number of sampled tokens in a start's check, over all temperatures."""
 MAX_SAMPLED_AT_ONE = 64
-"""Sampled tokens of a start's check, at one temperature."""
+"""Largest number of sampled tokens in a start's check at one temperature."""
 CHECKED_TEMPERATURES = (1.0, 0.7)
 """Temperatures that are checked in addition to the run's own."""
 COST_SHARE = 0.05
-"""Share of the time since the start that the checks after publications may take."""
+"""Largest share of the time since the start that the checks after publications may take."""
 _MAX_PIECE = 64
 _MIN_QUARTER = 64
 # Replaces a difference that is not a number, so that it can be stored and shown.
@@ -44,16 +44,17 @@ _NO_NUMBER_NATS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest differences that rounding explains, nats."""
+    """The largest differences that rounding can explain, in nats."""
 
     mean: float
     largest: float | None
-    """None: a single token may differ by any amount."""
+    """Bound of a single token; None if it may differ by any amount."""
 
 
-# Constants of the project, not measured by a run: above the effect of the order of sums in models
-# that both compute alike, and far below the 0.5 to 6 nats of families that one of the two computes
-# differently. In bfloat16 a single unlikely token may differ by more than 0.1.
+# Constants of the project, not measured by a run: larger than the effect of the order of sums if
+# trainer and engine compute the same function, and far smaller than the 0.5 to 6 nats of model
+# families that they compute differently. In bfloat16 a single unlikely token may differ by more
+# than 0.1.
 BOUNDS: Mapping[Dtype, Bounds] = {
     Dtype.FLOAT32: Bounds(mean=1e-4, largest=1e-2),
     Dtype.BFLOAT16: Bounds(mean=0.02, largest=None),
@@ -67,11 +68,11 @@ class CheckText:
     token_ids: Int32s
     """[T] int32."""
     first_scored: int = 1
-    """The first token whose score counts; the very first one has none."""
+    """Index of the first token whose score is compared; token 0 has no score."""
     temperatures: tuple[float, ...] = ()
     """Temperatures at which the text is continued."""
     num_sampled: int = 0
-    """Tokens of each continuation."""
+    """Number of tokens of each continuation."""
 
 
 NO_TEXT = CheckText(token_ids=np.empty(0, np.int32))
@@ -86,7 +87,7 @@ class CheckSample:
     token_ids: Int32s
     """[N] int32."""
     logprobs: Float32s
-    """[N] float32, nats, at the temperature."""
+    """[N] float32, nats, at the sample's temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,9 @@ class EngineScores:
     """An engine's answer to a `CheckText`."""
 
     logprobs: Float32s
-    """[T - first_scored] float32, nats, at temperature 1: vLLM scores a prompt at no other."""
+    """[T - first_scored] float32, nats, at temperature 1, the only one at which vLLM scores
+    prompts.
+    """
     samples: tuple[CheckSample, ...] = ()
     seconds: float = 0.0
 
@@ -108,9 +111,10 @@ def start_text(
     vocab_size: int,
     temperatures: Iterable[float],
 ) -> CheckText:
-    """Return the start's text, as long as context and limit allow, with room for its continuations.
+    """Return the start's text: the longest that context and limit allow with its continuations.
 
-    limit: None: 4,096 tokens on CPU, else the whole context. temperatures: the run's own.
+    limit: largest number of tokens; None for 4,096 on CPU and the whole context otherwise.
+    temperatures: the run's temperatures.
     """
     cap = limit or (CPU_CHECK_TOKENS if is_on_cpu else max_context_tokens)
     num_tokens = max(min(max_context_tokens, cap), 8)
@@ -123,8 +127,9 @@ def start_text(
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
     """Join pieces of the prompts, in a fixed order: [num_tokens] int32.
 
-    Pieces instead of whole prompts: a model can copy a text that repeats itself, and a token that
-    is almost certain shows no difference. Without prompts the tokens are drawn from the vocabulary.
+    Pieces are used instead of whole prompts, because a model can copy a text that repeats itself,
+    and almost certain tokens show no difference. Without prompts the tokens are drawn from the
+    vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -144,15 +149,15 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
     """Return the text after a publication: the start's text and an engine's continuation.
 
-    most: the most tokens that an engine takes as a prompt.
+    most: the largest number of tokens that an engine accepts as a prompt.
     """
     token_ids = np.concatenate([start.token_ids, *[each.token_ids for each in samples[:1]]])
     return CheckText(token_ids=token_ids[:most].astype(np.int32))
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the text with only its last FAR_TOKENS scored; a text with no more than those is
-    returned unchanged.
+    """Return the text with only its last FAR_TOKENS tokens scored; a text without more scored
+    tokens is unchanged.
     """
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text
@@ -160,7 +165,7 @@ def far_end(text: CheckText) -> CheckText:
 
 
 def short(text: CheckText) -> CheckText:
-    """Return the beginning of the text, SHORT_TOKENS long."""
+    """Return the first SHORT_TOKENS tokens of the text."""
     return CheckText(token_ids=text.token_ids[:SHORT_TOKENS])
 
 
@@ -170,15 +175,15 @@ def text_row(text: CheckText) -> MicroBatch:
 
 
 def packed_row(text: CheckText) -> MicroBatch:
-    """Return a row of the text between two other samples, which are parts of it."""
+    """Return a row of the text between two other samples, which are parts of the text."""
     quarter = max(1, text.token_ids.size // 4)
     before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]
     return _row([before, text.token_ids, after], [-1, -1, -1], text, begin=quarter)
 
 
 def sampled_row(text: CheckText, samples: Sequence[CheckSample]) -> MicroBatch:
-    """Return a row of the text and its continuations, whose tokens are the targets, in their
-    order.
+    """Return a row of the text and its continuations; the targets are the continuations' tokens, in
+    their order.
     """
     length = text.token_ids.size
     starts = list(accumulate((each.token_ids.size for each in samples), initial=length))
@@ -240,7 +245,7 @@ def _packed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The difference between two series of scores: |trainer - engine|, nats."""
+    """The difference between two series of scores, |trainer - engine| in nats."""
 
     name: str
     """Name of the series."""
@@ -248,10 +253,10 @@ class Comparison:
     mean: float
     largest: float
     quarters: tuple[float, float, float]
-    """The mean of the first, the middle and the last quarter."""
+    """The means over the first, the middle and the last quarter of the tokens."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """Return the difference divided by its bound; above 1 rounding does not explain it."""
+        """Return the difference divided by its bound; if above 1, rounding does not explain it."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters
@@ -296,13 +301,15 @@ class LogprobCheck:
     """The result of the check before the first step, or after a publication."""
 
     num_tokens: int
-    """Length of the text with its continuations: the context that was checked."""
+    """Number of tokens of the text with its continuations: the context that was checked."""
     dtype: Dtype
-    """The type whose bounds apply: the coarser of the trainer's and the engine's."""
+    """The type whose bounds apply: the less precise of the trainer's and the engine's."""
     comparisons: tuple[Comparison, ...]
-    """At least one."""
+    """The compared series, at least one."""
     seconds: float = 0.0
-    """Seconds that trainer and slowest engine took together, for a check after a publication."""
+    """Sum of the seconds of the trainer and of the slowest engine, for a check after a
+    publication.
+    """
 
     @property
     def worst(self) -> Comparison:
@@ -314,8 +321,8 @@ class LogprobCheck:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the text is long enough to judge: not the fixed text of 17 tokens, whose mean
-        says little in bfloat16.
+        """Whether the text is long enough to judge; the fixed text of 17 tokens is not, because its
+        mean is not reliable in bfloat16.
         """
         return self.num_tokens >= MIN_JUDGED_TOKENS
 
@@ -325,7 +332,7 @@ class LogprobCheck:
 
     @property
     def statistics(self) -> dict[str, float]:
-        """Values by their names in `actors.statistics`."""
+        """The check's statistics by their names in `actors.statistics`."""
         ratio = {"logprob_check_ratio": self.ratio} if self.is_judged else {}
         return ratio | {
             "logprob_check_max": max(each.largest for each in self.comparisons),
@@ -357,9 +364,7 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """List for each series beyond its bound the engine that differs most; worst series
-        first.
-        """
+        """Describe the largest difference of each series beyond its bound, worst series first."""
         found: dict[str, Comparison] = {}
         bounds = BOUNDS[self.dtype]
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
@@ -386,7 +391,7 @@ class LogprobCheck:
         return (
             "the engine holds other weights than the trainer (a tensor or a buffer that is not "
             "published, a head that is not tied), or one of the two computes this architecture "
-            "otherwise; compare with other versions of vLLM and transformers, or choose another "
+            "differently; compare with other versions of vLLM and transformers, or choose another "
             "model"
         )
 
@@ -399,7 +404,7 @@ def sampled_name(temperature: float) -> str:
 
 
 def bounds_dtype(*dtypes: Dtype) -> Dtype:
-    """Return the coarser of the types that trainer and engine compute in."""
+    """Return the less precise of the types in which trainer and engine compute."""
     return Dtype.BFLOAT16 if Dtype.BFLOAT16 in dtypes else Dtype.FLOAT32
 
 

@@ -1,15 +1,15 @@
-"""The policy client of environments: one awaitable for each turn, many turns in a Serve call.
+"""The policy client of environments, which sends many turns in one Serve call.
 
     client = ServePolicyClient(app_name)
     first = await client.generate(request)
     # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
-A Serve call costs about a millisecond on either side, more than a turn of a small model. So the
-requests of a few milliseconds to the same replica share a call, and the replica streams the answers
-back as they finish. First turns have no replica yet, and turns of a lost replica need another one:
-they are split into small calls, which Serve spreads by load. One client serves one event loop; it
-is picklable, by application name.
+A Serve call costs about a millisecond on either side, more than a turn of a small model. So
+requests to the same replica within a few milliseconds share a call, and the replica streams the
+answers back as they finish. First turns have no replica yet, and turns of a lost replica need
+another one: they are split into small calls, which Serve distributes by load. A client belongs to
+one event loop; it is pickled as its application's name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from actors.environment.policy import (
     PolicyUnavailable,
 )
 
-# Time after the request's deadline for the replica's answer that it has passed.
+# Time after the request's deadline in which the replica can report that the deadline has passed.
 DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
 MAX_LOST = 64
 # Turns that ended in the same engine step return in several answers, so that their next requests
-# may come in different ticks. Requests are gathered for this share of a turn's time, within bounds:
-# with many short turns, fewer calls matter more.
+# may arrive at different times. Requests are gathered for this share of a turn's time, within
+# bounds, to make fewer calls.
 LINGER_SHARE = 0.02
 SHORTEST_LINGER_S, LONGEST_LINGER_S = 0.001, 0.005
 
@@ -56,7 +56,7 @@ _Answered = TypeVar("_Answered")
 
 
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:
-    """Return the handle of an application's engines, which with HAProxy are not its ingress.
+    """Return the handle of an application's engines, which are not its ingress with HAProxy.
 
     Raises: RayServeException if there is none.
     """
@@ -67,7 +67,7 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Return an error as one of our three classes: vLLM's may not survive pickling."""
+    """Return an error as one of our three classes, because vLLM's may not survive pickling."""
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
             return kind(str(error))
@@ -82,21 +82,21 @@ class _Call:
     answer: asyncio.Future[Answer]
     """Cancelled if no caller waits for it any longer."""
     deadline_at: float
-    """In the event loop's time, counted from the caller's call."""
+    """The deadline in the event loop's time, counted from the caller's call."""
 
 
 class LostReplicas:
-    """The newest `MAX_LOST` replicas that did not answer a request that named them."""
+    """The newest `MAX_LOST` replicas that did not answer a request sent to them."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     def address(self, replica: str) -> str:
-        """Return the replica to send a request to: `replica`, or any (empty) if it is lost."""
+        """Return the replica to send a request to: `replica`, or "" for any if it is lost."""
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record an answer to a request for the replica `asked`; empty: any replica."""
+        """Record an answer to a request for the replica `asked`, which is "" for any replica."""
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
         is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked
@@ -123,10 +123,10 @@ class ServePolicyClient:
         return ServePolicyClient, (self.app_name,)
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Sample one turn; without an engine, retry until the deadline.
+        """Sample one turn; if there is no engine, retry until the deadline.
 
-        Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError for a request that can never
-            be served.
+        Raises: PolicyDeadlineExceeded, PolicyUnavailable; ValueError if the request can never be
+            served.
         """
         deadline_at = asyncio.get_running_loop().time() + request.deadline_s
         return await until_available(
@@ -163,11 +163,12 @@ class ServePolicyClient:
                 raise PolicyUnavailable(
                     f"inference: no deployment {self.app_name!r}; deploy it first"
                 ) from error
-            # Run the router in this event loop: else each chunk of an answer changes loops. Serve
-            # caches its own handle for the process's other loops, so make a new one.
+            # Run the router in this event loop, so that chunks of an answer do not change loops.
+            # Serve caches its own handle for the process's other loops, so make a new one.
             handle = DeploymentHandle(handle.deployment_name, handle.app_name)
             handle._init(_run_router_in_separate_loop=False)
-            # gRPC by value: three times as many calls a second as Serve's default by reference.
+            # gRPC by value makes three times as many calls per second as Serve's default by
+            # reference.
             self._handle = handle.options(
                 method_name="generate_batch",
                 stream=True,
@@ -227,7 +228,7 @@ def _resolve(call: _Call, answer: Answer) -> None:
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel the exchange once no caller waits for its answers; the engine then aborts them."""
+    """Cancel the exchange if no caller waits for its answers; the engine then aborts them."""
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:
@@ -245,12 +246,12 @@ async def until_available(
 ) -> _Answered:
     """Repeat an attempt until an engine answers, for at most deadline_s.
 
-    A repetition is safe: nothing of what a dead engine sampled was returned, and the request has
-    the same token ids. The pauses between attempts avoid a busy loop while there is no engine.
+    A repetition is safe: no token that a dead engine sampled was returned, and the request has the
+    same token ids. The pauses between attempts avoid a busy loop while there is no engine.
     Args: margin_s: further time in which an attempt may report that the deadline has passed.
-    Raises: PolicyUnavailable if there was no engine until the deadline, or if one was lost and the
-        remaining time was not enough; PolicyDeadlineExceeded if there was an engine all the time;
-        any other error of an attempt, at once.
+    Raises: PolicyUnavailable if there was no engine until the deadline, or if an engine was lost
+        and the remaining time was too short; PolicyDeadlineExceeded if there was an engine all the
+        time; any other error of an attempt, at once.
     """
     lost: PolicyUnavailable | None = None
 

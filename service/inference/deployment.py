@@ -1,4 +1,4 @@
-"""The inference deployment: one vLLM engine in each Serve replica, fed by the weight board.
+"""The inference deployment: one vLLM engine in each Serve replica, with weights from the board.
 
     deploy_inference(settings, name="run-t1", board=board, run_id="run")
     ...                                    # the trainer publishes; the replicas load
@@ -6,12 +6,12 @@
     client = ServePolicyClient("run-t1")
 
 A replica joins its board before it loads an engine. If the board has died, it waits for the board
-of the run's next term, by the run's name, and without one deletes its own application, which Serve
-would otherwise restart forever. It is ready only with the current policy version: its constructor
-waits for it. From then on a background task pulls new versions. A replica whose engine or pulling
-has died, or whose loading makes no progress, ends its own process, which Serve notices sooner than
-failed health checks; a replica that gets no answer from the board for too long fails its health
-check. In both cases Serve replaces it.
+of the run's next term, which it finds by name; if none appears, it deletes its own application,
+which Serve would otherwise restart forever. It is ready only with the current policy version, for
+which its constructor waits. After that a background task pulls new versions. A replica whose engine
+or pulling has died, or whose loading makes no progress, ends its own process, which Serve notices
+sooner than failed health checks; a replica that gets no answer from the board for too long fails
+its health check. In both cases Serve replaces it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# A live board answers within milliseconds; a frozen one, or one on a returning node, later.
+# A live board answers within milliseconds; a frozen one, or one whose node returns, answers later.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
 STATUS_POLL_S = 0.2
@@ -101,17 +101,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDescription:
-    """One replica, for an operator, or a test that kills it."""
+    """One replica, as an operator or a test sees it."""
 
     name: str
     """Serve's unique id of the replica."""
     pid: int
     engine_pids: tuple[int, ...]
-    """The processes that it started."""
+    """Ids of the processes that it has started."""
     term: int | None
     version: int | None
     settings: EngineSettings
-    """The settings that it was started with."""
+    """The settings with which it was started."""
 
 
 def session_directory() -> Path:
@@ -121,11 +121,12 @@ def session_directory() -> Path:
 
 
 def make_engine_directory(parent: Path, name: str) -> Path:
-    """Make the directory of one engine's sockets and temporary files in `parent`.
+    """Create a directory in `parent` for one engine's sockets and temporary files.
 
-    By default vLLM leaves such files in the system's temporary directory, more with each kill; in a
-    directory of the session they are separate from those of other runs, and removed with it. If the
-    path would be too long for a socket, the directory is in the system's temporary directory.
+    By default vLLM leaves such files in the system's temporary directory, more with each kill. In
+    the session's directory they are separate from those of other runs and removed with the session.
+    If the path would be too long for a socket, the directory is in the system's temporary
+    directory.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -135,11 +136,11 @@ def make_engine_directory(parent: Path, name: str) -> Path:
 
 
 class ReplicaAffinityRouter(RequestRouter):
-    """A router that sends a call to the replica that its session id names, else to one by load.
+    """A router that sends a call to the replica in its session id, or otherwise by load.
 
-    Without a replica, the less busy of two random ones is chosen. So the trajectories of a lost
-    replica are spread by load; each then stays with the replica that answered it
-    (`GenerateRequest.replica`).
+    If the session id names no live replica, the less busy of two random ones is chosen. So the
+    trajectories of a lost replica are distributed by load; each then stays with the replica that
+    answered it (`GenerateRequest.replica`).
 
     This is Serve's public extension point, imported by name wherever a handle is used; requests are
     matched one by one, not first in first out.
@@ -150,7 +151,7 @@ class ReplicaAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return ranks of candidates; within a rank Serve takes the shortest queue."""
+        """Return ranks of candidates; within a rank Serve chooses the shortest queue."""
         if not candidate_replicas:
             return []
         wanted = "" if pending_request is None else pending_request.metadata.session_id
@@ -166,7 +167,7 @@ class InferenceReplica:
     ) -> None:
         """Join the board, start the engine and wait for the current version.
 
-        Args: run_id: the run whose boards it follows, and whose endpoint gets vLLM's metrics.
+        Args: run_id: the run of its boards, whose endpoint gets vLLM's metrics.
         orphan_timeout_s: time to wait for a board before the application is deleted.
         """
         self._settings = settings
@@ -200,7 +201,7 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Join the board, or the next one if it has died. Raises: as `_meet_next_board`."""
+        """Join the board, or the next one if it has died. Raises: PolicyUnavailable."""
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ACTOR_DEATHS:
@@ -240,7 +241,7 @@ class InferenceReplica:
     async def generate_batch(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[AnswerChunk]:
-        """Sample the turns of a batch; yield answers as they finish, those of one tick together."""
+        """Sample the turns of a batch; yield answers as they finish, several at a time if ready."""
         finished: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
 
         async def run(position: int, request: GenerateRequest) -> None:
@@ -359,7 +360,7 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Poll the board once and load its publication; return without one if it is slow."""
+        """Poll the board once, and load its publication or follow its order, if it has one."""
         try:
             publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):
@@ -392,7 +393,10 @@ class InferenceReplica:
         return publication
 
     async def _load_with_beats(self, publication: Publication) -> None:
-        """Load, and report progress to the board. Raises: PolicyUnavailable if there is none."""
+        """Load a publication while reporting progress to the board.
+
+        Raises: PolicyUnavailable if there is no progress for publish_deadline_s.
+        """
         limit_s = self._settings.inference.publish_deadline_s
         loading = asyncio.create_task(self._load(publication))
         try:
@@ -429,7 +433,7 @@ class InferenceReplica:
         return fetched
 
     async def _load_broadcast(self, publication: Publication) -> bool:
-        """Take part in the next broadcast. Returns: False if there was none, or it failed."""
+        """Take part in the next broadcast. Returns: False if there was none or it failed."""
         from service.inference.engine import BroadcastFailed
 
         waiting = self._board.take_seat.remote(self._name, POLL_S)
@@ -492,10 +496,10 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """Reports to the board, while an engine starts, of how much work the start has done.
+    """Reports the progress of an engine's start to the board.
 
-    They come from a thread, because the start blocks the event loop. A start that hangs does no
-    work, and a frozen process sends no reports.
+    A thread sends the reports, because the start blocks the event loop. A start that hangs reports
+    no more work, and a frozen process sends no reports.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:
@@ -544,11 +548,11 @@ def deploy_inference(
 ) -> None:
     """Start the deployment under an application name, or change its number of replicas.
 
-    Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: what a replica requests
-    besides CPUs and GPUs.
+    Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: resources that a replica
+    requests besides CPUs and GPUs.
 
-    It does not wait. The replicas become ready once the board has a publication, so publish, then
-    `wait_ready`. If only `num_replicas` changes, running replicas stay unchanged.
+    The function does not wait. Replicas become ready after the board has a publication, so publish
+    first, then call `wait_ready`. If only `num_replicas` changes, running replicas stay unchanged.
     """
     start_serve_for_engines()
     deployment = serve.deployment(
@@ -581,9 +585,10 @@ def deploy_inference(
 
 
 class HaproxyIngress:
-    """A deployment in front of the engines that receives no requests; the engines have a router.
+    """A deployment in front of the engines that receives no requests.
 
-    With HAProxy Serve requires it, even for an application that HTTP requests cannot reach.
+    The engines have a request router. With HAProxy, Serve then requires a deployment in front of
+    them, even if HTTP requests cannot reach the application.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:
@@ -593,12 +598,12 @@ class HaproxyIngress:
 async def wait_ready(
     name: str, read_status: Callable[[], Awaitable[BoardStatus]], *, quiet_limit_s: float
 ) -> None:
-    """Wait until a replica holds the current version; the others may follow later.
+    """Wait until one replica holds the current version; others may follow later.
 
-    Args: read_status: returns the board's status. quiet_limit_s: limit on the time without a live
-        replica and without progress of a starting one.
+    Args: read_status: returns the board's status. quiet_limit_s: longest time without progress
+        (`BoardStatus.quiet_s`).
     Raises: PolicyUnavailable, with the last failure of a replica, if the deployment has failed or
-        there is no progress; what read_status raises.
+        there is no progress; any error of read_status.
     """
     ask_serve_at = time.monotonic()
     while not (status := await read_status()).holders:
@@ -629,8 +634,8 @@ async def _check_deployed(name: str, status: BoardStatus, *, quiet_limit_s: floa
 def last_failure(messages: Sequence[str]) -> str:
     """Return the last exception in Serve's messages, from its name on, in one line.
 
-    Args: messages: those of the application and its deployments; the message of a failed one ends
-    with the traceback.
+    Args: messages: the messages of the application and its deployments; the message of a failed
+    deployment ends with the traceback.
     """
     texts = [message.strip() for message in messages if message.strip()]
     if not texts:
@@ -656,7 +661,7 @@ def _of_one(settings: EngineSettings) -> EngineSettings:
 def application_name(run_id: str, *, term: int) -> str:
     """Return the application name of a run's engines.
 
-    Args: term: the term that started them; a later board has other engines.
+    Args: term: the term that started them; a new board has new engines.
     """
     return f"{run_id}-t{term}"
 
@@ -681,7 +686,7 @@ def find_leftover(run_id: str, settings: EngineSettings) -> str:
 
 
 def delete_leftovers(run_id: str, *, but: str = "") -> None:
-    """End the deployments that earlier terms of a run left on the cluster, if any."""
+    """End the deployments that earlier terms of a run left on the cluster, except `but`."""
     for name in _leftovers(run_id):
         if name != but:
             delete_inference(name)

@@ -1,8 +1,8 @@
 """One vLLM engine: token ids in, token ids with log-probabilities and policy versions out.
 
-No Ray. Invariants: nothing is sampled before a version is loaded; requests in flight survive an
-update, and their replies have the version of each token; a new trajectory is never admitted during
-an update, so that its cache salt names the version that computes its prompt.
+The module does not use Ray. Invariants: nothing is sampled before a version is loaded; requests in
+flight survive an update, and their replies have the version of each token; a new trajectory is
+never admitted during an update, so that its cache salt names the version that computes its prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, regist
 from service.inference.settings import EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-# Enough for a text that fills the context of a model on CPU.
+# Enough time for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
 # Parsing this number of tokens takes less than a millisecond; vLLM's slower parsers take a few.
@@ -62,7 +62,7 @@ DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class BroadcastFailed(Exception):
-    """A broadcast ended before this engine had received all; the engine is unchanged."""
+    """A broadcast ended before this engine had received all groups; the engine is unchanged."""
 
 
 class PolicyEngine:
@@ -71,7 +71,7 @@ class PolicyEngine:
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
         """Keep the settings; nothing starts.
 
-        Args: directory: only for this engine's sockets and files; `shutdown` removes it.
+        Args: directory: for the sockets and files of only this engine; `shutdown` removes it.
         """
         self.settings = settings
         self._directory = directory
@@ -81,7 +81,7 @@ class PolicyEngine:
         self._vocabulary_size = 0
         self._admission = asyncio.Event()
         self.is_held = False
-        """Whether turns wait: those in flight are frozen, others are not begun."""
+        """Whether turns are held: turns in flight are frozen, and no others begin."""
         self._update_lock = asyncio.Lock()
         self._routed_layers: tuple[int, ...] = ()
         self._parser: asyncio.Task[ReplyParser] | None = None
@@ -121,11 +121,11 @@ class PolicyEngine:
         self.remove_files()
 
     def remove_files(self) -> None:
-        """Remove the directory of the engine, which is dead or ends with this process."""
+        """Remove the engine's directory; the engine must be dead or end with this process."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def check_health(self) -> None:
-        """Raise PolicyUnavailable if the engine is dead, or half loaded after a failed update."""
+        """Raise PolicyUnavailable if the engine is dead or partly loaded after a failed update."""
         try:
             await self._engine.check_health()
         except EngineDeadError as error:
@@ -140,7 +140,7 @@ class PolicyEngine:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Sample one turn.
 
-        Raises: ValueError for a request that can never be served; PolicyDeadlineExceeded, after
+        Raises: ValueError if the request can never be served; PolicyDeadlineExceeded, after
             aborting the request; PolicyUnavailable if the engine is dead.
         """
         self._check(request)
@@ -173,8 +173,9 @@ class PolicyEngine:
         return await asyncio.shield(self._parser)
 
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
-        """Score a text (None: `weights.board.check_tokens`) and continue it.
+        """Score a text and sample its continuations.
 
+        Args: text: None for `weights.board.check_tokens`.
         Returns: the scores; None if there was no answer in time.
         Raises: PolicyUnavailable.
         """
@@ -259,9 +260,9 @@ class PolicyEngine:
     ) -> None:
         """Load a version between two steps of the scheduler.
 
-        Args: buffers: those of the publication's groups, in the same order, on this machine.
+        Args: buffers: the buffers of the publication's groups, in the same order, on this machine.
         on_progress: called after each group.
-        Raises: PolicyUnavailable if it fails: the engine is then half loaded and must end.
+        Raises: PolicyUnavailable if loading fails: the engine is then partly loaded and must end.
         """
         staged = await asyncio.to_thread(lambda: [StagedBuffer(buffer) for buffer in buffers])
         payloads = [
@@ -284,8 +285,8 @@ class PolicyEngine:
     ) -> None:
         """Receive a version during sampling, then load it as `apply` does.
 
-        Args: address: the address of this node for the other members.
-        Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as `apply`.
+        Args: address: the address at which other members reach this node.
+        Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as in `apply`.
         """
         progress = self._directory / seat.name
         workers = [Path(f"{progress}.{number}") for number in range(self.num_workers)]
@@ -330,7 +331,7 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others; or resume.
+        """Freeze the turns in flight, with their cache, and begin no others, or resume.
 
         The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """
@@ -347,7 +348,7 @@ class PolicyEngine:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Keep the scheduler running meanwhile; held turns in flight continue during that time."""
+        """Keep the scheduler running within the block; held turns in flight continue meanwhile."""
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -365,10 +366,10 @@ class PolicyEngine:
         try:
             yield
         except Exception as error:
-            # vLLM's client raises a bare Exception with the worker's text for any error in a
-            # worker, and each leaves the engine half loaded.
+            # vLLM's client raises a plain Exception with the worker's text for any error in a
+            # worker, and each such error leaves the engine partly loaded.
             self._broken = f"{what} failed: {type(error).__name__}: {error}"
-            # Requests that wait for admission fail now, those in flight when the engine has ended.
+            # Requests that wait for admission fail now, others after the engine has ended.
             self._admission.set()
             with suppress(EngineDeadError):
                 await asyncio.to_thread(self.shutdown)
@@ -384,7 +385,7 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the layers whose experts are recorded; none on CPU.
+    """Return the layers whose experts are recorded; () on CPU.
 
     Only vLLM's model runner V2, which needs Triton, returns routed experts.
     """
@@ -394,7 +395,7 @@ def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for these settings, without those for training."""
+    """Return vLLM's options for these settings, without the options for training."""
     inference = settings.inference
     return {
         "model": settings.model,
@@ -434,8 +435,8 @@ def _stages(
 ) -> StartStages:
     """Return the stages of a start; times are in seconds since 1970.
 
-    Args: workers: the marks of each worker (`StartMarks`); the slowest one counts.
-    Returns: the stages that took time; an eager engine has no compilation.
+    Args: workers: the marks of each worker (`StartMarks`); the slowest worker counts.
+    Returns: the stages that took time; an eager engine has no stage of compilation.
     """
     imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))
     stages = (

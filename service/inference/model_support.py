@@ -1,8 +1,8 @@
 """Find out which models the installed vLLM serves, without importing it, which takes seconds.
 
-Its source names the architectures of its registry, and the head sizes for which its attention has a
-kernel on CPU. If vLLM is not installed, or its source has another form, nothing is refused here,
-and the engine's start reports the failure. Called by `service.config`.
+The module reads vLLM's source: the architectures of its registry, and the head sizes for which its
+attention has a kernel on CPU. If vLLM is not installed, or its source has another form, nothing is
+refused here, and the engine's start reports the failure. Called by `service.config`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
 def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
-    """Return the text architectures that vLLM's registry names; none if it cannot be read.
+    """Return the text architectures in vLLM's registry; empty if it cannot be read.
 
     Args: tables: names of the registry's tables.
     """
@@ -54,7 +54,9 @@ def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str
 
 
 def cpu_head_sizes() -> frozenset[int]:
-    """Return the head sizes that vLLM's attention supports on CPU; none if they cannot be read."""
+    """Return the head sizes that vLLM's attention supports on CPU; empty if they cannot be
+    read.
+    """
     return frozenset(
         item.value
         for node in ast.walk(_parsed(_CPU_ATTENTION))
@@ -67,9 +69,9 @@ def cpu_head_sizes() -> frozenset[int]:
 
 
 def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iterator[str]:
-    """Return why the engines cannot serve a model, one sentence for each reason; none if they can.
+    """Yield the reasons why the engines cannot serve a model, one sentence for each.
 
-    Args: config: transformers' configuration of a causal model of text. dtype: of the weights.
+    Args: config: transformers' configuration of a causal model of text. dtype: type of the weights.
     """
     served, named = registered_architectures(), set(config.architectures or ())
     if served and named and not served & named and not _runs_in_transformers(config, named):
@@ -117,9 +119,9 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Whether vLLM would run transformers' own model, as it does if it has none of its own.
+    """Whether vLLM would run transformers' model because it has no implementation of its own.
 
-    Not a mixture: vLLM puts its own experts behind a router that it does not know.
+    A mixture is excluded, because vLLM would combine its own experts with an unknown router.
     """
     from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,8 @@ vLLM's parsers do not report failures, so a turn is malformed if its text has th
 and the parser found no call; the turn loop checks the found calls
 (`actors.environment.tool_calls.check_calls`).
 
-Imported by the engine's replica, which has already imported all of vLLM; elsewhere the import takes
-eleven seconds. The tokenizer is loaded with the first request that needs it.
+Imported by the engine's replica, which has already imported all of vLLM; in other processes the
+import takes eleven seconds. The tokenizer is loaded with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ UNREADABLE = MalformedCall(
 
 
 def load_parser(settings: EngineSettings) -> ReplyParser:
-    """Load the tokenizer, and find the parsers of a model.
+    """Load the tokenizer and find the parsers of a model.
 
-    Raises: ValueError if the tokenizer cannot be loaded, or a parser that the settings name does
-        not exist or cannot be used with it.
+    Raises: ValueError if the tokenizer cannot be loaded, or if a parser named by the settings does
+        not exist or cannot be used with the tokenizer.
     """
     # Some parsers log a traceback for a reply that they cannot parse, which is not an engine error.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -85,9 +85,9 @@ def find_parser(
 ) -> ReplyParser:
     """Choose the parsers by name, or by the tokenizer's chat template.
 
-    Args: tokenizer: one of vLLM's `get_cached_tokenizer`, else each reply builds its vocabulary
-    again.
-    Raises: ValueError for a name that vLLM does not know, or that does not fit the tokenizer.
+    Args: tokenizer: from vLLM's `get_cached_tokenizer`; another one would build its vocabulary
+    again for each reply.
+    Raises: ValueError if vLLM does not know a name, or the parser does not fit the tokenizer.
     """
     renderer = ChatRenderer(tokenizer)
     form, thinking = call_form(renderer), reasoning_form(renderer)
@@ -138,7 +138,7 @@ def _compose(
 
 
 class ReplyParser:
-    """A parser of one model's replies; made by `find_parser`."""
+    """A parser of one model's replies; `find_parser` creates it."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ReplyParser:
         self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
         form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
         self._is_usual_form = form is USUAL
-        # None for parsers that are not in the table: malformed calls are not noticed then.
+        # None for parsers that are not in the table, with which malformed calls are not detected.
         self._start = None if form is None else form.start
         self._thought_marks = self._marks_of_thought()
         self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
@@ -170,7 +170,7 @@ class ReplyParser:
         """Split a reply.
 
         Args: prompt: [P] int32, the prompt, whose end may open a thought. sampled: [A] int32.
-        tools: those that the prompt declares; empty: the reply is not searched for calls.
+        tools: the tools that the prompt declares; if empty, the reply is not searched for calls.
         """
         text = self._text(sampled)
         try:
@@ -244,7 +244,7 @@ class ReplyParser:
         return (UNREADABLE,) if self._start is not None and self._start in text else ()
 
     def _text(self, sampled: TokenIds) -> str:
-        """Return the text, with special tokens, which parsers need, except the end tokens."""
+        """Return the text with special tokens, which parsers need, except the end tokens."""
         ids = sampled.tolist()
         while ids and ids[-1] in self._end_ids:
             ids.pop()
@@ -278,7 +278,7 @@ class ReplyParser:
 
 
 def _minimal_request(tools: tuple[ToolSchema, ...]) -> ChatCompletionRequest:
-    """Return the request that vLLM's parsers require besides a text; they read its tools."""
+    """Return the request that vLLM's parsers require besides a text, for its tools."""
     body: dict[str, Any] = {"messages": []}
     if tools:
         body |= {"tools": [tool.for_template() for tool in tools], "tool_choice": "auto"}

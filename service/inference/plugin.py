@@ -1,7 +1,7 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
-It registers the weight-transfer backends by name, and ends the engine's processes with the replica:
-an engine core is not a Ray worker, so that nothing else ends it when its replica is killed.
+It registers the weight-transfer backends by name, and ends the engine's processes when the replica
+ends: an engine core is not a Ray worker, so nothing else ends it if its replica is killed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ENTRY_POINT_NAME = "rayloom"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
 registered_at = 0.0
-"""Time at which this process called `register`, after importing vLLM, in seconds since 1970; 0: not
-yet."""
+"""Time at which this process called `register`, after importing vLLM, in seconds since 1970; 0
+before the call."""
 
 
 def register() -> None:
-    """Register the backends and start the watch on the owner; a second call does nothing."""
+    """Register the backends and start to watch the owner process; a second call does nothing."""
     global registered_at
     if registered_at:
         return
@@ -37,7 +37,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for backend, class_name in BACKENDS.items():
-        # By module path: only the worker imports it, when the engine is created.
+        # By module path, so that only the worker imports it, when the engine is created.
         WeightTransferEngineFactory.register_engine(
             backend.value, "service.inference.weight_transfer", class_name
         )

@@ -1,7 +1,7 @@
-"""The settings of the engines: their leaf of the configuration, and the settings of each replica.
+"""The settings of the engines: their part of the configuration, and the settings of each replica.
 
-Plain data: no Ray, no vLLM, no torch. The deployment passes it to every replica. Values that the
-engine derives from the model, such as its vocabulary, are not repeated here.
+Plain data, without Ray, vLLM and torch, that the deployment passes to every replica. Values that
+the engine derives from the model, such as its vocabulary, are not repeated here.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from actors.types import Dtype
 # Special values of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
 CPU_BLOCK_TOKENS = 32
-"""The smallest block that vLLM's attention accepts on CPU; multiples are accepted too."""
+"""The smallest block that vLLM's attention accepts on CPU, besides its multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceSettings:
-    """Engines and their resources."""
+    """The engines and their resources."""
 
     __pydantic_config__ = STRICT
 
     num_replicas: Positive = 1
     """Number of engines, each a replica of one deployment."""
     weight_backend: WeightBackend = WeightBackend.OBJECT_STORE
-    """Transfer of weights to the engines."""
+    """Transport of published weights to the engines."""
     max_num_seqs: Positive = 128
-    """Sequences that an engine runs at once."""
+    """Largest number of sequences that an engine runs at a time."""
     kv_cache_gib: Rate = 1.0
-    """Key-value cache of an engine on CPU, GiB."""
+    """Size of an engine's key-value cache on CPU, in GiB."""
     block_tokens: Positive | None = None
-    """Tokens of a cache block, the unit in which prefixes are shared; null: 32 on CPU, and on a GPU
-    vLLM's default."""
+    """Number of tokens of a cache block, the unit in which prefixes are shared; null: 32 on CPU,
+    and vLLM's default on a GPU."""
     gpu_memory_fraction: Share = 0.9
     """Share of a GPU's memory that one engine uses."""
     tensor_parallel_size: Positive = 1
-    """GPUs of one engine."""
+    """Number of GPUs of one engine."""
     enforce_eager: bool = False
-    """Whether the engine does without compilation: it starts sooner and runs slower."""
+    """Whether the engine skips compilation: it starts sooner and runs slower."""
     gpus_per_replica: NotNegative = 0.0
-    """GPUs that Ray reserves for one engine; a fraction shares a GPU; 0: engines run on CPU."""
+    """GPUs that Ray reserves for one engine; a fraction shares a GPU; with 0 engines run on CPU."""
     cpus_per_replica: NotNegative = 1.0
     """CPUs that Ray reserves for one engine."""
     threads: Positive = 1
-    """CPU threads of one engine."""
+    """Number of CPU threads of one engine."""
     tool_parser: str = AUTO
-    """Parser of calls in replies: one of vLLM's names, auto (by the chat template), or none."""
+    """Parser of tool calls in replies: one of vLLM's names, auto (by the chat template), or none.
+    """
     reasoning_parser: str = AUTO
     """Parser of thinking in replies: one of vLLM's names, auto (by the chat template), or none."""
     publish_deadline_s: Seconds = 120
-    """Seconds without progress after which an engine that loads a version is replaced; /readyz also
-    allows an engine to lack the current version for this time."""
+    """Time in seconds without progress after which an engine that loads a version is replaced; also
+    the time for which /readyz allows an engine to lack the current version."""
     start_deadline_s: Seconds = 600
-    """Seconds without progress of any engine's start or load after which a term ends."""
+    """Time in seconds without progress of any engine's start or load after which a term ends."""
 
     @property
     def is_on_cpu(self) -> bool:
@@ -64,20 +65,20 @@ class InferenceSettings:
 
     @property
     def block_size(self) -> int | None:
-        """Return the tokens of a block; None: vLLM's default.
+        """Return the number of tokens of a block; None for vLLM's default.
 
-        On CPU that default is 128, so long that turns of a short conversation would share nothing.
+        On CPU that default is 128, so large that turns of a short conversation would share nothing.
         """
         return self.block_tokens or (CPU_BLOCK_TOKENS if self.is_on_cpu else None)
 
     @property
     def names_parser(self) -> bool:
-        """Whether a parser is named and must exist; one that is only looked for may not."""
+        """Whether the settings name a parser, which must then exist."""
         return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the bytes of the cache; None on a GPU, where gpu_memory_fraction decides."""
+        """Return the size of the cache in bytes; None on a GPU, which uses gpu_memory_fraction."""
         return int(self.kv_cache_gib * GIB) if self.is_on_cpu else None
 
 
@@ -87,33 +88,35 @@ class EngineSettings:
 
     inference: InferenceSettings
     model: str
-    """Directory or hub name, Hugging Face format."""
+    """Directory or hub name of a model in Hugging Face format."""
     dtype: Dtype
     max_context_tokens: int
-    """Prompt and sampled tokens."""
+    """Largest number of prompt and sampled tokens together."""
     chat_template: str | None
-    """Chat template of the run, which decides how replies are parsed. None: the tokenizer's own."""
+    """Chat template of the run, which determines how replies are parsed; None for the tokenizer's.
+    """
     stop_token_ids: tuple[int, ...]
-    """Sampling ends after any of these tokens, which the reply keeps."""
+    """Ids of tokens after which sampling ends; the reply includes them."""
     reads_text: bool
     """Whether the engine loads a tokenizer, which stop strings and structured outputs need."""
     resets_prefix_cache: bool
-    """Whether each publication resets it (synchronous training): no cached block outlives its
-    version."""
+    """Whether each publication resets the prefix cache, so that no cached block outlives its
+    version (synchronous training)."""
     seed: int
     """Seed of the engine's sampler."""
     max_ongoing_requests: int = 4096
-    """Streams that Serve sends to one replica at once; each has many requests."""
+    """Largest number of streams that Serve sends to one replica; each has many requests."""
     max_silence_s: float = 300.0
-    """A replica is unhealthy after so long without an answer from the weight board."""
+    """Time in seconds without an answer from the weight board after which a replica is
+    unhealthy."""
     graceful_shutdown_s: float = 10.0
     health_check_period_s: float = 0.5
-    """Serve notices the end of a replica at its next check, and then starts another one."""
+    """Time between two checks, at which Serve notices that a replica has ended and replaces it."""
     health_check_timeout_s: float = 30.0
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that must be set in the replica before it imports vLLM."""
+        """The environment variables that the replica must set before it imports vLLM."""
         inference = self.inference
         variables = {
             "OMP_NUM_THREADS": str(inference.threads),
@@ -140,8 +143,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
-    """The engines of a board, which keeps this for the next supervisor."""
+    """The deployed engines of a board, which keeps this record for the next supervisor."""
 
     name: str
-    """Name of their application."""
+    """Name of the engines' application."""
     settings: EngineSettings

@@ -1,4 +1,4 @@
-"""The metrics of vLLM that a run shows, under vLLM's names, so that vLLM's dashboards fit."""
+"""The metrics of vLLM that a run shows, with vLLM's names, so that vLLM's dashboards work."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SHOWN = frozenset(
 
 
 def engine_metrics(*, replica: str, registry: CollectorRegistry = REGISTRY) -> list[Metric]:
-    """Return the current metrics of this process, with its replica as a label.
+    """Return the current metrics of this process that are in SHOWN, with the replica as a label.
 
-    Args: registry: vLLM uses only the library's default registry.
+    Args: registry: defaults to the library's own registry, the only one that vLLM uses.
     """
     found = []
     for family in registry.collect():

@@ -2,10 +2,10 @@
 
 collective: the worker receives them in a broadcast (`actors.weights.collective`).
 
-object_store: the replica writes each weight group into an anonymous memory file and passes its path
-in its own process (/proc/PID/fd/N). Without a name in /dev/shm no file remains, however a process
-dies, and the size limit of a container's /dev/shm does not apply. The worker, another process on
-the same machine, maps the file, checks the checksum and loads the tensors as views of it.
+object_store: the replica writes each weight group into an anonymous memory file and passes the path
+of its file descriptor (/proc/PID/fd/N). The file has no name in /dev/shm, so no file remains if a
+process is killed, and the size limit of a container's /dev/shm does not apply. The worker, another
+process on the same machine, maps the file, checks the checksum and loads the tensors as views.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StagedBuffer:
 
     @property
     def path(self) -> str:
-        """Return the path by which other processes of this user on this machine open it."""
+        """The path by which other processes of this user on this machine open the file."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
@@ -70,14 +70,14 @@ class StagedBuffer:
 
 
 def map_buffer(path: str, *, num_bytes: int) -> Bytes:
-    """Map a staged buffer; the mapping lives as long as the array and views of it.
+    """Map a staged buffer; the mapping exists as long as the array and its views.
 
     Raises: ValueError if the file is not num_bytes long.
     """
     with open(path, "rb") as file:
         if (size := os.fstat(file.fileno()).st_size) != num_bytes:
             raise ValueError(f"weights: {path} has {size} bytes, expected {num_bytes}")
-        # Private and writable: torch refuses read-only memory, and nothing is ever written.
+        # Private and writable, because torch refuses read-only memory; nothing is ever written.
         mapped = mmap.mmap(
             file.fileno(), num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
@@ -86,7 +86,7 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 @dataclass
 class ObjectStoreInitInfo(WeightTransferInitInfo):
-    """An empty agreement: every update has all that it needs."""
+    """The empty arguments of the initialisation: every update has all its data."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
     path: str
     checksum: str
     manifest: dict[str, Any]
-    """The fields of its `WeightManifest`; vLLM's serializer turns their tuples into lists."""
+    """The fields of the group's `WeightManifest`; vLLM's serializer turns tuples into lists."""
 
 
 def update_payload(staged: StagedBuffer, manifest: WeightManifest, checksum: str) -> dict[str, Any]:
@@ -111,9 +111,9 @@ class CollectiveInitInfo(WeightTransferInitInfo):
     seat: dict[str, Any]
     """The fields of the seat; the rank is that of the engine's first worker."""
     address: str
-    """The address of this node for the other members."""
+    """The address at which other members reach this node."""
     progress: str
-    """Path of the workers' files: each appends its number to it."""
+    """Prefix of the workers' progress files, to which each worker appends its number."""
     manifests: list[dict[str, Any]]
     checksums: list[str]
 
@@ -126,7 +126,7 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
 
 
 class StartMarks:
-    """An extension of vLLM's worker from which the replica reads the stages of its start."""
+    """An extension of vLLM's worker that lets the replica read the stages of its start."""
 
     vllm_config: VllmConfig
     weight_transfer_engine: WeightTransferEngine[Any, Any]
@@ -141,12 +141,12 @@ class StartMarks:
 
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
-    """A loader of packed weight groups, between start and end of a layerwise reload."""
+    """A loader of packed weight groups by a layerwise reload."""
 
     supports_draft_weight_update = False
 
     def __init__(self, *arguments: Any) -> None:
-        """Record the time; vLLM calls this once the worker has loaded the model."""
+        """Record the time; vLLM calls this after the worker has loaded the model."""
         super().__init__(*arguments)
         self.made_at = time.time()
 
@@ -157,7 +157,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         """Load one group. Raises: ValueError if its bytes differ from the trainer's."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
-            # Wait for the copies: their source is unmapped with the last view of it.
+            # Wait for the copies, because their source is unmapped with its last view.
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
@@ -201,7 +201,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
     _reception: Reception | None = None
 
     def init_transfer_engine(self, init_info: CollectiveInitInfo) -> None:
-        """Begin to receive; returns at once."""
+        """Start to receive, and return at once."""
         seat, worker = Seat(**init_info.seat), self.parallel_config.rank
         self._reception = Reception(
             seat,
@@ -225,11 +225,11 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack the weights again that vLLM's CPU kernels keep packed and a reload leaves unpacked.
+    """Pack weights again that vLLM's CPU kernels need packed and that a reload does not pack.
 
-    A head that shares its weight with the embedding gets the new weight by the reload, but its
-    packed copy stays old, and the kernel would continue to use it. A mixture's experts are packed
-    in place only when the engine starts: their kernel would read plain weights as packed ones.
+    A head that shares its weight with the embedding gets the new weight by the reload, but the
+    kernel would continue to use an old packed copy. A mixture's experts are packed in place only
+    when the engine starts; after a reload their kernel would read plain weights as packed ones.
     """
     for module in model.modules():
         weight = getattr(module, "weight", None)

@@ -251,10 +251,10 @@ async def test_what_is_right_is_within_the_bounds_at_every_length_and_temperatur
 @pytest.mark.parametrize(
     ("fault", "right", "cause"),
     [
-        (take_another_rope_table, "", "one of the two computes this architecture otherwise"),
+        (take_another_rope_table, "", "one of the two computes this architecture differently"),
         (cast_temperatures, ALONE, "different temperatures"),
         (let_samples_see_each_other, ALONE, "the samples of a packed row"),
-        (drop_in_layers, "", "one of the two computes this architecture otherwise"),
+        (drop_in_layers, "", "one of the two computes this architecture differently"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")

@@ -286,7 +286,7 @@ async def test_a_rank_whose_weights_are_not_broadcast_any_more_is_lost(
     collective = changed(settings, num_ranks=1, weight_backend=WeightBackend.COLLECTIVE)
     group = await start_group(collective)
     await group.publish(SlowBoard.remote(), 0, 0)
-    reason = "RuntimeError: weights: nothing is broadcast any more, after LookupError: no seats"
+    reason = "RuntimeError: weights: the broadcasting thread has ended after LookupError: no seats"
     with pytest.raises(TrainerRankLost, match=f"rank 0 was lost in check .{reason}"):
         async with asyncio.timeout(60.0):
             while True:
