@@ -41,6 +41,18 @@ class CheckpointNotWritten(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """What a checkpoint of adapters must fit: their shape, and the base model under them."""
+
+    rank: int
+    alpha: float
+    layers: tuple[str, ...]
+    """The names of the layers with adapters, in transformers' model."""
+    base: str
+    """Digest of the base model's parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """The content of a checkpoint's manifest."""
 
@@ -61,6 +73,8 @@ class Progress:
     chat_template: str | None = None
     """The run's chat template: Jinja text, or the word "none" for raw prompts. None means the base
     model's own template."""
+    lora: Adapter | None = None
+    """Its adapters, if the policy's weights are frozen; None if it holds whole weights."""
 
     @property
     def directory_name(self) -> str:
@@ -112,6 +126,32 @@ def check_files(
             )
 
 
+def check_adapter(path: Path, stored: Adapter | None, own: Adapter | None) -> None:
+    """Raise CheckpointError if a checkpoint's adapters do not fit a trainer's, or the base's."""
+    if stored == own:
+        return
+    if stored is None or own is None:
+        got, expected = ("adapters", "whole weights")[:: 1 if own is None else -1]
+        raise CheckpointError(
+            f"checkpoint {path}: got {got}, expected {expected}; trainer.lora cannot be added or "
+            "removed in a run: start a new run, with this one's export as its model"
+        )
+    for name in ("rank", "alpha", "layers"):
+        if (got := getattr(stored, name)) != (expected := getattr(own, name)):
+            raise CheckpointError(
+                f"checkpoint {path}: got adapters with {name} {_shortened(got)}, expected "
+                f"{_shortened(expected)}; resume with the run's own trainer.lora"
+            )
+    raise CheckpointError(
+        f"checkpoint {path}: its adapters were trained on another base model (digest "
+        f"{stored.base[:12]}…, expected {own.base[:12]}…); use the model that the run started from"
+    )
+
+
+def _shortened(value: Any) -> str:
+    return f"of {len(value)} layers" if isinstance(value, tuple) else f"{value:g}"
+
+
 def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     """Read the manifest; return its content and each file's digest. Raises: CheckpointError."""
     try:
@@ -147,8 +187,10 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     for name in ("format", *_DIGEST_FIELDS):
         fields.pop(name, None)
     try:
+        if (lora := fields.get("lora")) is not None:
+            fields["lora"] = Adapter(**{**lora, "layers": tuple(lora["layers"])})
         return Progress(**fields), digests
-    except TypeError as error:
+    except (TypeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its {MANIFEST} lacks or adds fields ({error}); use another one"
         ) from error

@@ -12,13 +12,17 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import (
     AutoConfig,
@@ -28,7 +32,15 @@ from transformers import (
 )
 
 from actors.environment.tokenizer import load_tokenizer
-from actors.trainer.checkpoint import CheckpointError, Progress, check_files, read_manifest
+from actors.trainer.checkpoint import (
+    Adapter,
+    CheckpointError,
+    Progress,
+    check_adapter,
+    check_files,
+    read_manifest,
+)
+from actors.trainer.lora import base_digest, merged_weight, peft_names
 
 # Files that transformers and vLLM read in a model's directory besides configuration and weights.
 _COMPANIONS = (
@@ -64,14 +76,17 @@ def export_checkpoint(
     *,
     model: str | None = None,
     dtype: torch.dtype = torch.float32,
+    only_adapter: bool = False,
 ) -> Progress:
-    """Write a checkpoint's policy in Hugging Face format.
+    """Write a checkpoint's policy in Hugging Face format; adapters are merged into the weights.
 
     Args: output: a directory that does not exist. model: the base model, if it is no longer where
-        the run found it. dtype: type of the written weights.
+        the run found it. dtype: type of the written weights. only_adapter: write the adapters in
+        PEFT's format instead of a whole model.
     Returns: the checkpoint's manifest.
     Raises: FileExistsError if `output` exists; CheckpointError if the checkpoint is broken, changed
-        or of another base model; OSError (transformers) if the base model is not there.
+        or of another base model, or has no adapters that could be written; OSError (transformers)
+        if the base model is not there.
     """
     if output.exists():
         raise FileExistsError(
@@ -79,10 +94,25 @@ def export_checkpoint(
         )
     progress = read_manifest(checkpoint)
     base = progress.model if model is None else model
+    if only_adapter and progress.lora is None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: got whole weights, expected adapters; export it without "
+            "--adapter"
+        )
     check_files(checkpoint)
-    causal_lm = _load_weights(checkpoint, base)
     aside = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
+    if progress.lora is None:
+        causal_lm = _load_weights(checkpoint, base)
+    else:
+        causal_lm = _load_base(checkpoint, base, progress.lora)
+        halves = _read_adapters(checkpoint, progress.lora, causal_lm)
+        if only_adapter:
+            aside.mkdir(parents=True)
+            _write_adapters(aside, base, progress.lora, halves, dtype=dtype)
+            aside.rename(output)
+            return progress
+        _merge(causal_lm, progress.lora, halves)
     aside.mkdir(parents=True)
     causal_lm.to(dtype).save_pretrained(aside)
     # transformers writes this file from the configuration; the base model's own is copied below.
@@ -92,6 +122,73 @@ def export_checkpoint(
         _write_template(base, progress.chat_template, aside)
     aside.rename(output)
     return progress
+
+
+def _load_base(checkpoint: Path, base: str, lora: Adapter) -> PreTrainedModel:
+    """Load the base model of a checkpoint's adapters. Raises: CheckpointError if it is another."""
+    causal_lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    found = base_digest(causal_lm, is_collective=False)
+    check_adapter(checkpoint, lora, replace(lora, base=found))
+    return causal_lm
+
+
+def _read_adapters(
+    checkpoint: Path, lora: Adapter, causal_lm: PreTrainedModel
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A [rank, in] and B [out, rank] of every adapted layer, by the layer's name."""
+    halves = {}
+    for name in lora.layers:
+        out_features, in_features = causal_lm.get_submodule(name).weight.shape
+        halves[name] = (
+            torch.empty(lora.rank, in_features),
+            torch.empty(out_features, lora.rank),
+        )
+    stored = {
+        f"{name}.{half}": tensor
+        for name, pair in halves.items()
+        for half, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
+    }
+    _load_tensors(checkpoint, stored, base=str(causal_lm.name_or_path))
+    return halves
+
+
+def _merge(
+    causal_lm: PreTrainedModel, lora: Adapter, halves: Mapping[str, tuple[Tensor, Tensor]]
+) -> None:
+    """Add the adapters to a base model's weights in place."""
+    for name, (half_a, half_b) in halves.items():
+        weight = causal_lm.get_submodule(name).weight
+        weight.data = merged_weight(weight.data, half_a, half_b, scale=lora.alpha / lora.rank)
+
+
+def _write_adapters(
+    directory: Path,
+    base: str,
+    lora: Adapter,
+    halves: Mapping[str, tuple[Tensor, Tensor]],
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Write adapters as `peft` does."""
+    tensors = {
+        name: tensor.to(dtype).contiguous()
+        for layer, pair in halves.items()
+        for name, tensor in zip(peft_names(layer), pair, strict=True)
+    }
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(lora.layers),
+        "inference_mode": True,
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (directory / "adapter_config.json").write_text(text, encoding="utf-8")
 
 
 def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
@@ -105,22 +202,11 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     _tie(parts, flags)
     tied = causal_lm.get_expanded_tied_weights_keys(all_submodels=True)
     weights = dict(causal_lm.state_dict())
-    try:
-        with warnings.catch_warnings():
-            # torch warns that there is no process group, which is intended here.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-            for name in tied:
-                if _STORED + name not in stored:
-                    del weights[name]
-            dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-    except (CheckpointException, Exception) as error:
-        # torch's own error is not an Exception. Reading includes unpickling, and a damaged pickle
-        # may raise any error.
-        raise CheckpointError(
-            f"checkpoint {checkpoint}: its weights cannot be read ({type(error).__name__}), "
-            f"expected those of {base}; name the run's base model or use another checkpoint"
-        ) from error
+    stored = _stored_names(checkpoint, base=base)
+    for name in tied:
+        if _STORED + name not in stored:
+            del weights[name]
+    _load_tensors(checkpoint, weights, base=base)
     # A tied head is one tensor under two names.
     if all(name not in weights or torch.equal(weights[name], weights[tied[name]]) for name in tied):
         causal_lm.all_tied_weights_keys = tied
@@ -128,6 +214,33 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
     else:
         _tie(parts, [False] * len(parts))
     return causal_lm
+
+
+def _stored_names(checkpoint: Path, *, base: str) -> Container[str]:
+    """Return the names of everything that a checkpoint stores. Raises: CheckpointError."""
+    with _reading(checkpoint, base=base):
+        return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+
+
+def _load_tensors(checkpoint: Path, tensors: dict[str, Tensor], *, base: str) -> None:
+    """Fill tensors with a policy's parameters of the same names. Raises: CheckpointError."""
+    with _reading(checkpoint, base=base), warnings.catch_warnings():
+        # torch warns that there is no process group, which is intended here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load({"model": tensors}, checkpoint_id=checkpoint, no_dist=True)
+
+
+@contextmanager
+def _reading(checkpoint: Path, *, base: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        # torch's own error is not an Exception. Reading includes unpickling, and a damaged pickle
+        # may raise any error.
+        raise CheckpointError(
+            f"checkpoint {checkpoint}: its weights cannot be read ({type(error).__name__}), "
+            f"expected those of {base}; name the run's base model or use another checkpoint"
+        ) from error
 
 
 def _tie(parts: Sequence[PretrainedConfig], flags: Sequence[bool]) -> None:

@@ -1,9 +1,11 @@
 """Gather full weights from the shards and pack them by group for the weight board.
 
 Invariant: names and tensors are those of the model's checkpoint, each once (a tied head is sent
-only as the embedding). If transformers holds a layer's experts as one tensor, or names a module
-differently, the engine still receives what it would read from a file. Gathering is collective:
-every rank iterates to the end, also ranks that keep nothing. Called by `TrainerRank`.
+only as the embedding). A model with adapters is sent with the adapters merged into its weights, or
+only its adapters are sent, under PEFT's names. If transformers holds a layer's experts as one
+tensor, or names a module differently, the engine still receives what it would read from a file.
+Gathering is collective: every rank iterates to the end, also ranks that keep nothing. Called by
+`TrainerRank`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from actors.trainer.lora import (
+    LoraLinear,
+    adapted_layers,
+    checkpoint_names,
+    is_of_adapter,
+    merged_weight,
+    peft_names,
+)
 from actors.trainer.process_group import MOVED
 from actors.weights.board import WeightGroup
 from actors.weights.buffers import layer_groups, pack_group
@@ -27,18 +37,51 @@ NamedTensors = list[tuple[str, Tensor]]
 def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
     """Gather the full tensors layer by layer, so that at most two layers are in memory.
 
+    Adapters are merged into the weights.
+
     Args: dtype: type of the sent parameters: the one that the trainer computes in, so that trainer
         and engine round the weights in the same way.
     """
-    parameters = dict(causal_lm.named_parameters())
+    parameters = {
+        name: parameter
+        for name, parameter in causal_lm.named_parameters()
+        if not is_of_adapter(name)
+    }
+    adapted = {f"{name}.weight": layer for name, layer in adapted_layers(causal_lm)}
     buffers = persistent_buffers(causal_lm)
+
+    def gather(name: str) -> Tensor:
+        if name in buffers:
+            return buffers[name]
+        layer = adapted.get(name)
+        return (_full(parameters[name]) if layer is None else _merged(layer)).to(dtype)
+
     for names in layer_groups([*parameters, *buffers]):
-        gathered = {
-            name: buffers[name] if name in buffers else _full(parameters[name]).to(dtype)
-            for name in names
-        }
+        gathered = {name: gather(name) for name in names}
         MOVED.add(sum(tensor.nbytes for tensor in gathered.values()))
         yield _as_in_checkpoint(causal_lm, gathered)
+
+
+@torch.no_grad()
+def gather_adapters(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator[NamedTensors]:
+    """Gather the adapters layer by layer, with PEFT's names for the model's files.
+
+    B is sent as alpha / rank * B, so that the engine needs no scale.
+    """
+    layers, names = dict(adapted_layers(causal_lm)), checkpoint_names(causal_lm)
+    for group in layer_groups(list(layers)):
+        gathered: NamedTensors = []
+        for name in group:
+            half_a, half_b = _full(layers[name].lora_A), _full(layers[name].lora_B)
+            halves = half_a.to(dtype), (layers[name].scale * half_b).to(dtype)
+            gathered += zip(peft_names(names[name]), halves, strict=True)
+        MOVED.add(sum(tensor.nbytes for _, tensor in gathered))
+        yield gathered
+
+
+def _merged(layer: LoraLinear) -> Tensor:
+    halves = _full(layer.lora_A), _full(layer.lora_B)
+    return merged_weight(_full(layer.weight), *halves, scale=layer.scale)
 
 
 def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) -> NamedTensors:
@@ -61,12 +104,18 @@ def _full(parameter: Tensor) -> Tensor:
 
 
 def pack_weights(
-    causal_lm: PreTrainedModel, *, dtype: torch.dtype, is_kept: bool
+    causal_lm: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    is_kept: bool,
+    only_adapters: bool = False,
 ) -> Iterator[WeightGroup]:
     """Gather the weights layer by layer on every rank, and pack them on ranks that keep them.
 
+    Args: only_adapters: send the adapters instead of the weights.
     Yields: a packed group for each layer if is_kept; otherwise nothing, but all are gathered.
     """
-    for named in gather_groups(causal_lm, dtype=dtype):
+    gather = gather_adapters if only_adapters else gather_groups
+    for named in gather(causal_lm, dtype=dtype):
         if is_kept:
             yield pack_group(named)

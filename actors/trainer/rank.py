@@ -29,8 +29,15 @@ from actors.expert_records import MixtureShape, ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
 from actors.trainer.attribution import SplitGradient, split_gradient
-from actors.trainer.checkpoint import Progress
+from actors.trainer.checkpoint import Adapter, Progress, check_adapter, read_manifest
 from actors.trainer.critic import Critic
+from actors.trainer.lora import (
+    adapted_layers,
+    adapters_off,
+    attach_adapters,
+    base_digest,
+    freeze_in,
+)
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
 from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors, scoring_row
@@ -113,6 +120,11 @@ class TrainerRank:
             max_context_tokens=settings.max_context_tokens,
         )
         self.causal_lm = policy.causal_lm
+        self._base: str | None = None
+        if trainer.lora is not None:
+            attach_adapters(self.causal_lm, trainer.lora, seed=settings.seed)
+            self._base = base_digest(self.causal_lm)
+            freeze_in(self.causal_lm, self.param_dtype)
         self.shape = ModelShape(
             vocab_size=int(self.causal_lm.get_input_embeddings().weight.shape[0]),
             mixture=policy.mixture,
@@ -122,7 +134,7 @@ class TrainerRank:
         self._policy = TrainedModel(
             policy, self.causal_lm, sharding, trainer, stored=self.causal_lm
         )
-        self._reference = Reference(settings, sharding) if algorithm.needs_reference else None
+        self._reference = self._load_reference(sharding) if algorithm.needs_reference else None
         self._critic: Critic | None = None
         if algorithm.has_critic:
             critic_model = algorithm.critic.model or settings.model
@@ -133,6 +145,19 @@ class TrainerRank:
                 sharding,
                 max_context_tokens=settings.max_context_tokens,
             )
+
+    def _load_reference(self, sharding: Sharding) -> Reference:
+        """Load the reference, which is the policy without its adapters if it is the base model."""
+        settings = self.settings
+        if settings.trainer.lora is not None and settings.algorithm.reference is None:
+            return Reference(self._policy)
+        policy = load_policy(
+            settings.algorithm.reference or settings.model,
+            logprob_chunk=settings.logprob_chunk,
+            gradient_checkpointing=False,
+            max_context_tokens=settings.max_context_tokens,
+        ).requires_grad_(False)
+        return Reference(ShardedModel(policy, policy.causal_lm, sharding))
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
         """Score rows by the critic and the reference, before their rewards are shaped.
@@ -254,11 +279,16 @@ class TrainerRank:
         return dtype
 
     def pack_weights(self) -> Iterator[WeightGroup]:
-        """Gather the full weights layer by layer; rank 0 yields packed groups, other ranks nothing.
+        """Gather weights or adapters layer by layer; rank 0 yields packed groups, others nothing.
 
         Every rank must exhaust the iterator.
         """
-        return pack_weights(self.causal_lm, dtype=self.param_dtype, is_kept=self.rank == 0)
+        return pack_weights(
+            self.causal_lm,
+            dtype=self.param_dtype,
+            is_kept=self.rank == 0,
+            only_adapters=self.settings.trainer.adapter_rank is not None,
+        )
 
     def begin_save(self, step: int, term: int) -> None:
         """Copy weights, optimiser and progress, and write them in a thread; training may continue.
@@ -275,6 +305,7 @@ class TrainerRank:
             model=self.settings.model,
             critic_updates=None if trained is None else trained.num_updates,
             chat_template=self.settings.chat_template,
+            lora=self._adapter,
         )
         staged = stage_checkpoint(policy=self._policy, critic=trained)
         self._writing = self._writer.submit(
@@ -301,8 +332,9 @@ class TrainerRank:
     def load(self, path: Path) -> Progress:
         """Load weights, optimiser and progress from a checkpoint, written by any number of ranks.
 
-        Raises: CheckpointError if it is incomplete, broken or of another model.
+        Raises: CheckpointError if it is incomplete, broken, of another model or other adapters.
         """
+        check_adapter(path, read_manifest(path).lora, self._adapter)
         progress = load_checkpoint(
             path,
             policy=self._policy,
@@ -311,6 +343,18 @@ class TrainerRank:
         )
         self.version = progress.version
         return progress
+
+    @property
+    def _adapter(self) -> Adapter | None:
+        lora = self.settings.trainer.lora
+        if lora is None or self._base is None:
+            return None
+        return Adapter(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            layers=tuple(name for name, _ in adapted_layers(self.causal_lm)),
+            base=self._base,
+        )
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
         """Give the weights another version of the same step."""
@@ -485,29 +529,21 @@ def score_minibatches(
 
 
 class Reference:
-    """The frozen policy of KL terms, sharded like the trained policy and used only for scoring.
+    """The frozen policy of KL terms, used only for scoring.
 
     Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
     measured against the reference with its own routing.
     """
 
-    def __init__(self, settings: RankSettings, sharding: Sharding) -> None:
-        """Load the model and shard it. Raises: NotImplementedError, OSError (`load_policy`)."""
-        policy = load_policy(
-            settings.algorithm.reference or settings.model,
-            logprob_chunk=settings.logprob_chunk,
-            gradient_checkpointing=False,
-            max_context_tokens=settings.max_context_tokens,
-        ).requires_grad_(False)
-        self._policy = ShardedModel(policy, policy.causal_lm, sharding)
+    def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
+        """Keep the model, whose adapters are off when it scores."""
+        self._policy = policy
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
         """Return log-probabilities of the rows' targets. check: called before each row."""
-        return score_minibatches(
-            self._policy,
-            [_without_experts(minibatch) for minibatch in minibatches],
-            check=check,
-        )
+        without = [_without_experts(minibatch) for minibatch in minibatches]
+        with adapters_off(self._policy.model):
+            return score_minibatches(self._policy, without, check=check)
 
 
 def _without_experts(minibatch: Minibatch) -> Minibatch:
@@ -537,6 +573,8 @@ _BFLOAT16_PEAKS = {
 }
 _FLOPS_PER_PARAMETER = 6
 """FLOPs for one token and parameter: a product and a sum forward, and twice as many backward."""
+_SHARE_OF_FROZEN = 2 / 3
+"""A frozen parameter has no gradient of its own, which is a third of these FLOPs."""
 _EXPERT = re.compile(r"\.experts\.")
 
 
@@ -558,17 +596,18 @@ def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> floa
     """Return the number of parameters that a token is multiplied with.
 
     Not counted are the input embedding, which is looked up, unless it is tied to the head, and the
-    experts to which a token is not routed.
+    experts to which a token is not routed. A frozen parameter counts as two thirds.
     Returns: None if the model has experts and its mixture is not known.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
-    num_expert, num_other = 0, 0
+    num_expert, num_other = 0.0, 0.0
     for name, parameter in model.named_parameters():
+        share = 1.0 if parameter.requires_grad else _SHARE_OF_FROZEN
         if _EXPERT.search(name):
-            num_expert += parameter.numel()
+            num_expert += share * parameter.numel()
         elif parameter is not embedding or is_tied:
-            num_other += parameter.numel()
+            num_other += share * parameter.numel()
     if not num_expert:
         return num_other
     if mixture is None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le, MinLen
 
 from actors.algorithm import AlgorithmSettings, ScheduleSettings
-from actors.limits import STRICT, Decay, Natural, NotNegative, Positive, Rate, Seconds
+from actors.limits import STRICT, Decay, ModelName, Natural, NotNegative, Positive, Rate, Seconds
 from actors.types import Dtype
 
 LOGPROB_CHUNK = 256
@@ -32,6 +35,31 @@ class WeightBackend(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters (LoRA): the model's weights stay frozen, and only adapters are trained.
+
+    A linear layer computes W x + alpha / rank * B A x. The learning rate is usually about ten times
+    that of training all weights.
+    """
+
+    __pydantic_config__ = STRICT
+
+    rank: Positive = 16
+    """Rank of every adapter: the number of rows of A and of columns of B."""
+    alpha: Rate = 32.0
+    """The adapters' outputs are multiplied by alpha / rank."""
+    targets: Annotated[tuple[ModelName, ...], MinLen(1)] | None = None
+    """Names of the linear layers with adapters, such as [q_proj, v_proj]; null: all linear layers
+    of attention and of the MLP, but no router."""
+    dropout: Annotated[float, Ge(0), Le(0)] = 0.0
+    """Only 0: with dropout, the trainer would compute other log-probabilities than the engines."""
+    publish_merged: bool = False
+    """Whether the engines receive whole weights W + alpha / rank * B A instead of the adapters: for
+    models whose adapters vLLM cannot serve. With model.dtype bfloat16, rounding the sum loses small
+    changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
     """The settings of ranks, optimiser and packing."""
 
@@ -48,6 +76,7 @@ class TrainerSettings:
     warmup_updates: Natural = 5
     """Number of optimiser updates over which the learning rate grows linearly."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    lora: LoraSettings | None = None
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     adam_epsilon: Rate = 1e-8
@@ -86,6 +115,11 @@ class TrainerSettings:
     """MiB of batches, from steps after the newest checkpoint, that Ray's object store keeps so that
     replaced ranks can repeat these steps; if they need more, the loss of a rank sends the run back
     to the checkpoint."""
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Return the rank of published adapters; None if whole weights are published."""
+        return None if self.lora is None or self.lora.publish_merged else self.lora.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

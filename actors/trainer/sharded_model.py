@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -51,6 +52,7 @@ from actors.trainer.settings import TrainerSettings
 # Number of attempts to write to a full disk; not a time, because each rank has its own clock.
 _WRITE_ATTEMPTS, _WRITE_PAUSE_S = 13, 5.0
 _CRITIC = "critic"
+_TRAINABLE = StateDictOptions(ignore_frozen_params=True)
 _HASH_BLOCK, _HASH_FACTOR = 2**20, 0x9E3779B97F4A7C15
 Model = TypeVar("Model", bound=nn.Module)
 log = logging.getLogger(__name__)
@@ -118,9 +120,10 @@ class ShardedModel(Generic[Model]):
 
 
 class TrainedModel(ShardedModel[Model]):
-    """A sharded model with AdamW over its parameters.
+    """A sharded model with AdamW over its trainable parameters.
 
-    num_updates: number of updates applied so far, which determines the learning rate.
+    Frozen parameters take part in the forward pass, but not in gradients, checkpoints and
+    fingerprints. num_updates: number of updates applied so far, which determines the learning rate.
     """
 
     def __init__(
@@ -139,7 +142,8 @@ class TrainedModel(ShardedModel[Model]):
         self.num_updates = 0
         self._settings = settings
         self._stored = model if stored is None else stored
-        self._optimizer = build_optimizer(model.parameters(), settings)
+        self._trainable = [each for each in model.parameters() if each.requires_grad]
+        self._optimizer = build_optimizer(self._trainable, settings)
 
     @property
     def learning_rate(self) -> float:
@@ -196,26 +200,29 @@ class TrainedModel(ShardedModel[Model]):
     def state(self) -> dict[str, Any]:
         """Return the state that a checkpoint holds: sharded weights and moments."""
         return {
-            "model": get_model_state_dict(self._stored),
+            "model": get_model_state_dict(self._stored, options=_TRAINABLE),
             "optimizer": get_optimizer_state_dict(self._stored, self._optimizer),
         }
 
     def load_state(self, state: dict[str, Any], *, num_updates: int) -> None:
-        set_model_state_dict(self._stored, state["model"])
+        # Frozen parameters are in no checkpoint; `dcp.load` has found every other one.
+        has_frozen = len(self._trainable) < len(list(self.model.parameters()))
+        options = StateDictOptions(strict=not has_frozen)
+        set_model_state_dict(self._stored, state["model"], options=options)
         set_optimizer_state_dict(self._stored, self._optimizer, optim_state_dict=state["optimizer"])
         self.num_updates = num_updates
 
     def fingerprint(self) -> tuple[int, ...]:
         """Return hashes of this rank's shards of weights and moments, and the number of updates."""
         hashes = [self.num_updates]
-        for parameter in self.model.parameters():
+        for parameter in self._trainable:
             moments = self._optimizer.state[parameter]
             hashes += map(hash_bits, [parameter, *(moments[name] for name in sorted(moments))])
         return tuple(hashes)
 
     def _local_gradients(self) -> list[Tensor]:
         """Return this rank's non-empty shards of the gradients."""
-        gradients = (parameter.grad for parameter in self.model.parameters())
+        gradients = (parameter.grad for parameter in self._trainable)
         shards = (
             gradient.to_local() if isinstance(gradient, DTensor) else gradient
             for gradient in gradients

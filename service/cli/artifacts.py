@@ -23,13 +23,13 @@ from service.launch.run_dir import RunDir
 from service.store.run_store import StoreError
 
 
-def export_checkpoint(source: Path, directory: Path) -> str:
+def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = False) -> str:
     """Write a checkpoint, or a run's newest committed one, as a Hugging Face model directory.
 
-    Raises: ConfigError.
+    only_adapter: write its adapters in PEFT's format. Raises: ConfigError.
     """
     checkpoint = checkpoint_of(source, command="export")
-    manifest = export_to(checkpoint, directory, command="export")
+    manifest = export_to(checkpoint, directory, command="export", only_adapter=only_adapter)
     unchecked = "" if has_digests(checkpoint) else "; it has no digests, so its bytes are unchecked"
     return (
         f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in "
@@ -38,11 +38,17 @@ def export_checkpoint(source: Path, directory: Path) -> str:
 
 
 def export_to(
-    checkpoint: Path, directory: Path, *, command: str, dtype: Dtype = Dtype.FLOAT32
+    checkpoint: Path,
+    directory: Path,
+    *,
+    command: str,
+    dtype: Dtype = Dtype.FLOAT32,
+    only_adapter: bool = False,
 ) -> Progress:
     """Write a checkpoint as a Hugging Face model directory.
 
-    command: name of the command for errors. Raises: ConfigError.
+    command: name of the command for errors. only_adapter: write its adapters in PEFT's format.
+    Raises: ConfigError.
     """
     import torch
 
@@ -56,6 +62,7 @@ def export_to(
             # The tiny model moves with its run; any other is where the manifest says.
             model=str(own_model) if (own_model / "config.json").is_file() else None,
             dtype=getattr(torch, dtype.value),
+            only_adapter=only_adapter,
         )
     except (CheckpointError, FileExistsError, OSError) as error:
         raise ConfigError(f"{command}: {error}") from error

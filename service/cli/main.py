@@ -607,11 +607,14 @@ def rescore(
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
     directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="write only the LoRA adapters, in PEFT's format")
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory."""
+    """Write a checkpoint as a Hugging Face model directory; LoRA adapters are merged into it."""
     from service.cli.artifacts import export_checkpoint
 
-    typer.echo(export_checkpoint(source, directory))
+    typer.echo(export_checkpoint(source, directory, only_adapter=adapter))
 
 
 @app.command()

@@ -48,9 +48,10 @@ from actors.weights.board import Publication, Seat, StartStages, check_tokens
 from actors.weights.buffers import Bytes
 from actors.weights.collective import STALL_S, read_progress
 from actors.weights.logprob_check import CheckSample, CheckText, EngineScores
+from service.inference.lora import policy_adapter
 from service.inference.parsing import ReplyParser, load_parser
 from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, register
-from service.inference.settings import EngineSettings
+from service.inference.settings import ADAPTER_RANKS, EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
 # Enough time for a text that fills the context of a model on CPU.
@@ -87,6 +88,7 @@ class PolicyEngine:
         self._parser: asyncio.Task[ReplyParser] | None = None
         self._broken: str | None = None
         self._request_ids = itertools.count()
+        self._adapter_of_requests = None if settings.adapter_rank is None else policy_adapter()
 
     async def start(self) -> StartStages:
         """Start the engine process with the weights in the model's directory.
@@ -218,7 +220,9 @@ class PolicyEngine:
         request_id = str(next(self._request_ids))
         # The form that vLLM's renderer makes; it would convert a plain prompt in a thread.
         rendered = tokens_input(prompt, cache_salt=salt)
-        stream = self._engine.generate(rendered, params, request_id)
+        stream = self._engine.generate(
+            rendered, params, request_id, lora_request=self._adapter_of_requests
+        )
         try:
             async for part in stream:
                 output = part
@@ -323,6 +327,8 @@ class PolicyEngine:
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
                 on_progress()
             await self._engine.finish_weight_update(str(publication.version))
+            if self.settings.adapter_rank is not None:
+                await self._engine.collective_rpc("install_adapter")
             if self.settings.resets_prefix_cache:
                 await self._engine.reset_prefix_cache()
             self.term, self.version = publication.term, publication.version
@@ -414,7 +420,16 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
+        **_adapter_options(settings.adapter_rank),
     }
+
+
+def _adapter_options(rank: int | None) -> dict[str, Any]:
+    """Return vLLM's options for one adapter of a rank; {} for None."""
+    if rank is None:
+        return {}
+    largest = next(each for each in ADAPTER_RANKS if each >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
 
 
 def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:
@@ -423,7 +438,7 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
         **engine_options(settings),
         enable_return_routed_experts=records_experts,
         weight_transfer_config=WeightTransferConfig(backend=backend),
-        worker_extension_cls="service.inference.weight_transfer.StartMarks",
+        worker_extension_cls="service.inference.weight_transfer.WorkerExtension",
         # The replica pushes some of vLLM's metrics.
         disable_log_stats=False,
         enable_log_requests=False,
@@ -435,7 +450,7 @@ def _stages(
 ) -> StartStages:
     """Return the stages of a start; times are in seconds since 1970.
 
-    Args: workers: the marks of each worker (`StartMarks`); the slowest worker counts.
+    Args: workers: the marks of each worker (`WorkerExtension`); the slowest worker counts.
     Returns: the stages that took time; an eager engine has no stage of compilation.
     """
     imported, loaded, compile_s = (max(marks) for marks in zip(*workers, strict=True))

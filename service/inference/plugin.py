@@ -1,7 +1,8 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
-It registers the weight-transfer backends by name, and ends the engine's processes when the replica
-ends: an engine core is not a Ray worker, so nothing else ends it if its replica is killed.
+It registers the weight-transfer backends and the arithmetic of adapters by name, and ends the
+engine's processes when the replica ends: an engine core is not a Ray worker, so nothing else ends
+it if its replica is killed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ BACKENDS = {
     WeightBackend.COLLECTIVE: "CollectiveWeightTransferEngine",
 }
 ENTRY_POINT_NAME = "rayloom"
+_ONE_ADAPTER = "service.inference.lora.OneAdapter"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
 registered_at = 0.0
@@ -35,12 +37,16 @@ def register() -> None:
         return
     registered_at = time.time()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
 
     for backend, class_name in BACKENDS.items():
         # By module path, so that only the worker imports it, when the engine is created.
         WeightTransferEngineFactory.register_engine(
             backend.value, "service.inference.weight_transfer", class_name
         )
+    if current_platform.is_cpu():
+        # vLLM resolves the class by its name when an engine with LoRA starts.
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: _ONE_ADAPTER)
     # tqdm's default lock is a named semaphore, which outlives a killed process.
     tqdm.set_lock(threading.RLock())
     _die_with_owner()

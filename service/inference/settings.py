@@ -15,6 +15,8 @@ from actors.types import Dtype
 
 # Special values of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes that vLLM reserves for adapters; a smaller adapter is padded."""
 CPU_BLOCK_TOKENS = 32
 """The smallest block that vLLM's attention accepts on CPU, besides its multiples."""
 
@@ -104,6 +106,8 @@ class EngineSettings:
     version (synchronous training)."""
     seed: int
     """Seed of the engine's sampler."""
+    adapter_rank: int | None = None
+    """Rank of the adapter that publications bring; None if they bring whole weights."""
     max_ongoing_requests: int = 4096
     """Largest number of streams that Serve sends to one replica; each has many requests."""
     max_silence_s: float = 300.0

@@ -1,5 +1,8 @@
 """The worker's side of the two weight backends, which load the same packed groups.
 
+The groups hold whole weights, or, in an engine with LoRA, only the tensors of the policy's adapter:
+these are collected, and `install_adapter` gives them to vLLM.
+
 collective: the worker receives them in a broadcast (`actors.weights.collective`).
 
 object_store: the replica writes each weight group into an anonymous memory file and passes the path
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -39,6 +43,7 @@ from actors.weights.board import Seat, WeightManifest
 from actors.weights.buffers import Bytes, buffer_checksum, unpack_group
 from actors.weights.collective import Reception
 from service.inference import plugin
+from service.inference.lora import install_adapter
 
 _Init = TypeVar("_Init", bound=WeightTransferInitInfo)
 _Update = TypeVar("_Update", bound=WeightTransferUpdateInfo)
@@ -125,8 +130,8 @@ class CollectiveUpdateInfo(WeightTransferUpdateInfo):
     index: int
 
 
-class StartMarks:
-    """An extension of vLLM's worker that lets the replica read the stages of its start."""
+class WorkerExtension:
+    """An extension of vLLM's worker: it reports the stages of its start, and installs adapters."""
 
     vllm_config: VllmConfig
     weight_transfer_engine: WeightTransferEngine[Any, Any]
@@ -139,6 +144,15 @@ class StartMarks:
         compilation = self.vllm_config.compilation_config
         return plugin.registered_at, transfer.made_at, compilation.compilation_time
 
+    def install_adapter(self) -> None:
+        """Replace the policy's adapter by the one that the last update has transferred.
+
+        It is called after vLLM's end of an update, which removes all adapters. Raises: ValueError.
+        """
+        transfer = self.weight_transfer_engine
+        assert isinstance(transfer, _LayerwiseReload)
+        install_adapter(transfer.model.lora_manager, transfer.take_adapter())
+
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
     """A loader of packed weight groups by a layerwise reload."""
@@ -149,9 +163,28 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         """Record the time; vLLM calls this after the worker has loaded the model."""
         super().__init__(*arguments)
         self.made_at = time.time()
+        self._adapter: dict[str, Tensor] | None = None
+        """The tensors of an update of the adapter; None in an engine without LoRA."""
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if hasattr(self.model, "lora_manager"):
+            self._adapter = {}
+        else:
+            initialize_layerwise_reload(self.model)
+
+    def load(self, manifest: WeightManifest, buffer: Tensor) -> None:
+        """Load a group into the model, or keep its tensors if they are of an adapter."""
+        tensors = unpack_group(manifest, buffer)
+        if self._adapter is None:
+            self.model.load_weights(tensors)
+        else:
+            # Copies, because the buffer is unmapped with its last view.
+            self._adapter |= {name: tensor.clone() for name, tensor in tensors}
+
+    def take_adapter(self) -> dict[str, Tensor]:
+        """Return the transferred tensors by PEFT's names, and forget them."""
+        adapter, self._adapter = self._adapter, None
+        return adapter or {}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one group. Raises: ValueError if its bytes differ from the trainer's."""
@@ -161,6 +194,8 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
+        if self._adapter is not None:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_kept_weights(self.model)
@@ -186,7 +221,7 @@ class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, Obje
                 f"weights: got checksum {checksum}, expected {update_info.checksum} for the group "
                 f"of {manifest.names[0]}; the buffer was changed in transit"
             )
-        self.model.load_weights(unpack_group(manifest, torch.from_numpy(buffer)))
+        self.load(manifest, torch.from_numpy(buffer))
 
 
 class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, CollectiveUpdateInfo]):
@@ -217,7 +252,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
         assert self._reception is not None
         manifest = self._reception.manifests[update_info.index]
         buffer = self._reception.buffers[update_info.index]
-        self.model.load_weights(unpack_group(manifest, buffer))
+        self.load(manifest, buffer)
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()

@@ -1,0 +1,89 @@
+"""One LoRA adapter in vLLM: replace it in a running engine, and apply it on CPU.
+
+vLLM loads adapters from files, by requests. Here the weight transfer brings the tensors, and every
+request names the same adapter (`policy_adapter`), which is therefore never read from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
+
+_ADAPTER_ID = 1
+
+
+def policy_adapter() -> LoRARequest:
+    """Return the adapter of every request. If none is installed, vLLM fails to read this path."""
+    return LoRARequest("policy", _ADAPTER_ID, "/no-adapter-is-installed")
+
+
+def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors the adapter of an engine's worker, between two steps of the scheduler.
+
+    Args: tensors: A and alpha / rank * B of every adapted layer, by PEFT's names.
+    Raises: ValueError if a layer has no place for its adapter in vLLM's model.
+    """
+    if not tensors:
+        raise ValueError("inference: got a publication without an adapter, expected one")
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
+    rank = max(ranks)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        _ADAPTER_ID,
+        dict(tensors),
+        # B is scaled by the trainer, so that the factor here is 1.
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    # vLLM would ignore a layer that it does not know.
+    known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
+    if missed := sorted(adapter.loras.keys() - known):
+        raise ValueError(
+            f"inference: vLLM has no place for the adapters of {len(missed)} of "
+            f"{len(adapter.loras)} layers, such as {missed[0]}; leave them out of "
+            "trainer.lora.targets, or set trainer.lora.publish_merged: true"
+        )
+    manager.remove_adapter(_ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(_ADAPTER_ID)
+
+
+class OneAdapter(PunicaWrapperCPU):
+    """vLLM's arithmetic of LoRA on CPU, for an engine with one adapter.
+
+    vLLM's own copies the adapter's matrices for every token, which takes gigabytes for a prompt.
+    Rows without the adapter, as in vLLM's warm-up, keep their output.
+    """
+
+    def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
+        """Write scale * A x. Args: y: [T, rank] float32. w_t_all: [1, 1, rank, in]."""
+        is_adapted = (self.token_lora_indices >= 0)[:, None]
+        shrunk = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
+        y[:, : shrunk.shape[1]] = torch.where(is_adapted, scale * shrunk, 0.0)
+
+    def _apply_expand(
+        self,
+        y: Tensor,
+        x: Tensor,
+        w_t_all: Tensor,
+        y_offset: int,
+        y_slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        """Add B x to a slice of y. Args: x: [T, rank]. w_t_all: [1, 1, out, rank]."""
+        part: Any = y[:, y_offset : y_offset + y_slice_size]
+        expanded = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
+        if add_inputs:
+            part += expanded
+        else:
+            part.copy_(expanded)
