@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from actors.trainer.attention.forest import build_layout
@@ -86,6 +86,16 @@ def attach_adapters(causal_lm: PreTrainedModel, settings: LoraSettings, *, seed:
         parent, _, attribute = name.rpartition(".")
         setattr(body.get_submodule(parent), attribute, adapted)
     _check_called(body)
+
+
+def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
+    """Check the targets with a model without weights. Raises: NotImplementedError."""
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config)
+    layers = _chosen(causal_lm.base_model, settings.targets)
+    if not settings.publish_merged:
+        for name, layer in layers.items():
+            _checkpoint_name(causal_lm, f"{causal_lm.base_model_prefix}.{name}", layer)
 
 
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:
@@ -195,19 +205,22 @@ def checkpoint_names(causal_lm: PreTrainedModel) -> dict[str, str]:
     Raises: NotImplementedError if a layer's weight is a part of a larger tensor there, because an
         engine could not be given its adapter.
     """
-    names = {}
-    for name, layer in adapted_layers(causal_lm):
-        shape = (layer.out_features, layer.in_features)
-        weight = {f"{name}.weight": torch.empty(shape, device="meta")}
-        stored = list(revert_weight_conversion(causal_lm, weight).items())
-        if [tuple(tensor.shape) for _, tensor in stored] != [shape]:
-            raise NotImplementedError(
-                f"trainer.lora: the weight of {name} has another shape in the model's files, so "
-                "engines cannot be given its adapter; leave it out of trainer.lora.targets, or set "
-                "trainer.lora.publish_merged: true"
-            )
-        names[name] = stored[0][0].removesuffix(".weight")
-    return names
+    return {
+        name: _checkpoint_name(causal_lm, name, layer) for name, layer in adapted_layers(causal_lm)
+    }
+
+
+def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) -> str:
+    shape = (layer.out_features, layer.in_features)
+    weight = {f"{name}.weight": torch.empty(shape, device="meta")}
+    stored = list(revert_weight_conversion(causal_lm, weight).items())
+    if [tuple(tensor.shape) for _, tensor in stored] != [shape]:
+        raise NotImplementedError(
+            f"trainer.lora: the weight of {name} has another shape in the model's files, so "
+            "engines cannot be given its adapter; leave it out of trainer.lora.targets, or set "
+            "trainer.lora.publish_merged: true"
+        )
+    return stored[0][0].removesuffix(".weight")
 
 
 def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -115,6 +115,11 @@ class TrainerSettings:
     """MiB of batches, from steps after the newest checkpoint, that Ray's object store keeps so that
     replaced ranks can repeat these steps; if they need more, the loss of a rank sends the run back
     to the checkpoint."""
+
+    @property
+    def lora_shape(self) -> LoraSettings | None:
+        """Return the settings of the adapters without the way of their publication."""
+        return self.lora and replace(self.lora, publish_merged=False)
 
     @property
     def adapter_rank(self) -> int | None:

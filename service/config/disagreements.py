@@ -25,10 +25,10 @@ from actors.algorithm import (
 from actors.environment.settings import GROUP_REWARD, MIXTURE_PERIOD
 from actors.outcomes import Disposition
 from actors.trainer.settings import Device, WeightBackend
-from actors.types import SESSION, TRUNCATIONS, UPLOADED, Outcome
+from actors.types import SESSION, TRUNCATIONS, UPLOADED, Dtype, Outcome
 from service.config.kept_tokens import kept_tokens_problems
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
-from service.inference.settings import CPU_BLOCK_TOKENS
+from service.inference.settings import ADAPTER_RANKS, CPU_BLOCK_TOKENS
 
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
 _CLIPPED = frozenset({Objective.PPO_CLIP, Objective.DUAL_CLIP, Objective.CISPO})
@@ -64,7 +64,9 @@ def disagreements(config: Config) -> Iterator[str]:
         _check_budgets,
         _check_weights,
         _check_blocks,
+        _check_adapters,
         _check_gpus,
+        _check_adapters,
     )
     # A problem of a part that the whole configuration also has is reported once, for the whole.
     said = set()
@@ -574,6 +576,24 @@ def _check_blocks(config: Config) -> Iterator[str]:
             f"inference.block_tokens is {tokens}, expected a multiple of {CPU_BLOCK_TOKENS} for "
             f"engines on CPU; set {max(1, tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS}, or "
             "leave it out"
+        )
+
+
+def _check_adapters(config: Config) -> Iterator[str]:
+    """Yield a sentence for each reason why vLLM cannot serve the adapters."""
+    rank = config.trainer.adapter_rank
+    if rank is None:
+        return
+    if rank > ADAPTER_RANKS[-1]:
+        yield (
+            f"trainer.lora.rank is {rank}, expected at most {ADAPTER_RANKS[-1]}, the largest that "
+            "vLLM serves; lower it, or set trainer.lora.publish_merged: true"
+        )
+    if not config.inference.is_on_cpu and config.model.dtype is Dtype.FLOAT32:
+        yield (
+            "trainer.lora with model.dtype float32: vLLM's kernels for adapters on GPUs compute in "
+            "16 bits; expected bfloat16; set model.dtype and trainer.dtype to bfloat16, or "
+            "trainer.lora.publish_merged: true"
         )
 
 

@@ -14,9 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from actors.trainer.settings import LoraSettings
 from actors.types import Dtype
 from service.config.file import ConfigError
-from service.inference.model_support import unserved
+from service.inference.model_support import unserved, unserved_adapters
 from service.inference.settings import InferenceSettings
 from service.user_cache import user_cache
 
@@ -61,13 +62,14 @@ def check_architecture(
     max_context_tokens: int,
     dtype: Dtype,
     inference: InferenceSettings | None,
+    lora: LoraSettings | None = None,
 ) -> None:
     """Check that transformers, the trainer and the engines support the model's architecture.
 
     Reads no weights: the trainer's own check runs a copy with a few narrow layers.
 
     Args: key: the setting that names the model. dtype: dtype of the engines' weights.
-        inference: None for a model that only the trainer holds.
+        inference: None for a model that only the trainer holds. lora: the policy's adapters.
     Raises: ConfigError that names the unsupported part.
     """
     # Imported here, because it takes four seconds: it imports torch.
@@ -90,9 +92,22 @@ def check_architecture(
     except NotImplementedError as error:
         reason = str(error).removeprefix("trainer: ")
         raise ConfigError(f"{key}: {directory} cannot be trained: {reason}") from error
+    if lora is not None:
+        _check_adapters(directory, config, lora, key=key)
     reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))
+    if inference is not None and lora is not None and not lora.publish_merged:
+        reasons += unserved_adapters(config, inference)
     if reasons:
         raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
+
+
+def _check_adapters(directory: Path, config: Any, lora: LoraSettings, *, key: str) -> None:
+    from actors.trainer.lora import check_targets
+
+    try:
+        check_targets(config, lora)
+    except NotImplementedError as error:
+        raise ConfigError(f"{key}: {directory} cannot be trained: {error}") from error
 
 
 def check_architecture_once(
@@ -102,6 +117,7 @@ def check_architecture_once(
     max_context_tokens: int,
     dtype: Dtype,
     inference: InferenceSettings | None,
+    lora: LoraSettings | None = None,
 ) -> None:
     """Check as `check_architecture` does, but skip a check that has already passed for this user.
 
@@ -110,7 +126,7 @@ def check_architecture_once(
 
     Arguments and errors are those of `check_architecture`.
     """
-    given = (max_context_tokens, dtype, inference)
+    given = (max_context_tokens, dtype, inference, lora)
     passed = user_cache("checked") / _fingerprint(directory / "config.json", given)
     if passed.is_file():
         return
@@ -120,6 +136,7 @@ def check_architecture_once(
         max_context_tokens=max_context_tokens,
         dtype=dtype,
         inference=inference,
+        lora=lora,
     )
     with suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)

@@ -255,6 +255,7 @@ def _check_policy(config: Config, file: Path, *, was_loaded: bool) -> None:
             max_context_tokens=config.model.max_context_tokens,
             dtype=config.model.dtype,
             inference=config.inference,
+            lora=config.trainer.lora,
         )
     longest = read_object(file).get("max_position_embeddings")
     if isinstance(longest, int) and config.model.max_context_tokens > longest:

@@ -31,6 +31,11 @@ def refused_changes(before: Config, now: Config) -> list[str]:
             f"run.seed is {now.run.seed}, the run began with {before.run.seed}; expected the same, "
             "because the tasks derive from it"
         )
+    if before.trainer.lora_shape != now.trainer.lora_shape:
+        found.append(
+            "trainer.lora differs from the run's own; expected the same (only publish_merged may "
+            "change), because the checkpoint holds the adapters"
+        )
     return [*found, *_refused_of_algorithm(before, now)]
 
 

@@ -118,6 +118,20 @@ def unserved(config: Any, inference: InferenceSettings, *, dtype: Dtype) -> Iter
         )
 
 
+def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str]:
+    """Yield the reasons why the engines cannot serve LoRA adapters of a model that they serve.
+
+    Args: config: transformers' configuration of a causal model of text.
+    """
+    remedy = "expected a dense model; set trainer.lora.publish_merged: true"
+    text = config.get_text_config()
+    if inference.is_on_cpu and any(getattr(text, name, None) for name in _EXPERTS):
+        yield f"it has experts, for whose adapters vLLM has no kernel on CPU, {remedy}"
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if inference.is_on_cpu and any("linear" in kind or "mamba" in kind for kind in kinds):
+        yield f"it has recurrent layers, whose adapters vLLM does not serve on CPU, {remedy}"
+
+
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
     """Whether vLLM would run transformers' model because it has no implementation of its own.
 
