@@ -37,6 +37,7 @@ PROOF_PARTS = {
     "families",
     "settings",
     "tutorials",
+    "lora",
     "demo",
     "slow",
 }

@@ -123,6 +123,14 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
         ({"trainer": {"weight_decay": float("inf")}}, ["trainer.weight_decay", "got inf"]),
         ({"trainer": {"device": "cuda"}}, ["device is cuda", "gpus_per_rank 0", "expected more"]),
         ({"trainer": {"gpus_per_rank": 1}}, ["device is cpu", "gpus_per_rank 1"]),
+        ({"trainer": {"lora": {"rank": 600}}}, ["trainer.lora.rank is 600", "at most 512"]),
+        ({"trainer": {"lora": {"dropout": 0.1}}}, ["trainer.lora.dropout", "got 0.1"]),
+        ({"trainer": {"lora": {"targets": []}}}, ["trainer.lora.targets", "got []"]),
+        ({"trainer": {"lora": {"use_dora": True}}}, ["trainer.lora", "use_dora"]),
+        (
+            {"trainer": {"lora": {}}, "inference": {"gpus_per_replica": 1}},
+            ["trainer.lora with model.dtype float32", "expected bfloat16"],
+        ),
         (
             {"trainer": {"device": "cuda", "gpus_per_rank": 0.5, "num_ranks": 2}},
             ["gpus_per_rank is 0.5 with trainer.num_ranks 2", "NCCL refuses"],

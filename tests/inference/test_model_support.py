@@ -16,10 +16,16 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from actors.types import Dtype
-from service.inference.model_support import cpu_head_sizes, registered_architectures, unserved
+from service.inference.model_support import (
+    cpu_head_sizes,
+    registered_architectures,
+    unserved,
+    unserved_adapters,
+)
 from service.inference.settings import InferenceSettings
 
 ON_CPU, ON_GPU = InferenceSettings(), InferenceSettings(gpus_per_replica=1.0)
@@ -99,3 +105,21 @@ def test_a_model_that_no_engine_serves_is_refused_with_a_sentence(
     reasons = list(unserved(config, inference, dtype=dtype))
     assert len(reasons) == (expected is not None)
     assert expected is None or expected in reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "inference", "expected"),
+    [
+        (qwen3(), ON_CPU, []),
+        (PhimoeConfig(), ON_GPU, []),
+        (PhimoeConfig(), ON_CPU, ["it has experts, for whose adapters"]),
+        (Qwen3NextConfig(), ON_CPU, ["it has experts", "it has recurrent layers"]),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve_are_refused(
+    config: PretrainedConfig, inference: InferenceSettings, expected: list[str]
+) -> None:
+    found = list(unserved_adapters(config, inference))
+    assert len(found) == len(expected)
+    for reason, words in zip(found, expected, strict=True):
+        assert words in reason and "publish_merged: true" in reason

@@ -12,14 +12,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from worlds.settings import changed, rank_settings
 from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
 from actors.algorithm import KlSettings, LossSettings
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.export import export_checkpoint
-from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters
+from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters, check_targets
 from actors.trainer.model import load_policy, row_tensors, scoring_row
 from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import LoraSettings, RankSettings
@@ -250,3 +250,10 @@ def test_a_target_that_the_model_lacks_is_refused(settings: RankSettings) -> Non
     policy = load_policy(settings.model, logprob_chunk=64, gradient_checkpointing=False)
     with pytest.raises(NotImplementedError, match="got the target qkv, expected some of down_proj"):
         attach_adapters(policy.causal_lm, replace(LORA, targets=("q_proj", "qkv")), seed=0)
+
+
+def test_targets_are_checked_without_weights(settings: RankSettings) -> None:
+    config = AutoConfig.from_pretrained(settings.model)
+    check_targets(config, LORA)
+    with pytest.raises(NotImplementedError, match="got the target qkv, expected some of down_proj"):
+        check_targets(config, replace(LORA, targets=("q_proj", "qkv")))
