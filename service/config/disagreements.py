@@ -28,6 +28,7 @@ from actors.trainer.settings import Device, WeightBackend
 from actors.types import SESSION, TRUNCATIONS, UPLOADED, Dtype, Outcome
 from service.config.kept_tokens import kept_tokens_problems
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
+from service.inference.engine_args import engine_args_problems
 from service.inference.settings import ADAPTER_RANKS, CPU_BLOCK_TOKENS
 
 _OUT = frozenset({Disposition.MASK, Disposition.DROP})
@@ -65,8 +66,8 @@ def disagreements(config: Config) -> Iterator[str]:
         _check_weights,
         _check_blocks,
         _check_adapters,
+        _check_engine_args,
         _check_gpus,
-        _check_adapters,
     )
     # A problem of a part that the whole configuration also has is reported once, for the whole.
     said = set()
@@ -595,6 +596,10 @@ def _check_adapters(config: Config) -> Iterator[str]:
             "16 bits; expected bfloat16; set model.dtype and trainer.dtype to bfloat16, or "
             "trainer.lora.publish_merged: true"
         )
+
+
+def _check_engine_args(config: Config) -> Iterator[str]:
+    return engine_args_problems(config.inference.engine_args)
 
 
 def _check_gpus(config: Config) -> Iterator[str]:

@@ -421,6 +421,7 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
         **_adapter_options(settings.adapter_rank),
+        **inference.engine_args,
     }
 
 

@@ -6,12 +6,14 @@ the engine derives from the model, such as its vocabulary, are not repeated here
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Share
 from actors.network import LOOPBACK, gloo_interface
 from actors.trainer.settings import WeightBackend
 from actors.types import Dtype
+from service.inference.engine_args import is_quantising
 
 # Special values of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
@@ -60,6 +62,8 @@ class InferenceSettings:
     the time for which /readyz allows an engine to lack the current version."""
     start_deadline_s: Seconds = 600
     """Time in seconds without progress of any engine's start or load after which a term ends."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, by their names there (docs/engine-args.md)."""
 
     @property
     def is_on_cpu(self) -> bool:
@@ -72,6 +76,11 @@ class InferenceSettings:
         On CPU that default is 128, so large that turns of a short conversation would share nothing.
         """
         return self.block_tokens or (CPU_BLOCK_TOKENS if self.is_on_cpu else None)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the engine holds weights or cache with fewer bits than model.dtype."""
+        return is_quantising(self.engine_args)
 
     @property
     def names_parser(self) -> bool:

@@ -293,6 +293,7 @@ class Publisher:
         most_tokens: int = 0,
         check_every: int = 0,
         dtype: Dtype = Dtype.FLOAT32,
+        is_quantised: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare the first publication.
@@ -301,7 +302,7 @@ class Publisher:
         loading. measure: context manager for each phase of a publication. text: text of the first
         check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
         prompt tokens. check_every: one in this number of later checks uses all of the text; 0: none
-        does. dtype: selects the bounds. clock: returns seconds.
+        does. dtype, is_quantised: select the bounds. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -315,6 +316,7 @@ class Publisher:
         self._later_text: CheckText | None = None
         """The first text with a continuation; None before `check_start`, or if there is no text."""
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
+        self._is_quantised = is_quantised
         self._clock = clock
         self._began_at = clock()
         self._spent_s = self._spent_short_s = 0.0
@@ -446,6 +448,7 @@ class Publisher:
         return LogprobCheck(
             num_tokens=num_tokens,
             dtype=self._dtype,
+            is_quantised=self._is_quantised,
             comparisons=tuple(found),
             seconds=self._own_s + max(each.check_s for each in replicas),
         )

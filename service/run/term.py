@@ -341,6 +341,7 @@ class Term:
             most_tokens=config.model.max_context_tokens - 1,
             check_every=config.trainer.logprob_check_every,
             dtype=bounds_dtype(config.model.dtype, config.trainer.dtype),
+            is_quantised=config.inference.is_quantised,
         )
         with self._recorder.stage("first publication and the trainer's check"):
             await publisher.publish(version)

@@ -20,7 +20,10 @@ BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = set(re.findall(r"^\| `([\w.]+)` \|", configuration_page(), re.MULTILINE))
 # The keys below these are names of the user's own.
-NAMED = ("tasks.options", "tasks.columns", "rollouts.outcomes", "mixture", "evaluation.sets")
+NAMED = (
+    *("tasks.options", "tasks.columns", "rollouts.outcomes", "mixture", "evaluation.sets"),
+    "inference.engine_args",
+)
 
 
 def commands(text: str) -> Iterator[list[str]]:
