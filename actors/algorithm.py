@@ -304,6 +304,18 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateCreditSettings:
+    """Credit for turns that met the same observation, added to the group's advantages (GiGPO)."""
+
+    __pydantic_config__ = STRICT
+
+    weight: Rate = 1.0
+    """Weight of a turn's advantage over the turns with its observation; omega."""
+    discount: Fraction = 1.0
+    """Discount of later rewards, from one turn to the next; gamma."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSettings:
     """The settings of groups, admission, advantages and loss."""
 
@@ -329,6 +341,7 @@ class AlgorithmSettings:
     """Discount of later rewards, with one advantage for each turn; null: one advantage for each
     trajectory.
     """
+    state_credit: StateCreditSettings | None = None
     normalise_advantages: bool = False
     """Whether advantages are normalised over all tokens of a step, after the group statistics
     (REINFORCE++).

@@ -13,12 +13,12 @@ that it was sampled in, in its own sample. Called by `step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.algorithm import Baseline, CriticSettings, Scale, Truncation
+from actors.algorithm import Baseline, CriticSettings, Scale, StateCreditSettings, Truncation
 from actors.batch import Float64s, Int64s
 from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.outcomes import are_equal
@@ -44,6 +44,7 @@ def credit_group(
     scale: Scale,
     turn_discount: float | None,
     critic: CriticSettings,
+    state_credit: StateCreditSettings | None = None,
 ) -> tuple[list[Member], EvictionReason | None]:
     """Compute the advantages of the trained tokens of a group.
 
@@ -73,7 +74,19 @@ def credit_group(
         )
         for member, value in zip(members, group.values, strict=True)
     ]
-    return credited, group.no_signal
+    if state_credit is None:
+        return credited, group.no_signal
+    of_states = state_advantages(
+        [_turn_rewards(member) if member.trajectory.turns else np.empty(0) for member in members],
+        [_state_keys(member) for member in members],
+        discount=state_credit.discount,
+        baseline=baseline,
+        scale=scale,
+    )
+    pairs = zip(credited, of_states, strict=True)
+    credited = [_add_to_turns(member, state_credit.weight * values) for member, values in pairs]
+    has_signal = any(values.any() for values in of_states)
+    return credited, None if has_signal else group.no_signal
 
 
 def group_advantages(
@@ -180,6 +193,41 @@ def turn_advantages(
     return advantages, EvictionReason.ZERO_VARIANCE
 
 
+def state_advantages(
+    turn_rewards: Sequence[Float64s],
+    state_keys: Sequence[Sequence[Hashable]],
+    *,
+    discount: float,
+    baseline: Baseline = Baseline.MEAN,
+    scale: Scale = Scale.STD,
+) -> list[Float64s]:
+    """Compare each turn of a group with the group's turns that met the same state.
+
+    R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied to the R_{i,t} of all turns
+    with the same key, also to several turns of one trajectory. A state that was met once gives 0.
+    Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. The episode's advantage plus a weight
+        times this value is its equation 8.
+
+    Args: turn_rewards: for each member [K_i] float. state_keys: for each member [K_i]; equal for
+        equal states. discount: in [0, 1].
+    Returns: for each member [K_i] float64.
+    Example: rewards [[0, 1], [0, 0]], keys [[s, a], [s, b]], discount .5, mean, none: R = [[.5, 1],
+        [0, 0]] -> [[.25, 0], [-.25, 0]]
+    """
+    to_go = [discounted_suffix_sums(rewards, discount) for rewards in turn_rewards]
+    met: dict[Hashable, list[tuple[int, int]]] = {}
+    for i, keys in enumerate(state_keys):
+        for t, key in enumerate(keys):
+            met.setdefault(key, []).append((i, t))
+    advantages = [np.zeros_like(values) for values in to_go]
+    for turns in met.values():
+        values = [float(to_go[i][t]) for i, t in turns]
+        compared = group_advantages(values, baseline=baseline, scale=scale).values
+        for (i, t), value in zip(turns, compared, strict=True):
+            advantages[i][t] = value
+    return advantages
+
+
 def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
     """Remove the KL of earlier tokens from each token's advantage.
 
@@ -212,6 +260,26 @@ def _turn_rewards(member: Member) -> Float64s:
         return member.rewards
     sums = np.append(0.0, np.cumsum(member.kl_rewards))
     return member.rewards + np.diff(sums[turn_bounds(member)])
+
+
+def _state_keys(member: Member) -> list[bytes]:
+    """Return the key of each turn's state: the tokens of the observation before the turn.
+
+    The observation before the first turn of a sample is the whole prompt.
+    """
+    keys = [b""] * len(member.trajectory.turns)
+    for sample in member.samples:
+        begin = 0
+        for turn in sample.turns:
+            keys[turn.index] = sample.token_ids[begin : turn.start].tobytes()
+            begin = turn.end
+    return keys
+
+
+def _add_to_turns(member: Member, of_turns: Float64s) -> Member:
+    added = _credit_turns(member, of_turns).advantages
+    pairs = zip(member.advantages, added, strict=True)
+    return replace(member, advantages=tuple(own + more for own, more in pairs))
 
 
 def _credit_turns(member: Member, of_turns: Float64s) -> Member:

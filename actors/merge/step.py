@@ -131,6 +131,7 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
         scale=settings.algorithm.scale,
         turn_discount=settings.algorithm.turn_discount,
         critic=settings.algorithm.critic,
+        state_credit=settings.algorithm.state_credit,
     )
     rest = iter(credited)
     members = tuple(m if m.baseline_return is None else next(rest) for m in group)

@@ -56,6 +56,7 @@ def disagreements(config: Config) -> Iterator[str]:
         _check_ends,
         _check_refills,
         _check_scale,
+        _check_state_credit,
         _check_critic,
         _check_schedules,
         _check_loss,
@@ -378,6 +379,35 @@ def _check_scale(config: Config) -> Iterator[str]:
             f"algorithm.scale is {algorithm.scale} with algorithm.baseline {algorithm.baseline}: "
             "it divides by the returns of a group, which needs a group baseline (mean or "
             "leave_one_out); expected none; set algorithm.scale to none, or choose a group baseline"
+        )
+
+
+def _check_state_credit(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.state_credit is None:
+        return
+    if not algorithm.has_group_baseline:
+        yield (
+            f"algorithm.state_credit is set with algorithm.baseline {algorithm.baseline}; expected "
+            "mean or leave_one_out, because it compares the turns of a group; set "
+            "algorithm.baseline, or leave state_credit out"
+        )
+    if algorithm.scale is Scale.MEAN:
+        yield (
+            "algorithm.state_credit is set with algorithm.scale mean; expected std or none, "
+            "because the formula of scale mean is for whole returns; set algorithm.scale, or leave "
+            "state_credit out"
+        )
+    if algorithm.turn_discount is not None:
+        yield (
+            "algorithm.state_credit is set with algorithm.turn_discount; expected one of them, "
+            "because both give credit by turn; leave one out"
+        )
+    if algorithm.max_variance_refills:
+        yield (
+            f"algorithm.max_variance_refills is {algorithm.max_variance_refills} with "
+            "algorithm.state_credit: equal returns of different turns are a signal there; expected "
+            "0; leave one of them out"
         )
 
 

@@ -572,6 +572,7 @@ class Config:
         rules = [r for each in self.members.values() for r in each.rollouts.outcomes.values()]
         is_plain = (
             algorithm.turn_discount is None
+            and algorithm.state_credit is None
             and not algorithm.normalise_advantages
             and not algorithm.has_critic
             and algorithm.reward == RewardSettings()

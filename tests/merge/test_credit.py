@@ -27,6 +27,7 @@ from actors.algorithm import (
     LossSettings,
     RewardSettings,
     Scale,
+    StateCreditSettings,
     Truncation,
 )
 from actors.batch import RowScores
@@ -180,6 +181,32 @@ def test_credit_by_turn_reaches_the_tokens_of_each_turn() -> None:
     first, second = play(0, [0.0, 1.0]), play(1, [0.0, 0.0])
     result = build(group_of(first, second), turn_discount=0.5, scale=Scale.NONE)
     assert of_turns(result, first) == [0.25, 0.5] and of_turns(result, second) == [-0.25, -0.5]
+
+
+def test_credit_by_state_is_added_for_turns_with_equal_observations() -> None:
+    first = play(0, [0.0, 1.0])
+    # The same tokens with other log-probabilities, by which `advantages` finds them.
+    turns = [
+        replace(turn, reward=0.0, logprobs=turn.logprobs - np.float32(0.125))
+        for turn in linear_turns(2, seed=0)
+    ]
+    second = make_trajectory(turns, rollout_id="g000000.0-1")
+    credit = StateCreditSettings(weight=2.0, discount=0.5)
+    result = build(group_of(first, second), state_credit=credit, scale=Scale.NONE)
+    # By trajectory 0.5; by state 0.25 at the first observation and 0.5 at the second.
+    assert of_turns(result, first) == pytest.approx([1.0, 1.5])
+    assert of_turns(result, second) == pytest.approx([-1.0, -1.5])
+    # The observations of another trajectory differ, so that nothing is added.
+    alone = build(group_of(first, play(1, [0.0, 0.0])), state_credit=credit, scale=Scale.NONE)
+    assert of_turns(alone, first) == pytest.approx([0.5, 0.5])
+
+
+def test_equal_returns_are_a_signal_if_their_turns_met_the_same_observations() -> None:
+    turns = [replace(turn, reward=1.0 - k) for k, turn in enumerate(linear_turns(2, seed=0))]
+    group = group_of(play(0, [0.0, 1.0]), make_trajectory(turns, rollout_id="g000000.0-1"))
+    assert build(group, state_credit=None).report.num_zero_variance_groups == 1
+    credit = StateCreditSettings(discount=0.5)
+    assert build(group, state_credit=credit).report.num_zero_variance_groups == 0
 
 
 def test_equal_returns_that_fell_to_different_turns_are_a_signal_by_turn_alone() -> None:
