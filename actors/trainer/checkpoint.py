@@ -42,7 +42,7 @@ class CheckpointNotWritten(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What a checkpoint of adapters must fit: their shape, and the base model under them."""
+    """The shape of a checkpoint's adapters, and the base model that they belong to."""
 
     rank: int
     alpha: float
