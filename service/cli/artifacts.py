@@ -17,10 +17,13 @@ from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress, has_digests
 from actors.types import Dtype
+from service.cli.outlet import say
 from service.config.file import ConfigError
-from service.launch.resume import newest_usable
+from service.launch.resume import newest_complete, newest_usable
 from service.launch.run_dir import RunDir
-from service.store.run_store import StoreError
+from service.store.lineage import Checkpoint
+from service.store.run_store import ReadOnlyStore, StoreError
+from service.store.tables import FORMAT
 
 
 def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = False) -> str:
@@ -83,16 +86,44 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
             )
         return run_dir.path
     try:
-        with run_dir.looked_into() as store:
-            newest = newest_usable(run_dir.checkpoints, store.checkpoints())
+        with run_dir.looked_into(any_format=True) as store:
+            commits = _commits_in_any_format(store)
+        if commits is None:
+            newest = newest_complete(run_dir.checkpoints)
+        else:
+            commit = newest_usable(run_dir.checkpoints, commits)
+            newest = None if commit is None else run_dir.checkpoints / commit.directory
     except StoreError as error:
-        raise ConfigError(f"{command}: {error}") from error
+        raise ConfigError(
+            f"{command}: {error}; or name one of the checkpoints in {run_dir.checkpoints}"
+        ) from error
+    if commits is None and newest is not None:
+        say(
+            f"rayloom: the database of {source} is in another format than this Rayloom's "
+            f"{FORMAT}, and its table of checkpoints cannot be read; took the newest complete "
+            f"directory, {newest.name}, which the run may have undone",
+            err=True,
+        )
     if newest is None:
         raise ConfigError(
             f"{command}: the run in {source} has no committed checkpoint yet; expected at least "
             "one; let it reach run.checkpoint_every steps"
         )
-    return run_dir.checkpoints / newest.directory
+    return newest
+
+
+def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
+    """Return the run's checkpoints; None if another format keeps them in other tables.
+
+    Raises: StoreError.
+    """
+    number = store.format_number()
+    try:
+        return store.checkpoints()
+    except StoreError:
+        if number == FORMAT:
+            raise
+        return None
 
 
 def write_reasoning_gym(

@@ -83,7 +83,10 @@ def _day(moment: float) -> str:
 
 @contextmanager
 def _opened(run: Path) -> Iterator[RunStore]:
-    """Open a run's database. Raises: ConfigError if there is no run, or it cannot be opened."""
+    """Open a run's database; move an older format forward if no process holds the run.
+
+    Raises: ConfigError if there is no run, or it cannot be opened.
+    """
     run_dir = RunDir(path=run)
     try:
         if not run_dir.has_run():
@@ -91,8 +94,10 @@ def _opened(run: Path) -> Iterator[RunStore]:
                 f"--run {run}: has no run, expected the directory of a run that was started; name "
                 "it"
             )
-        store = RunStore(run_dir.database_url, patience_s=PATIENCE_S)
+        store = RunStore(run_dir.database_url, patience_s=PATIENCE_S, may_be_older=True)
         try:
+            if store.is_older():
+                store.move_forward()
             yield store
         finally:
             store.close()

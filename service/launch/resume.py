@@ -60,6 +60,24 @@ def find_faults(checkpoints: Path, commits: Sequence[Checkpoint]) -> dict[str, s
     return faults
 
 
+def newest_complete(checkpoints: Path) -> Path | None:
+    """Return the newest directory that is a complete checkpoint, without asking the database.
+
+    It may belong to a term that a later one superseded. Returns: None if there is none.
+    """
+    numbered: list[tuple[int, int, Path]] = []
+    for directory in checkpoints.glob("step-*-t*"):
+        if found := _STEP_AND_TERM.fullmatch(directory.name):
+            numbered.append((int(found[2]), int(found[1]), directory))
+    for *_, directory in sorted(numbered, reverse=True):
+        try:
+            read_manifest(directory)
+        except CheckpointError:
+            continue
+        return directory
+    return None
+
+
 def newest_usable(checkpoints: Path, commits: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the newest commit whose manifest can be read; None if the run has no commits.
 

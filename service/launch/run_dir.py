@@ -106,17 +106,22 @@ class RunDir:
 
     @contextmanager
     def looked_into(
-        self, *, patience_s: float | None = None, may_be_older: bool = False
+        self,
+        *,
+        patience_s: float | None = None,
+        may_be_older: bool = False,
+        any_format: bool = False,
     ) -> Iterator[ReadOnlyStore]:
         """Open the database of an existing run for reading, and close it at the end.
 
         patience_s: seconds to wait for the database; None for the directory's own patience_s.
-        may_be_older: see `ReadOnlyStore`. Raises: StoreError.
+        may_be_older, any_format: see `ReadOnlyStore`. Raises: StoreError.
         """
         store = ReadOnlyStore(
             self.database_url,
             patience_s=self.patience_s if patience_s is None else patience_s,
             may_be_older=may_be_older,
+            any_format=any_format,
         )
         try:
             yield store

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Boolean, Column, Connection, MetaData, String, Table, Text, true
+from sqlalchemy import Boolean, Column, Connection, MetaData, String, Table, Text, inspect, true
 from sqlalchemy.schema import CreateColumn
 
 FIRST_FORMAT = 9
@@ -25,10 +25,16 @@ Step = Callable[[Connection], None]
 
 
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
-    """Add a column that is nullable or has a `server_default`, which old rows get."""
+    """Add a column that is nullable or has a `server_default`, which old rows get.
+
+    If the table has the column, do nothing: a database may record an older format than it has.
+    """
     assert column.nullable or column.server_default is not None, "old rows need a value"
     places = connection.get_execution_options().get("schema_translate_map") or {}
     dialect = connection.dialect
+    there = inspect(connection).get_columns(table, schema=places.get(None))
+    if column.name in [each["name"] for each in there]:
+        return
     named = Table(table, MetaData(), column, schema=places.get(None))
     what = CreateColumn(column).compile(dialect=dialect)
     name = dialect.identifier_preparer.format_table(named)

@@ -115,19 +115,21 @@ class ReadOnlyStore:
         is_read_only: bool = True,
         patience_s: float = 0.0,
         may_be_older: bool = False,
+        any_format: bool = False,
         steps: Mapping[int, Step] = STEPS,
     ) -> None:
         """Open a store.
 
         Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
         accept an older format unchanged: the caller reads only the tables that no step changes
-        (`service.store.migrations`). steps: the steps of this Rayloom.
+        (`service.store.migrations`). any_format: accept every format unchanged, newer ones and
+        those that cannot be moved too: the caller expects errors. steps: the steps of this Rayloom.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(place, is_read_only=is_read_only, patience_s=patience_s)
         self._file = sqlite_file(place)
         self._steps, self._format = steps, newest_format(steps)
-        self._may_be_older = may_be_older
+        self._may_be_older, self._any_format = may_be_older, any_format
         self._scratch: TemporaryDirectory[str] | None = None
         try:
             self._open()
@@ -220,8 +222,12 @@ class ReadOnlyStore:
 
         return self.read(is_older)
 
+    def format_number(self) -> int:
+        """Return the number of the database's format. Raises: StoreError."""
+        return self.read(self._read_format)
+
     def _open(self) -> None:
-        if not self.is_older() or self._may_be_older:
+        if self._any_format or not self.is_older() or self._may_be_older:
             return
         if self._file is None:
             raise self._not_moved()
@@ -270,12 +276,12 @@ class ReadOnlyStore:
         if number > self._format:
             raise StoreError(
                 f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy that "
-                "was made before"
+                "was made before; `rayloom export` still writes its policy"
             )
         if number < FIRST_FORMAT:
             raise StoreError(
                 f"{written}{self._format}; finish it with the version that began it, or start a "
-                "new run"
+                "new run; `rayloom export` still writes its policy"
             )
 
     def _read_format(self, connection: Connection) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ from worlds.session_builders import session_request, turn_added
 from worlds.store_builders import commit, write_under_way
 
 from actors.trainer.checkpoint import MANIFEST, claim
-from service.cli.artifacts import export_checkpoint
+from service.cli.artifacts import checkpoint_of, export_checkpoint
 from service.cli.inspect import InspectRequest, run_inspect
 from service.cli.stages import Stages
 from service.cli.train import EXIT_FAILED, EXIT_OK, TrainRequest, run_training
@@ -375,11 +376,36 @@ def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> N
     config = load_config(small_config(tmp_path))
     for command in (
         lambda: check_resumable(place, config),
-        lambda: export_checkpoint(place.path, tmp_path / "out"),
         lambda: run_inspect(InspectRequest(target=str(place.path))),
     ):
         with pytest.raises(ConfigError, match="was written in format 1, this Rayloom reads format"):
             command()
+
+
+@pytest.mark.parametrize("number", [1, 8, tables.FORMAT - 1, tables.FORMAT + 1])
+def test_the_checkpoint_to_export_is_found_in_a_database_of_any_format(
+    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_run(tmp_path / "run")
+    # Complete, but of no commit.
+    write_checkpoint(place, 4)
+    store = RunStore(place.database_url)
+    with write_under_way(store) as connection:
+        connection.execute(update(tables.formats).values(number=number))
+        connection.execute(tables.keys.delete())
+    store.close()
+    before = place.database_file.read_bytes()
+    assert checkpoint_of(place.path, command="export").name == "step-000003-t1"
+    assert capsys.readouterr().err == ""
+    with sqlite3.connect(place.database_file) as changed:
+        changed.execute("ALTER TABLE leases DROP COLUMN is_return")
+    assert checkpoint_of(place.path, command="export").name == "step-000004-t1"
+    assert "another format" in (said := capsys.readouterr().err) and "step-000004-t1" in said
+    with sqlite3.connect(place.database_file) as changed:
+        changed.execute(f"UPDATE format SET number={tables.FORMAT}")
+    with pytest.raises(ConfigError, match=r"export: .*; or name one of the checkpoints in"):
+        checkpoint_of(place.path, command="export")
+    assert len(before) == place.database_file.stat().st_size
 
 
 def test_an_export_of_what_is_no_run_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, select
 from worlds.record_builders import step_record
 from worlds.store_builders import write_under_way
+from worlds.stored_run import unpack_run
 
+from service.cli import keys
 from service.launch.resume import move_finished
 from service.launch.run_dir import RunDir
 from service.store import tables
@@ -196,6 +198,29 @@ def test_the_copy_has_what_was_committed_and_nothing_of_the_transaction(tmp_path
         query = select(tables.steps.c.step).order_by(tables.steps.c.step)
         assert copy.read(lambda reading: reading.execute(query).scalars().all()) == [1, 2, 3]
     assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_database_that_records_an_older_format_than_it_has_is_moved(
+    tmp_path: Path, place_of: PlaceOf
+) -> None:
+    place = place_of(tmp_path)
+    write_run(place)
+    with closing(RunStore(place)) as store:
+        store.write_of_no_term(
+            lambda writing: writing.execute(tables.formats.update().values(number=NEXT - 1))
+        )
+    with closing(RunStore(place, may_be_older=True)) as store:
+        assert store.is_older()
+        store.move_forward()
+        assert not store.is_older() and store.format_number() == NEXT
+
+
+def test_the_keys_of_an_older_run_can_be_managed(tmp_path: Path) -> None:
+    run_dir = unpack_run(tmp_path)
+    assert keys.listing(run_dir.path) == "the run has no named keys"
+    assert run_dir.database_file.with_name("rayloom.db.format-9.bak").is_file()
+    with run_dir.looked_into() as store:
+        assert store.format_number() == tables.FORMAT
 
 
 def test_a_finished_run_is_moved_without_a_term_of_its_own(tmp_path: Path) -> None:
