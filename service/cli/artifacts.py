@@ -1,4 +1,4 @@
-"""The commands that write files and then end: `export` and `tasks`.
+"""The commands that write files and then end: `export`, `move` and `tasks`.
 
 Each function returns a sentence that describes what it wrote. The functions import the packages
 that take seconds to import, so that invalid arguments are refused at once.
@@ -18,10 +18,13 @@ from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress, has_digests
 from actors.types import Dtype
 from service.cli.outlet import say
-from service.config.file import ConfigError
+from service.config.file import ConfigError, load_config
 from service.launch.resume import newest_complete, newest_usable
-from service.launch.run_dir import RunDir
+from service.launch.run_dir import RunDir, run_id_of
+from service.store.errors import LeaseHeld
 from service.store.lineage import Checkpoint
+from service.store.moving import move_run
+from service.store.place import StoreOptions, chosen_url, shown
 from service.store.run_store import ReadOnlyStore, StoreError
 from service.store.tables import FORMAT
 
@@ -124,6 +127,30 @@ def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
         if number == FORMAT:
             raise
         return None
+
+
+def move(run: Path, options: StoreOptions) -> str:
+    """Move a run's database to another place, under a term of its own. Raises: ConfigError."""
+    run_dir = RunDir(path=run)
+    if not run_dir.config_file.is_file():
+        raise ConfigError(
+            f"move: {run} has no {run_dir.config_file.name}, expected a run's directory; correct it"
+        )
+    try:
+        before = run_dir.database_url
+        run_id = run_id_of(load_config(run_dir.config_file), run_dir)
+        url = chosen_url(run_dir.path, run_id, options)
+        if url == before:
+            raise ConfigError(f"move: the run is in {shown(url)} already; expected another place")
+        if not run_dir.has_run():
+            raise ConfigError(f"move: there is no run in {shown(before)}, expected one; correct it")
+        term = move_run(before, url, run_dir=run_dir.path, store_file=run_dir.store_file)
+    except (StoreError, LeaseHeld) as error:
+        raise ConfigError(f"move: {error}") from error
+    return (
+        f"moved from {shown(before)} to {shown(url)} in term {term}; the old database can only be "
+        f"read now; continue with --resume {run}"
+    )
 
 
 def write_reasoning_gym(

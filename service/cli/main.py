@@ -618,6 +618,30 @@ def export(
 
 
 @app.command()
+def move(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"
+        ),
+    ] = None,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
+    ] = None,
+) -> None:
+    """Move the database of a run that has ended to PostgreSQL or SQLite.
+
+    The old database can then only be read. If the command is killed, give it again.
+    """
+    place = _path("--state-dir", state_dir)
+    from service.cli.artifacts import move as move_run
+
+    typer.echo(move_run(run, StoreOptions(state_dir=place, database_url=database_url)))
+
+
+@app.command()
 def evaluate(
     source: Annotated[
         Path, typer.Argument(metavar="CONFIG|RUN_DIR", help="a YAML file, or a run's directory")

@@ -1,8 +1,8 @@
 """A run's database: connections, transactions, and retries while it does not answer.
 
 Invariants: a read never takes the write lock; writes of all processes are done one after the other;
-each write is done once, even if its connection breaks during the commit. Only `run_store` uses it.
-Safe to call from several threads.
+each write is done once, even if its connection breaks during the commit. Only `run_store` and
+`moving` use it. Safe to call from several threads.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ BUSY_S = 10.0
 PATIENCE_S = 60.0
 # Time after which a supervisor that is frozen within a transaction no longer blocks others.
 IDLE_IN_TRANSACTION_S = 20.0
+# The trigger that refuses the writes to a database whose run was moved.
+FENCE = "rayloom_moved"
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
 
 _SQLITE_PASSING = {
@@ -230,6 +232,63 @@ class Database:
                 f"the database {self.location} cannot be copied to {target} "
                 f"({' '.join(str(error).split())}); expected a writable directory with enough space"
             ) from error
+
+    def fence(self, reason: str, *, check: Callable[[Connection], None]) -> None:
+        """Refuse every later write, of all processes and versions, with a reason.
+
+        A trigger refuses the change of `format` that is part of each write. Reads still work.
+        Args: check: called in the same transaction; raises if the writer may not do this.
+        Raises: StoreError; what check raises.
+        """
+        quoted = reason.replace("'", "''")
+
+        def attempt() -> None:
+            with self._writing_connection() as connection:
+                check(connection)
+                if self.is_fenced(connection):
+                    return
+                on = f"{FENCE} BEFORE UPDATE ON {self._in_schema(connection, 'format')}"
+                if self.is_sqlite:
+                    what = f"BEGIN SELECT RAISE(ABORT, '{quoted}'); END"
+                else:
+                    function = f"{self._in_schema(connection, FENCE)}()"
+                    # The driver reads % as the place of a value.
+                    body = f"BEGIN RAISE EXCEPTION USING MESSAGE = '{quoted}'; END"
+                    connection.exec_driver_sql(
+                        f"CREATE OR REPLACE FUNCTION {function} RETURNS trigger "
+                        f"LANGUAGE plpgsql AS $fence${body.replace('%', '%%')}$fence$"
+                    )
+                    what = f"FOR EACH ROW EXECUTE FUNCTION {function}"
+                connection.exec_driver_sql(f"CREATE TRIGGER {on} {what}")
+
+        self._with_retries("written", attempt)
+
+    def unfence(self) -> None:
+        """Allow writes again. Raises: StoreError."""
+
+        def attempt() -> None:
+            with self._writing_connection() as connection:
+                if self.is_fenced(connection):
+                    on = "" if self.is_sqlite else f" ON {self._in_schema(connection, 'format')}"
+                    connection.exec_driver_sql(f"DROP TRIGGER {FENCE}{on}")
+
+        self._with_retries("written", attempt)
+
+    def is_fenced(self, connection: Connection) -> bool:
+        """Return whether every write is refused."""
+        if self.is_sqlite:
+            found = select(func.count()).select_from(text("sqlite_master"))
+            return bool(connection.scalar(found.where(text("name = :name")), {"name": FENCE}))
+        query = text(
+            "SELECT count(*) FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid "
+            "JOIN pg_namespace ON pg_namespace.oid = relnamespace "
+            "WHERE tgname = :name AND nspname = coalesce(:schema, current_schema())"
+        )
+        return bool(connection.scalar(query, {"name": FENCE, "schema": self.schema}))
+
+    def _in_schema(self, connection: Connection, name: str) -> str:
+        quote = connection.dialect.identifier_preparer.quote
+        return ".".join(quote(each) for each in (self.schema, name) if each is not None)
 
     def has_tables(self, connection: Connection) -> bool:
         found = inspect(connection).get_table_names(schema=self.schema)

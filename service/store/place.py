@@ -93,7 +93,9 @@ def record(file: Path, url: str) -> None:
     if url == sqlite_url(file.parent):
         file.unlink(missing_ok=True)
     else:
-        file.write_text(json.dumps({"url": url}, indent=1) + "\n")
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(json.dumps({"url": url}, indent=1) + "\n")
+        part.replace(file)
 
 
 def recorded_url(file: Path) -> str:

@@ -226,6 +226,10 @@ class ReadOnlyStore:
         """Return the number of the database's format. Raises: StoreError."""
         return self.read(self._read_format)
 
+    def is_fenced(self) -> bool:
+        """Return whether the database refuses every write, because its run was moved."""
+        return self.read(self._database.is_fenced)
+
     def _open(self) -> None:
         if self._any_format or not self.is_older() or self._may_be_older:
             return
@@ -473,6 +477,17 @@ class RunStore(ReadOnlyStore):
         leases = tables.leases
         ended = update(leases).where(leases.c.term == term).values(renewed_at=None)
         self.write(term, lambda connection: connection.execute(ended))
+
+    def fence(self, term: int, reason: str) -> None:
+        """Refuse every later write with a reason, also those of the newest term and of none.
+
+        Raises: LeaseLost, StoreError.
+        """
+        self._database.fence(reason, check=lambda connection: _check_term(connection, term))
+
+    def unfence(self) -> None:
+        """Allow writes again. Raises: StoreError."""
+        self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
         """Run body in a transaction that only the newest term gets, and commit it once.
