@@ -19,6 +19,7 @@ import typer
 
 from actors.environment.builtin.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
+from service import VERSION
 from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import bound_ending, escape_unencodable, leave, say
@@ -119,6 +120,27 @@ AnswerOption = Annotated[
     ),
 ]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"rayloom {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="print the version and end",
+            is_eager=True,
+            callback=_print_version,
+        ),
+    ] = False,
+) -> None:
+    """Train language-model agents by reinforcement learning, on a laptop or a Ray cluster."""
 
 
 @app.command(

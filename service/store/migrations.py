@@ -15,7 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from sqlalchemy import Boolean, Column, Connection, MetaData, String, Table, Text, inspect, true
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    inspect,
+    true,
+)
 from sqlalchemy.schema import CreateColumn
 
 FIRST_FORMAT = 9
@@ -62,10 +73,22 @@ def _keep_which_message_was_instructions(connection: Connection) -> None:
     add_column(connection, "session_turns", column)
 
 
+def _keep_which_version_wrote(connection: Connection) -> None:
+    """Add the table of the version that began each term. Older terms have no row."""
+    versions = Table(
+        "versions",
+        MetaData(),
+        Column("term", Integer, primary_key=True, autoincrement=False),
+        Column("version", String, nullable=False),
+    )
+    versions.create(connection, checkfirst=True)
+
+
 # Each step by the format that it starts from, in order and without gaps.
 STEPS: Mapping[int, Step] = {
     9: _keep_what_was_asked_of_turns,
     10: _keep_which_message_was_instructions,
+    11: _keep_which_version_wrote,
 }
 
 

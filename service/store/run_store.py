@@ -22,6 +22,7 @@ from sqlalchemy import Connection, Row, Table, bindparam, func, insert, select, 
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
+from service import VERSION
 from service.intake.feed import FeedEntry
 from service.intake.submission import RolloutResult
 from service.store import tables
@@ -276,7 +277,12 @@ class ReadOnlyStore:
         """Check that the format can be read or moved forward. Raises: StoreError."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
-        written = f"the run in {place} was written in format {number}, this Rayloom reads format "
+        version = self._last_version(connection)
+        by = f" by Rayloom {version}" if version else ""
+        written = (
+            f"the run in {place} was written in format {number}{by}, this Rayloom ({VERSION}) "
+            "reads format "
+        )
         if number > self._format:
             raise StoreError(
                 f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy that "
@@ -287,6 +293,14 @@ class ReadOnlyStore:
                 f"{written}{self._format}; finish it with the version that began it, or start a "
                 "new run; `rayloom export` still writes its policy"
             )
+
+    def _last_version(self, connection: Connection) -> str:
+        """Return the version that began the newest term; empty if it is not recorded."""
+        versions = tables.versions
+        if not self._database.has_table(connection, versions.name):
+            return ""
+        newest = select(versions.c.version).order_by(versions.c.term.desc()).limit(1)
+        return connection.scalar(newest) or ""
 
     def _read_format(self, connection: Connection) -> int:
         """Read the format's number. Raises: StoreError."""
@@ -393,6 +407,7 @@ class RunStore(ReadOnlyStore):
                 "is_return": bool(returns_to and parent and parent.directory == returns_to),
             }
             _insert(connection, tables.leases, row)
+            _insert(connection, tables.versions, {"term": term, "version": VERSION})
             columns = tables.checkpoints.c
             if parent is None:
                 return Lease(term=term, parent=None, queue_snapshot=None)
@@ -443,8 +458,8 @@ class RunStore(ReadOnlyStore):
         if self._file is not None:
             copy = f"the copy from before is {self._copy_of(self._file, number)}"
         log.warning(
-            "the database %s was moved forward from format %d to %d; %s",
-            *(self.location, number, self._format, copy),
+            "the database %s was moved forward from format %d to %d by Rayloom %s; %s",
+            *(self.location, number, self._format, VERSION, copy),
         )
 
     @staticmethod

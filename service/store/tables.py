@@ -265,6 +265,14 @@ leases = Table(
     Column("is_return", Boolean, nullable=False, default=False),
 )
 
+# The version of Rayloom that began each term; terms of formats before 12 have none.
+versions = Table(
+    "versions",
+    metadata,
+    Column("term", Integer, primary_key=True, autoincrement=False),
+    Column("version", String, nullable=False),
+)
+
 checkpoints = Table(
     "checkpoints",
     metadata,

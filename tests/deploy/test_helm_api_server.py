@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 from worlds.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
-from worlds.helm_chart import CHART, CPU_DEV, HelmError, Values, helm
+from worlds.helm_chart import CHART, CPU_DEV, HelmError, Values, helm, unpack_chart
 from worlds.kube_api_server import ApiServer, api_server
+
+from service import VERSION
 
 NUMBERS = itertools.count()
 PLURALS = {"service": "rayservices", "job": "rayjobs", "cluster": "rayclusters"}
@@ -41,14 +43,15 @@ class Release:
         options = [*self.server.options, "--namespace", self.namespace]
         return helm(command, "demo", *arguments, *options, binary=self.binary)
 
-    def apply(self, command: str, values: Values) -> None:
+    def apply(self, command: str, values: Values, *, chart: Path = CHART) -> None:
         # An API server of before 1.21 does not know the budgets' version.
         known = self.server.find("/apis/policy/v1") is not None
         whole = {"mode": self.mode, "podDisruptionBudgets": {"enabled": known}, **values}
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
             file.write(json.dumps(whole))
             file.flush()
-            self.run(command, str(CHART), "--values", str(CPU_DEV), "--values", file.name)
+            own = str(chart / CPU_DEV.name)
+            self.run(command, str(chart), "--values", own, "--values", file.name)
 
     def ray(self) -> dict[str, Any]:
         path = f"/apis/ray.io/v1/namespaces/{self.namespace}/{PLURALS[self.mode]}/demo-rayloom"
@@ -105,6 +108,25 @@ def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
     assert release.names("persistentvolumeclaims") == claims
     release.apply("install", {})
     assert release.names("persistentvolumeclaims") == claims
+    release.run("uninstall")
+
+
+@pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm-3", "helm-4"])
+@pytest.mark.parametrize("mode", PLURALS)
+def test_a_release_of_the_version_before_is_upgraded_and_rolled_back(
+    server: ApiServer, pinned: Pinned, mode: str, tmp_path: Path
+) -> None:
+    release = Release(server, pinned, mode)
+    release.apply("install", {}, chart=unpack_chart(tmp_path))
+    first, keys = release.ray(), release.secrets()
+    claims = release.names("persistentvolumeclaims")
+    # An upgrade changes configuration and pods, which it refuses while the service runs.
+    release.apply("upgrade", {"suspend": True})
+    release.apply("upgrade", {})
+    assert f"{VERSION}-cpu" in json.dumps(release.ray()["spec"])
+    assert release.secrets() == keys and release.names("persistentvolumeclaims") == claims
+    release.run("rollback", "1")
+    assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
     release.run("uninstall")
 
 

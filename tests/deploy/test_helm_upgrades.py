@@ -23,6 +23,7 @@ from worlds.helm_chart import (
     parsed,
     ray_object,
     rendered,
+    unpack_chart,
 )
 from worlds.kubernetes_reads import cluster_with
 
@@ -69,6 +70,40 @@ def test_keys_are_kept_until_the_text_of_rotation_is_another(pinned: Pinned) -> 
 
 def test_an_installation_into_an_empty_cluster_draws_its_keys() -> None:
     assert len(keys_of(upgraded([], {}))) == 2
+
+
+@pytest.mark.parametrize("mode", ["service", "job", "cluster"])
+def test_a_release_of_the_version_before_is_upgraded_without_a_change_that_kubernetes_refuses(
+    mode: str, tmp_path: Path
+) -> None:
+    old = unpack_chart(tmp_path)
+    own = ("--values", old / CPU_DEV.name, "--set", f"mode={mode}")
+    before = parsed(helm("template", "demo", old, *own))
+    after = upgraded(before, {"mode": mode, "suspend": True})
+
+    def fixed(manifests: Sequence[Manifest]) -> dict[tuple[str, str], Any]:
+        """What an API server refuses to change, by kind and name."""
+        kept: dict[tuple[str, str], Any] = {}
+        for each in manifests:
+            spec = each.get("spec", {})
+            match each["kind"]:
+                case "PersistentVolumeClaim":
+                    held = {key: value for key, value in spec.items() if key != "resources"}
+                case "Deployment" | "StatefulSet" | "DaemonSet":
+                    held = spec["selector"]
+                case "Service":
+                    held = spec.get("clusterIP")
+                case "RayService" | "RayCluster" | "RayJob":
+                    held = each["apiVersion"]
+                case "Secret":
+                    held = (each.get("type"), each.get("data"))
+                case _:
+                    continue
+            kept[each["kind"], each["metadata"]["name"]] = held
+        return kept
+
+    found = fixed(after)
+    assert fixed(before) and all(found[key] == held for key, held in fixed(before).items())
 
 
 STEPS: Values = {"config": {"run": {"steps": 7}}}

@@ -378,7 +378,7 @@ def test_a_run_of_another_format_is_refused_in_one_sentence(tmp_path: Path) -> N
         lambda: check_resumable(place, config),
         lambda: run_inspect(InspectRequest(target=str(place.path))),
     ):
-        with pytest.raises(ConfigError, match="was written in format 1, this Rayloom reads format"):
+        with pytest.raises(ConfigError, match=r"was written in format 1 by Rayloom [\d.]+, this"):
             command()
 
 

@@ -14,8 +14,9 @@ import pytest
 from worlds.guessing_agent import SessionClient, play
 from worlds.run_checks import check_lineage
 from worlds.run_driver import START_S, STEP_S, running
-from worlds.stored_run import unpack_run
+from worlds.stored_run import BEFORE, unpack_run
 
+from service import VERSION
 from service.gateway.keys import REWARD, session_key
 from service.store import tables
 from service.store.migrations import FIRST_FORMAT, STEPS
@@ -60,6 +61,19 @@ def test_a_run_of_format_9_is_resumed_and_trains_on(tmp_path: Path) -> None:
     assert columns <= stored(run_dir.database_file)[1]
     check_lineage(run.events())
     assert [record.step for record in run.history().steps][:3] == [1, 2, 3]
+
+
+def test_a_run_of_the_version_before_is_resumed_and_trains_on(tmp_path: Path) -> None:
+    run_dir = unpack_run(tmp_path, BEFORE)
+    with running(None, run_dir.path, ["--resume", "--set", "run.steps=4"]) as run:
+        assert run.wait(limit_s=2 * START_S) == 0, run.log()
+    check_lineage(run.events())
+    assert [record.step for record in run.history().steps] == [1, 2, 3, 4]
+    copy = run_dir.database_file.with_name("rayloom.db.format-11.bak")
+    assert (stored(copy)[0], stored(run_dir.database_file)[0]) == (11, tables.FORMAT)
+    with closing(sqlite3.connect(f"file:{run_dir.database_file}?mode=ro", uri=True)) as connection:
+        rows = connection.execute("SELECT term, version FROM versions").fetchall()
+    assert rows == [(2, VERSION)]
 
 
 def stored(file: Path) -> tuple[int, set[str], int]:

@@ -18,6 +18,7 @@ from worlds.run_driver import SMALL
 from worlds.store_builders import commit
 from worlds.stored_run import unpack_run
 
+from service import VERSION
 from service.cli import keys
 from service.cli.artifacts import move
 from service.config.file import ConfigError
@@ -220,5 +221,6 @@ def test_a_run_with_sessions_and_uploads_of_an_older_format_moves(
     there = rows_of(run_dir.database_url)
     assert there == rows_of(old) and there["session_turns"] and there["uploads"]
     assert there["format"][0]["number"] == tables.FORMAT
+    assert there["versions"] == [{"term": 2, "version": VERSION}]
     with closing(RunStore(old)) as store, pytest.raises(LeaseLost):
         store.check_lease(1)

@@ -16,6 +16,7 @@ from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under
 
 from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
+from service import VERSION
 from service.store import tables
 from service.store.controls import AdminCall, ControlStore, Pause
 from service.store.lineage import (
@@ -350,10 +351,14 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
         1: "finish it with the version that began it, or start a new run",
         tables.FORMAT + 1: "use the newer Rayloom that wrote it, or the copy that was made before",
     }
-    for directory, number in ((old, 1), (newer, tables.FORMAT + 1)):
+    for directory, number, by in (
+        (old, 1, ""),
+        (newer, tables.FORMAT + 1, f" by Rayloom {VERSION}"),
+    ):
         words = (
-            f"the run in {directory} was written in format {number}, this Rayloom reads format "
-            f"{tables.FORMAT}; {remedies[number]}"
+            f"the run in {directory} was written in format {number}{by}, this Rayloom ({VERSION}) "
+            f"reads format {tables.FORMAT}; {remedies[number]}; `rayloom export` still writes its "
+            "policy"
         )
         before = (directory / "run.db").read_bytes()
         for opening in (lambda path: RunStore(f"sqlite:///{path}"), ReadOnlyStore):

@@ -7,12 +7,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, inspect
-from worlds.stored_run import unpack_run
+from sqlalchemy import Connection, inspect, select
+from worlds.stored_run import BEFORE, unpack_run
 
 from actors.journal.files import list_files, read_step
 from actors.trainer.checkpoint import read_manifest
 from actors.types import Outcome
+from service import VERSION
 from service.access.keys import digest_of
 from service.gateway.keys import REWARD, session_key
 from service.gateway.tree import SessionTree
@@ -87,6 +88,19 @@ def test_the_stored_run_moves_forward_with_its_checkpoint_sessions_and_uploads(
         known = SubmissionStore(store).read()
         assert "waiting" in {each.id for each in known.submissions}
         assert {result.reward for result in known.results} == {0.0, 1.0}
+
+
+def test_a_run_of_the_version_before_moves_forward_with_its_checkpoint(tmp_path: Path) -> None:
+    before = unpack_run(tmp_path / "before", BEFORE)
+    with before.looked_into(any_format=True) as store:
+        assert store.format_number() == tables.FORMAT - 1
+    with closing(RunStore(before.database_url, may_be_older=True)) as store:
+        assert find_faults(before.checkpoints, store.checkpoints()) == {}
+        lease = store.acquire_lease(owner="a", kind=RunKind.TRAIN, unless_held=True)
+        assert lease.term == 2 and lease.parent is not None and lease.parent.step == 2
+        assert [record.step for record in read_history(store).steps] == [1, 2]
+        rows = store.read(lambda connection: connection.execute(select(tables.versions)).all())
+        assert [tuple(row) for row in rows] == [(2, VERSION)]
 
 
 def test_a_moved_database_has_the_tables_of_a_new_one(run_dir: RunDir, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pickle
 import re
 import shlex
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -73,6 +74,13 @@ def helm(*arguments: str | Path, binary: Path | None = None) -> str:
     if done.returncode != 0:
         raise HelmError(done.stdout + done.stderr)
     return done.stdout
+
+
+def unpack_chart(directory: Path) -> Path:
+    """Unpack the chart of the commit before 0.2.0, the first version with a number of its own."""
+    with tarfile.open(Path(__file__).parents[1] / "data" / "chart-of-0.1.0.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "helm"
 
 
 def lint(*files: Path, binary: Path | None = None) -> str:
