@@ -664,6 +664,42 @@ def move(
 
 
 @app.command()
+def backup(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
+    directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+) -> None:
+    """Back up a run, which may be running: its database, checkpoints, model and journal."""
+    from service.launch.backup import back_up
+    from service.launch.run_dir import RunDir
+
+    typer.echo(back_up(RunDir(path=run), directory.absolute()))
+
+
+@app.command()
+def restore(
+    directory: Annotated[Path, typer.Argument(metavar="BACKUP", help="that `backup` wrote")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="must not exist")],
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"
+        ),
+    ] = None,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
+    ] = None,
+) -> None:
+    """Make a run directory from a backup, to continue with --resume."""
+    place = _path("--state-dir", state_dir)
+    from service.launch.backup import restore as restore_run
+    from service.launch.run_dir import RunDir
+
+    options = StoreOptions(state_dir=place, database_url=database_url)
+    typer.echo(restore_run(RunDir(path=directory), RunDir(path=run), options))
+
+
+@app.command()
 def evaluate(
     source: Annotated[
         Path, typer.Argument(metavar="CONFIG|RUN_DIR", help="a YAML file, or a run's directory")

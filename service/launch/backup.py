@@ -1,0 +1,142 @@
+"""Back a run up into a directory, and restore it from there.
+
+A backup is itself a run directory with its database in SQLite, whatever the run's database is. It
+contains the newest state that the database had when the backup began, and the checkpoints of that
+state, also while the run trains. Invariant: a backup and a restored run get their name last, so
+that an interrupted command leaves only a directory with the end `.part`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from actors.trainer.checkpoint import CheckpointError, check_files
+from service.config.file import ConfigError, load_config
+from service.launch.run_dir import RunDir, run_id_of
+from service.store.errors import StoreError
+from service.store.lineage import Checkpoint
+from service.store.moving import copy_run
+from service.store.place import StoreOptions, chosen_url, record, shown, sqlite_url
+from service.store.run_store import ReadOnlyStore
+
+
+def back_up(run_dir: RunDir, directory: Path) -> str:
+    """Write a backup of a run, which may be running; return a sentence. Raises: ConfigError."""
+    with _refused("backup"), _new_directory(directory, command="backup") as part:
+        if not run_dir.config_file.is_file() or not run_dir.has_run():
+            raise ConfigError(f"backup: got {run_dir.path}, which has no run; name a run directory")
+        with run_dir.looked_into() as store:
+            copy_run(store, sqlite_url(part))
+        backup = RunDir(path=part)
+        with backup.looked_into() as store:
+            commits = store.checkpoints()
+        copied = _copy_checkpoints(run_dir.checkpoints, commits, backup.checkpoints)
+        if commits and not copied:
+            raise ConfigError(
+                f"backup: none of the {len(commits)} checkpoints of {run_dir.path} could be "
+                "copied, expected at least one; if the run removed them meanwhile, try again"
+            )
+        _copy_files(run_dir, backup)
+    newest = copied[0] if copied else "none"
+    return f"backup of {run_dir.path} in {directory}: {len(copied)} checkpoints, newest {newest}"
+
+
+def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
+    """Make a run directory from a backup; return a sentence. Raises: ConfigError.
+
+    options: location of the run's database, as at a start.
+    """
+    with _refused("restore"), _new_directory(run_dir.path, command="restore") as part:
+        if not backup.config_file.is_file() or not backup.database_file.is_file():
+            raise ConfigError(
+                f"restore: got {backup.path}, expected a directory that `rayloom backup` wrote"
+            )
+        url = chosen_url(run_dir.path, run_id_of(load_config(backup.config_file), run_dir), options)
+        is_inside = url == sqlite_url(run_dir.path)
+        with closing(ReadOnlyStore(backup.database_file)) as store:
+            commits = store.checkpoints()
+            restored = RunDir(path=part)
+            copied = _copy_checkpoints(backup.checkpoints, commits, restored.checkpoints)
+            if commits and not copied:
+                raise ConfigError(
+                    f"restore: {backup.path} has no checkpoint that can be read; use another backup"
+                )
+            _copy_files(backup, restored)
+            copy_run(store, sqlite_url(part) if is_inside else url)
+        if not is_inside:
+            record(restored.store_file, url)
+    newest = copied[0] if copied else "none"
+    return (
+        f"restored {run_dir.path} with its database in {shown(url)}: {len(copied)} checkpoints, "
+        f"newest {newest}; continue with --resume {run_dir.path}"
+    )
+
+
+def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> list[str]:
+    """Copy checkpoints, newest first, and compare them with their digests; return their names.
+
+    Checkpoints that are missing, incomplete or changed are left out.
+    """
+    copied = []
+    target.mkdir()
+    for commit in commits:
+        directory = target / commit.directory
+        try:
+            shutil.copytree(source / commit.directory, directory)
+            check_files(directory)
+        except (OSError, CheckpointError) as error:
+            shutil.rmtree(directory, ignore_errors=True)
+            is_gone = not (source / commit.directory).is_dir()
+            if not is_gone and not isinstance(error, CheckpointError):
+                raise
+        else:
+            copied.append(commit.directory)
+    return copied
+
+
+def _copy_files(source: RunDir, target: RunDir) -> None:
+    """Copy what a run needs beside its database and checkpoints, and the journal."""
+    for file in (source.config_file, source.sources_file, source.secret_file):
+        if file.is_file():
+            shutil.copy2(file, target.path)
+    for directory in (source.tiny_model, source.functions):
+        if directory.is_dir():
+            shutil.copytree(directory, target.path / directory.name)
+    if source.journal.is_dir():
+        target.journal.mkdir()
+        # A running run may remove old steps meanwhile; the newest are the last names.
+        for file in sorted(source.journal.iterdir()):
+            if file.is_file():
+                try:
+                    shutil.copy2(file, target.journal)
+                except FileNotFoundError:
+                    continue
+
+
+@contextmanager
+def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
+    """Yield a directory that gets its name at the end, and is removed after an error."""
+    if directory.exists():
+        raise ConfigError(
+            f"{command}: {directory} exists, expected a new directory; choose another"
+        )
+    part = directory.with_name(f"{directory.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(directory)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _refused(command: str) -> Iterator[None]:
+    try:
+        yield
+    except (StoreError, OSError) as error:
+        raise ConfigError(f"{command}: {' '.join(str(error).split())}") from error
