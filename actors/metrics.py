@@ -179,6 +179,24 @@ class AtomicRegistry(CollectorRegistry):
         return gauges
 
 
+class SecretUse(StrEnum):
+    """A secret that is read again from a file while the run lives."""
+
+    API_KEY = "api_key"
+    DATABASE = "database"
+
+
+def secret_failures(gained: AtomicRegistry, use: SecretUse) -> Counter:
+    """Return the counter of one secret; the processes that read it have one each."""
+    counter = gained.counter(
+        "rayloom_secret_read_failures",
+        "Readings of a secret's file that found it missing, empty or invalid, by secret; the last "
+        "good value stays in use. While a file stays so, there is one reading every few seconds.",
+        "secret",
+    )
+    return counter.labels(secret=use.value)
+
+
 class RunMetrics:
     """The state of the run, and its versions."""
 
@@ -556,6 +574,7 @@ class ApiMetrics:
             "route",
             buckets=SECONDS_BUCKETS,
         )
+        self.key_failures = secret_failures(self.gained, SecretUse.API_KEY)
 
 
 class GatewayMetrics:
@@ -608,6 +627,7 @@ class Metrics:
         self.statistics = StatisticMetrics(self.values)
         self.parts = PartMetrics(self.gained, self.values)
         self.service = ServiceMetrics(self.values)
+        self.database_secret_failures = secret_failures(self.gained, SecretUse.DATABASE)
 
     def read(self) -> tuple[list[Metric], list[Metric]]:
         """Return the metrics of `gained` and of `values`, both of the same moment."""

@@ -130,18 +130,36 @@ capabilities:
       key: {{ .key | quote }}
 {{- end -}}
 
+{{/* The Secrets that a pod reads from files, which Kubernetes replaces when a Secret changes: processes use the new
+     value without a restart. Takes: context, name (of the group). */}}
+{{- define "rayloom.secretSources" -}}
+{{- $values := .context.Values -}}
+{{- if ne $values.mode "job" }}
+- secret:
+    name: {{ include "rayloom.apiSecretName" .context | quote }}
+    items: [{key: {{ $values.auth.api.key | quote }}, path: api-key}]
+{{- end }}
+{{- if and (eq .name "head") $values.database.existingSecret }}
+- secret:
+    name: {{ $values.database.existingSecret | quote }}
+    items: [{key: {{ $values.database.key | quote }}, path: database-url}]
+{{- end }}
+{{- end -}}
+
 {{/* The database is the head's alone. Serve may build the application, and start its ingress, on any
      node: each has the key of the API. Actors of every group load the tokenizer. */}}
 {{- define "rayloom.variables" -}}
 {{- $values := .context.Values -}}
 {{- if ne $values.mode "job" }}
-{{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_API_KEY" "secret" (include "rayloom.apiSecretName" .context) "key" $values.auth.api.key) }}
+- name: RAYLOOM_API_KEY_FILE
+  value: /secrets/api-key
 # What stands before every route of Ray Serve's proxy.
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
   value: service.api.door.middlewares
 {{- end }}
 {{- if and (eq .name "head") $values.database.existingSecret }}
-{{ include "rayloom.secretVariable" (dict "name" "RAYLOOM_DATABASE_URL" "secret" $values.database.existingSecret "key" $values.database.key) }}
+- name: RAYLOOM_DATABASE_URL_FILE
+  value: /secrets/database-url
 {{- end }}
 {{- include "rayloom.home" . | nindent 0 }}
 {{- if $values.modelCache.enabled }}
@@ -227,6 +245,12 @@ capabilities:
   mountPath: /tmp
 - name: home
   mountPath: /home/rayloom
+{{- if include "rayloom.secretSources" . | fromYamlArray }}
+# A directory, not single files by subPath, which would never change.
+- name: secrets
+  mountPath: /secrets
+  readOnly: true
+{{- end }}
 {{- if and (eq .name "head") (not $values.database.existingSecret) }}
 - name: database
   mountPath: /database
@@ -261,6 +285,11 @@ capabilities:
 - name: home
   emptyDir:
     sizeLimit: {{ include "rayloom.size" .group.homeSize }}
+{{- with include "rayloom.secretSources" . | fromYamlArray }}
+- name: secrets
+  projected:
+    sources: {{- toYaml . | nindent 6 }}
+{{- end }}
 {{- if and (eq .name "head") (not $values.database.existingSecret) }}
 - name: database
   persistentVolumeClaim:

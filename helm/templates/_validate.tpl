@@ -107,13 +107,13 @@
 {{- $own = append $own (dict "where" (printf "%s.volumeMounts" $group) "path" .mountPath "isScratch" (has .name $scratch)) }}
 {{- end }}
 {{- end }}
-{{- $needed := list "/tmp" "/tmp/ray" "/dev/shm" "/home/rayloom" "/opt/rayloom" "/database" "/bin" "/dev" "/etc" "/lib" "/lib64" "/proc" "/sbin" "/sys" "/usr" "/var" }}
+{{- $needed := list "/tmp" "/tmp/ray" "/dev/shm" "/home/rayloom" "/opt/rayloom" "/database" "/secrets" "/bin" "/dev" "/etc" "/lib" "/lib64" "/proc" "/sbin" "/sys" "/usr" "/var" }}
 {{- range $mount := $own }}
 {{- $path := clean $mount.path }}
 {{- range $place := $needed }}
 {{- $isOver := or (eq $path $place) (hasPrefix (printf "%s/" (trimSuffix "/" $path)) $place) }}
 {{- /* A scratch volume of each pod may take what Ray spills. */}}
-{{- $isIn := and (has $place (list "/tmp/ray" "/dev/shm" "/opt/rayloom" "/database" "/proc" "/sys")) (hasPrefix (printf "%s/" $place) $path) }}
+{{- $isIn := and (has $place (list "/tmp/ray" "/dev/shm" "/opt/rayloom" "/database" "/secrets" "/proc" "/sys")) (hasPrefix (printf "%s/" $place) $path) }}
 {{- if and (or $isOver $isIn) (not (and $mount.isScratch (hasPrefix "/tmp/ray" $path))) (not (and (eq $path "/tmp") (eq $place "/tmp/ray"))) }}
 - {{ printf "%s: got %s, where the pod needs %s of its own; expected a directory that nothing else uses, such as /data; choose another" $mount.where $path $place | quote }}
 {{- end }}
@@ -165,12 +165,16 @@
 {{/* Takes: where (it stands), container, volumes (names of the pod's). */}}
 {{- define "rayloom.containerProblems" -}}
 {{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
+{{- $inFiles := dict "RAYLOOM_API_KEY" "auth.api.existingSecret" "RAYLOOM_DATABASE_URL" "database.existingSecret" -}}
 {{- $where := .where -}}
 {{- $variables := list }}
 {{- range .container.env }}
 {{- $variables = append $variables .name }}
 {{- if has .name $operators }}
 - {{ printf "%s.env: %s is set by the operator; take it out (auth, gcs)" $where .name | quote }}
+{{- end }}
+{{- if hasKey $inFiles .name }}
+- {{ printf "%s.env: got %s, expected none: pods read it from a file, which Kubernetes replaces when the Secret changes; name the Secret by %s" $where .name (get $inFiles .name) | quote }}
 {{- end }}
 {{- end }}
 {{- $paths := list }}

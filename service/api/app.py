@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.metrics import ApiMetrics
+from service.access.secret_files import SecretFile
 from service.api import openapi, problems
 from service.api.bodies import ASKS_HEADER
 from service.api.callers import Callers
@@ -22,7 +23,7 @@ from service.api.named_keys import add_keys
 from service.api.ports import RunPort
 from service.api.rollouts import add_rollouts
 from service.api.schemas import ReadyAnswer
-from service.api.settings import HttpSettings
+from service.api.settings import HttpSettings, digest_of_long
 
 
 def create_app(
@@ -41,9 +42,10 @@ def create_app(
     app = FastAPI(
         title="Rayloom", description="Rollouts for a training run, over HTTP.", lifespan=lifespan
     )
+    metrics = metrics or ApiMetrics()
     # Used by the guards, and by the routes that check keys themselves.
     app.state.callers = Callers(
-        run, first_digest=settings.key_digest, defaults=settings.service.key_limits
+        run, first_digest=_first_digest(settings, metrics), defaults=settings.service.key_limits
     )
     app.add_middleware(
         Guards,
@@ -53,7 +55,7 @@ def create_app(
         hosts=settings.hosts,
     )
     # Around the guards: what they refuse counts too.
-    app.add_middleware(CountedRequests, metrics=metrics or ApiMetrics())
+    app.add_middleware(CountedRequests, metrics=metrics)
     problems.install(app)
     openapi.install(app)
     # First, since routes are tried in order, and most requests are for these.
@@ -63,6 +65,18 @@ def create_app(
     add_feed(app, run, stream_s=stream_s)
     add_keys(app, run)
     return app
+
+
+def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
+    """Return the digest of the first admin key, or its file, of which the replica reads it."""
+    if settings.key_file is None or settings.key_digest is None:
+        return settings.key_digest
+    return SecretFile(
+        settings.key_file,
+        digest_of_long,
+        value=settings.key_digest,
+        count_failure=metrics.key_failures.inc,
+    )
 
 
 def _add_health(app: FastAPI, run: RunPort) -> None:

@@ -2,7 +2,8 @@
 
 A replica of the API caches the run's named keys, as the supervisor returned them, for `FRESH_S` at
 most, and reads them again for an unknown key. So a new key is valid at once, and a revoked one for
-up to `FRESH_S` more. Each replica counts its own requests.
+up to `FRESH_S` more. The file of the first admin key is read as often. Each replica counts its own
+requests.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from service.access.keys import (
     digest_of,
 )
 from service.access.rates import Rates
+from service.access.secret_files import SecretFile
 from service.api.problems import Problem, RunUnavailable
 from service.api.settings import bearer_of
 
@@ -48,15 +50,20 @@ class Callers:
     """The callers of a replica; belongs to one event loop."""
 
     def __init__(
-        self, run: ReadsKeys, *, first_digest: str | None, defaults: KeyLimits = NO_LIMITS
+        self,
+        run: ReadsKeys,
+        *,
+        first_digest: str | SecretFile[str] | None,
+        defaults: KeyLimits = NO_LIMITS,
     ) -> None:
         """Create the callers' register.
 
-        Args: first_digest: SHA-256 of the first admin key; None: there is none, and no key is
-        required unless the run has named ones. defaults: limits of keys without their own.
+        Args: first_digest: SHA-256 of the first admin key, or of the one that a file has; None:
+        there is none, and no key is required unless the run has named ones. defaults: limits of
+        keys without their own.
         """
         self._run = run
-        self._first_digest = first_digest
+        self._first = first_digest
         self._defaults = defaults
         self._rates = Rates()
         self._book = KeyBook()
@@ -79,7 +86,8 @@ class Callers:
         """
         key = key if len(key) <= MAX_KEY_CHARACTERS else ""
         digest = digest_of(key)
-        if self._first_digest is not None and hmac.compare_digest(digest, self._first_digest):
+        first = self._first.value() if isinstance(self._first, SecretFile) else self._first
+        if first is not None and hmac.compare_digest(digest, first):
             return Caller(secret=key)
         now = asyncio.get_running_loop().time()
         await self._read_since(now - FRESH_S)
@@ -88,7 +96,7 @@ class Callers:
             await self._read_since(now)
             found = self._book.find(digest)
         if found is None:
-            is_open = self._first_digest is None and not len(self._book)
+            is_open = first is None and not len(self._book)
             return Caller() if is_open else None
         return Caller(
             name=found.name,
@@ -194,7 +202,7 @@ def _wrong_key(*, has_sent: bool) -> Problem:
         401,
         "wrong-key",
         f"expected a valid bearer key, got {given}; send Authorization: Bearer KEY with the key "
-        "that the service was started with (RAYLOOM_API_KEY), or one that `rayloom keys create` "
-        "made and that is not revoked",
+        "of the service (RAYLOOM_API_KEY, or the file that RAYLOOM_API_KEY_FILE names), or one "
+        "that `rayloom keys create` made and that is not revoked",
         headers={"WWW-Authenticate": "Bearer"},
     )

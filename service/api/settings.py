@@ -10,12 +10,14 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
 from actors.network import is_loopback
 from service.access.keys import digest_of
+from service.access.secret_files import read_secret
 from service.config.file import ConfigError
 from service.config.sessions import SessionSettings
 from service.config.tree import Config, ServiceSettings
@@ -23,6 +25,7 @@ from service.haproxy import VARIABLE as HAPROXY_VARIABLE
 from service.haproxy import uses_haproxy
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
+KEY_FILE_VARIABLE = "RAYLOOM_API_KEY_FILE"
 MIN_KEY_CHARACTERS = 16
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -42,6 +45,8 @@ class HttpSettings:
     key_digest: str | None = None
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed unless the run has named
     ones (`service.access.keys`)."""
+    key_file: Path | None = None
+    """File with that key, which the API's replicas read again; None: the key does not change."""
     session_secret: str = field(default="", repr=False)
     """Secret from which the keys of sessions are derived that clients without a key create."""
 
@@ -107,12 +112,22 @@ def http_settings(config: Config) -> HttpSettings:
             f"service.port and metrics.port are both {service.port}; expected two ports; set "
             "another metrics.port, or 0 for any free one"
         )
-    key = take_key()
-    if key is not None and len(key) < MIN_KEY_CHARACTERS:
+    key, key_file = take_key(), _key_file()
+    if key is not None and key_file is not None:
         raise ConfigError(
-            f"{KEY_VARIABLE}: got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}; "
-            "choose a long random key, such as by `openssl rand -hex 32`"
+            f"{KEY_VARIABLE} and {KEY_FILE_VARIABLE}: got both, expected one of them: a key, or "
+            "the path of a file with it; leave one out"
         )
+    try:
+        if key_file is not None:
+            key = read_secret(key_file)
+        digest = None if key is None else digest_of_long(key)
+    except (OSError, ValueError) as error:
+        source = KEY_VARIABLE if key_file is None else f"{KEY_FILE_VARIABLE} {key_file}"
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{source}: {reason}; choose a long random key, such as by `openssl rand -hex 32`"
+        ) from error
     if key is None and not is_loopback(service.host):
         raise ConfigError(
             f"service.host is {service.host} and no key is set: anyone who reaches this address "
@@ -135,8 +150,21 @@ def http_settings(config: Config) -> HttpSettings:
         sessions=config.sessions,
         environments=tuple(config.members),
         data_schemas=data_schemas(config),
-        key_digest=None if key is None else digest_of(key),
+        key_digest=digest,
+        key_file=key_file,
     )
+
+
+def digest_of_long(key: str) -> str:
+    """Return the digest of the first admin key. Raises: ValueError if the key is too short."""
+    if len(key) < MIN_KEY_CHARACTERS:
+        raise ValueError(f"got {len(key)} characters, expected at least {MIN_KEY_CHARACTERS}")
+    return digest_of(key)
+
+
+def _key_file() -> Path | None:
+    named = os.environ.get(KEY_FILE_VARIABLE)
+    return Path(named).expanduser().absolute() if named else None
 
 
 def take_key() -> str | None:

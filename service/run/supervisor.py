@@ -114,8 +114,12 @@ class Supervisor:
         self._run_dir = run_dir
         self._model = engines.model
         self._run_id = run_id
-        self._store = RunStore(run_dir.database_url, may_be_older=True)
         self._metrics = Metrics()
+        self._store = RunStore(
+            run_dir.database_url,
+            may_be_older=True,
+            count_failure=self._metrics.database_secret_failures.inc,
+        )
         self._thread = StoreThread()
         self._kind = RunKind.SERVE if is_service else RunKind.TRAIN
         self._when_held, self._replaces, self._returns_to = when_held, replaces, returns_to

@@ -36,13 +36,14 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.pool import NullPool
 
+from service.access.secret_files import SecretFile
 from service.store import tables
 from service.store.errors import Damaged, StoreError
-from service.store.place import connection_url, shown, sqlite_file
+from service.store.place import changed_url, connection_url, shown, sqlite_file, url_file
 
 log = logging.getLogger("rayloom.store")
 
@@ -74,7 +75,15 @@ Result = TypeVar("Result")
 class Database:
     """A database at a place (`service.store.place`); every driver's error becomes a StoreError."""
 
-    def __init__(self, url: str, *, is_read_only: bool, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        is_read_only: bool,
+        patience_s: float = PATIENCE_S,
+        count_failure: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Open nothing yet. count_failure: called if the file with the URL cannot be read again."""
         parsed = make_url(url)
         self.location = shown(parsed)
         self.schema = _schema_of(parsed)
@@ -89,7 +98,7 @@ class Database:
         # Distinguishes this process's writes from those of every other.
         self._name, self._num_writes = uuid4().hex, 0
         if self._file is None:
-            self._engine = _postgresql_engine(parsed, schema=self.schema)
+            self._engine = _postgresql_engine(parsed, self.schema, count_failure)
         elif is_read_only:
             self._engine = _sqlite_reader(self._file)
         else:
@@ -432,7 +441,7 @@ def _schema_of(url: URL) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
+def _postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[], object]) -> Engine:
     defaults = {
         "connect_timeout": 10,
         "application_name": "rayloom",
@@ -442,17 +451,53 @@ def _postgresql_engine(url: URL, *, schema: str | None) -> Engine:
         "keepalives_count": 3,
         "tcp_user_timeout": 20_000,
     }
-    connection = connection_url(url.difference_update_query(["schema"]))
-    given = {key: value for key, value in defaults.items() if key not in connection.query}
+    without_schema = url.difference_update_query(["schema"])
+    connection = connection_url(without_schema)
+
+    def arguments(target: URL) -> dict[str, Any]:
+        given = {key: value for key, value in defaults.items() if key not in target.query}
+        return {**given, "prepare_threshold": None}
+
     engine = create_engine(
         connection,
-        connect_args={**given, "prepare_threshold": None},
+        connect_args=arguments(connection),
         isolation_level="READ COMMITTED",
         pool_pre_ping=True,
         hide_parameters=True,
     )
     event.listen(engine, "connect", _prepare_postgresql)
+    if (file := url_file()) is not None and without_schema.password is None:
+        current = SecretFile(
+            file,
+            partial(changed_url, without_schema),
+            value=connection,
+            count_failure=count_failure,
+        )
+        _follow(engine, current, arguments)
     return engine.execution_options(schema_translate_map={None: schema}) if schema else engine
+
+
+def _follow(
+    engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
+) -> None:
+    """Make an engine's connections be those of the URL that a file has now.
+
+    A connection of an earlier URL is replaced before its next use: its user may be gone.
+    """
+
+    def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
+        url = current.value()
+        positional[:], fresh = dialect.create_connect_args(url)
+        named.clear()
+        named.update(fresh, **arguments(url))
+        record.info["url"] = url
+
+    def check_out(_connection: Any, record: Any, _proxy: Any) -> None:
+        if record.info["url"] != current.value():
+            raise DisconnectionError("the URL of the database has changed")
+
+    event.listen(engine, "do_connect", connect)
+    event.listen(engine, "checkout", check_out)
 
 
 def _prepare_postgresql(connection: Any, _record: Any) -> None:

@@ -4,7 +4,8 @@ sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schem
 its own schema. Each process that connects reads RAYLOOM_DATABASE_URL again, whose server, user,
 password and TLS options take the place of the recorded ones; or it reads the password from the
 sources that PostgreSQL's own clients use (PGPASSWORD, ~/.pgpass). So no file, log, message or
-process title of ours contains a password.
+process title of ours contains a password. RAYLOOM_DATABASE_URL_FILE names a file with the URL
+instead, which is read again for new connections (`service.store.database`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
+from service.access.secret_files import read_secret
 from service.store.errors import StoreError
 
 VARIABLE = "RAYLOOM_DATABASE_URL"
+FILE_VARIABLE = "RAYLOOM_DATABASE_URL_FILE"
 DATABASE = "rayloom.db"
 POSTGRESQL = "postgresql+psycopg"
 _ACCEPTED = ("postgresql", "postgres", POSTGRESQL)
@@ -54,8 +57,8 @@ class StoreOptions:
                     f"the list of processes; give the URL in {VARIABLE}, or only the password in "
                     "PGPASSWORD or ~/.pgpass"
                 )
-        elif self.state_dir is None and (given := os.environ.get(VARIABLE)):
-            _parsed(given, source=VARIABLE)
+        elif self.state_dir is None and (given := given_url()):
+            _parsed(given, source=_source())
 
 
 def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
@@ -63,8 +66,8 @@ def chosen_url(run_dir: Path, run_id: str, options: StoreOptions) -> str:
     options.check()
     if options.state_dir is not None:
         return sqlite_url(options.state_dir.expanduser().absolute())
-    source = "--database-url" if options.database_url else VARIABLE
-    given = options.database_url or os.environ.get(VARIABLE)
+    source = "--database-url" if options.database_url else _source()
+    given = options.database_url or given_url()
     if not given:
         return sqlite_url(run_dir)
     url = _parsed(given, source=source).set(drivername=POSTGRESQL)
@@ -145,17 +148,68 @@ def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
     The server, its port, the user, the password and the TLS options may change between two starts;
     the name of the database and the schema are the run's. The environment's password is only sent
-    to the environment's server.
+    to the environment's server. Raises: StoreError.
     """
-    given = environ.get(VARIABLE)
-    if not given or url.password is not None:
+    if url.password is not None:
         return url
-    own = _parsed(given, source=VARIABLE)
+    given = given_url(environ)
+    if not given:
+        return url
+    own = _parsed(given, source=_source(environ))
+    return url if own.database != url.database else _at_server_of(own, url)
+
+
+def changed_url(url: URL, given: str) -> URL:
+    """Return the URL to connect with after the file with the URL has changed to `given`.
+
+    Raises: ValueError if it is not a URL, or names another database.
+    """
+    try:
+        own = _parsed(given, source=FILE_VARIABLE)
+    except StoreError as error:
+        raise ValueError(str(error)) from None
     if own.database != url.database:
-        return url
+        raise ValueError(
+            f"got the URL of the database {own.database}, expected {url.database}: a run stays in "
+            "its database"
+        )
+    return _at_server_of(own, url)
+
+
+def _at_server_of(own: URL, url: URL) -> URL:
     connection = _without_password(own).set(drivername=url.drivername, password=_password_of(own))
     schema = {"schema": url.query["schema"]} if "schema" in url.query else {}
     return connection.difference_update_query(["schema"]).update_query_dict(schema)
+
+
+def url_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file that has the URL; None if the environment names none."""
+    named = environ.get(FILE_VARIABLE)
+    return Path(named) if named else None
+
+
+def given_url(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the environment's URL; empty if there is none. Raises: StoreError."""
+    given, file = environ.get(VARIABLE, ""), url_file(environ)
+    if file is None:
+        return given
+    if given:
+        raise StoreError(
+            f"{VARIABLE} and {FILE_VARIABLE}: got both, expected one of them: a URL, or the path "
+            "of a file with it; leave one out"
+        )
+    try:
+        return read_secret(file)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StoreError(
+            f"{FILE_VARIABLE} {file}: {reason}; expected a file with "
+            "postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        ) from error
+
+
+def _source(environ: Mapping[str, str] = os.environ) -> str:
+    return VARIABLE if url_file(environ) is None else FILE_VARIABLE
 
 
 def _parsed(text: str, *, source: str) -> URL:

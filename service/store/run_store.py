@@ -118,6 +118,7 @@ class ReadOnlyStore:
         may_be_older: bool = False,
         any_format: bool = False,
         steps: Mapping[int, Step] = STEPS,
+        count_failure: Callable[[], object] = lambda: None,
     ) -> None:
         """Open a store.
 
@@ -125,9 +126,12 @@ class ReadOnlyStore:
         accept an older format unchanged: the caller reads only the tables that no step changes
         (`service.store.migrations`). any_format: accept every format unchanged, newer ones and
         those that cannot be moved too: the caller expects errors. steps: the steps of this Rayloom.
+        count_failure: as for `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
-        self._database = Database(place, is_read_only=is_read_only, patience_s=patience_s)
+        self._database = Database(
+            place, is_read_only=is_read_only, patience_s=patience_s, count_failure=count_failure
+        )
         self._file = sqlite_file(place)
         self._steps, self._format = steps, newest_format(steps)
         self._may_be_older, self._any_format = may_be_older, any_format
@@ -334,11 +338,13 @@ class RunStore(ReadOnlyStore):
         patience_s: float = PATIENCE_S,
         may_be_older: bool = False,
         steps: Mapping[int, Step] = STEPS,
+        count_failure: Callable[[], object] = lambda: None,
     ) -> None:
         """Open a store for writing.
 
         Args: may_be_older: accept an older format: the caller takes the lease, or moves it forward,
         before it uses more than the tables that no step changes. Otherwise it is refused.
+        count_failure: as for `Database`.
         """
         check_local(url)
         super().__init__(
@@ -347,6 +353,7 @@ class RunStore(ReadOnlyStore):
             patience_s=patience_s,
             may_be_older=may_be_older,
             steps=steps,
+            count_failure=count_failure,
         )
 
     def close(self) -> None:

@@ -74,6 +74,23 @@ def environment_of(template: Manifest) -> dict[str, Any]:
     return {variable["name"]: variable for variable in container_of(template)["env"]}
 
 
+def mounted_secrets(template: Manifest) -> dict[str, tuple[str, str]]:
+    """The Secret and its key by the variable that names the mounted file."""
+    [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "secrets"]
+    [mount] = [m for m in container_of(template)["volumeMounts"] if m["name"] == "secrets"]
+    # A file that is mounted by subPath would never change.
+    assert mount == {"name": "secrets", "mountPath": "/secrets", "readOnly": True}
+    files = {
+        f"/secrets/{item['path']}": (source["secret"]["name"], item["key"])
+        for source in volume["projected"]["sources"]
+        for item in source["secret"]["items"]
+    }
+    variables = environment_of(template).values()
+    named = {each["name"]: each["value"] for each in variables if each.get("value") in files}
+    assert set(named.values()) == set(files)
+    return {name: files[file] for name, file in named.items()}
+
+
 @pytest.mark.proof
 @pytest.mark.chart
 @every_variant
@@ -192,7 +209,7 @@ def test_a_run_is_told_its_configuration_and_where_it_lies(
     head = pod_templates(manifests)["head"]
     mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
     arguments = arguments_of(manifests)
-    has_secret = "RAYLOOM_DATABASE_URL" in environment_of(head)
+    has_secret = "RAYLOOM_DATABASE_URL_FILE" in environment_of(head)
     assert set(arguments) == {"config", "run_dir", *(() if has_secret else ("state_dir",))}
     name = arguments["config"]["run"]["name"]
     assert arguments["run_dir"] == f"{mounts['checkpoints']}/runs/{name}"
@@ -333,8 +350,7 @@ def test_existing_secrets_are_named_and_none_is_made() -> None:
     kinds = {manifest["kind"] for manifest in manifests}
     assert not kinds & {"Secret", "PersistentVolumeClaim", "ServiceAccount"}
     for template in pod_templates(manifests).values():
-        key = environment_of(template)["RAYLOOM_API_KEY"]
-        assert key["valueFrom"]["secretKeyRef"] == {"name": "rayloom-api", "key": "token"}
+        assert mounted_secrets(template)["RAYLOOM_API_KEY_FILE"] == ("rayloom-api", "token")
     cluster = cluster_of(manifests)
     assert cluster["authOptions"] == {"mode": "token", "secretName": "ray-token"}
 
@@ -347,8 +363,8 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
         volumes = {volume["name"]: volume for volume in head["spec"]["volumes"]}
         arguments = arguments_of(manifests)
         if files:
-            source = environment_of(head)["RAYLOOM_DATABASE_URL"]["valueFrom"]["secretKeyRef"]
-            assert source == {"name": "postgres", "key": "address"}
+            source = mounted_secrets(head)["RAYLOOM_DATABASE_URL_FILE"]
+            assert source == ("postgres", "address")
             assert "database" not in volumes and "state_dir" not in arguments
         else:
             claim = volumes["database"]["persistentVolumeClaim"]["claimName"]
@@ -356,7 +372,7 @@ def test_the_database_lies_with_the_head_alone_or_behind_a_secret() -> None:
             mounts = {m["name"]: m["mountPath"] for m in container_of(head)["volumeMounts"]}
             assert arguments["state_dir"].startswith(f"{mounts['database']}/")
         for template in templates.values():
-            assert "RAYLOOM_DATABASE_URL" not in environment_of(template)
+            assert set(mounted_secrets(template)) == {"RAYLOOM_API_KEY_FILE"}
             assert "database" not in {volume["name"] for volume in template["spec"]["volumes"]}
 
 

@@ -42,7 +42,7 @@ def test_each_mode_is_one_object_of_its_kind_that_can_be_suspended(mode: str) ->
     check_operator_rules(suspended)
 
 
-OF_THE_API = {"RAYLOOM_API_KEY", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"}
+OF_THE_API = {"RAYLOOM_API_KEY_FILE", "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"}
 
 
 def test_the_cluster_is_the_same_in_every_mode_but_for_the_api() -> None:
@@ -56,6 +56,9 @@ def test_the_cluster_is_the_same_in_every_mode_but_for_the_api() -> None:
             container = group["template"]["spec"]["containers"][0]
             before = len(container["env"])
             container["env"] = [e for e in container["env"] if e["name"] not in OF_THE_API]
+            for where in (container, group["template"]["spec"]):
+                key = "volumes" if "volumes" in where else "volumeMounts"
+                where[key] = [each for each in where[key] if each["name"] != "secrets"]
             assert before - len(container["env"]) == (0 if mode == "job" else len(OF_THE_API))
         clusters[mode] = cluster
     assert clusters["service"] == clusters["job"] == clusters["cluster"]

@@ -158,7 +158,7 @@ def test_models_of_a_hub_are_fetched_once_before_the_head_starts_and_within_a_de
     assert by_name(fetch["env"])["NCCL_DEBUG"] == {"name": "NCCL_DEBUG", "value": "WARN"}
     assert fetch["envFrom"] == ray["envFrom"]
     assert mounts["certificates"] == by_name(ray["volumeMounts"])["certificates"]
-    assert "RAYLOOM_DATABASE_URL" not in by_name(fetch["env"])
+    assert "RAYLOOM_DATABASE_URL_FILE" not in by_name(fetch["env"])
     claim = one(rendered({}, *EVERYTHING), "PersistentVolumeClaim", "-models")
     for group, template in everything.items():
         variables = by_name(ray_container(template)["env"])

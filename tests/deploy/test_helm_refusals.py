@@ -225,7 +225,11 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         ),
         (
             {"environment": {"env": [{"name": "RAYLOOM_API_KEY", "value": "x"}]}},
-            ["environment.env: RAYLOOM_API_KEY stands twice, or is set by the chart"],
+            ["environment.env: got RAYLOOM_API_KEY, expected none", "auth.api.existingSecret"],
+        ),
+        (
+            {"environment": {"env": [{"name": "HOME", "value": "/x"}]}},
+            ["environment.env: HOME stands twice, or is set by the chart"],
         ),
         (
             {

@@ -229,6 +229,10 @@ def started_pods(
         [container] = spec["containers"]
         [shm] = [each for each in spec["volumes"] if each["name"] == "shm"]
         environ = variables_of(container, manifests)
+        # In place of the volume of secrets.
+        key = net.directory / "api-key"
+        key.write_text(secret(manifests, "api-key", "api-key"))
+        environ["RAYLOOM_API_KEY_FILE"] = str(key)
         # Its volume is not there: this machine's home directory is in its place.
         del environ["HOME"]
         environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **(added or {})}

@@ -34,7 +34,8 @@ RECORDED = "postgresql+psycopg://user@db.example:6432/runs?schema=rayloom-r-1&ss
 
 @pytest.fixture(autouse=True)
 def without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAYLOOM_DATABASE_URL", raising=False)
+    for name in ("RAYLOOM_DATABASE_URL", "RAYLOOM_DATABASE_URL_FILE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_the_store_lies_in_the_run_directory_where_nothing_else_is_said(tmp_path: Path) -> None:

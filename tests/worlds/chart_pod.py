@@ -149,7 +149,12 @@ def _mount(volume: Mapping[str, Any], source: Path, manifests: Sequence[Manifest
         return f"mount -t tmpfs -o mode=1777,size={memory['sizeLimit'].lower()[:-1]} tmpfs"
     source.mkdir()
     source.chmod(0o777)
-    if "configMap" in volume:
+    if "projected" in volume:
+        for each in volume["projected"]["sources"]:
+            for item in each["secret"]["items"]:
+                text = secret(manifests, each["secret"]["name"], item["key"])
+                (source / item["path"]).write_text(text)
+    elif "configMap" in volume:
         for file, text in one(manifests, "ConfigMap", volume["configMap"]["name"])["data"].items():
             (source / file).write_text(text)
     else:

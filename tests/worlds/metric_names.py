@@ -79,7 +79,7 @@ class Declared:
 
 
 def declared() -> list[Declared]:
-    """Every metric, in the order of declaration."""
+    """Every metric, in the order of declaration; one that several processes have is there once."""
     metrics, gateway, found = Metrics(), GatewayMetrics(), []
     registries = (
         metrics.gained,
@@ -98,7 +98,7 @@ def declared() -> list[Declared]:
                 documentation=family.documentation,
             )
         )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def is_of_run(query: str) -> bool:

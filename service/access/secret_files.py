@@ -1,0 +1,91 @@
+"""A secret in a file that is replaced while the process runs, as Kubernetes does with a Secret's.
+
+Invariant: `value()` never raises. A file that is missing, empty or invalid leaves the last good
+value in use; it is logged once, and counted at each reading. No message contains the file's text.
+The API's replicas and the database's connections use it; plain files, no HTTP, no Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+log = logging.getLogger("rayloom.secrets")
+
+# Between two readings of a file.
+FRESH_S = 2.0
+# No key and no URL is as long.
+MAX_BYTES = 64 << 10
+
+Value = TypeVar("Value")
+
+
+class SecretFile(Generic[Value]):
+    """A file's newest usable value. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        file: Path,
+        parse: Callable[[str], Value],
+        *,
+        value: Value,
+        count_failure: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Start with a value, and read the file at the first use.
+
+        Args: parse: gets the text without spaces around it; raises ValueError, whose message must
+        not contain the text, if it cannot be used. count_failure: called after each failed reading.
+        """
+        self._file, self._parse = file, parse
+        self._value, self._count_failure = value, count_failure
+        self._lock = threading.Lock()
+        self._read_at: float | None = None
+        self._is_failing = False
+
+    def value(self) -> Value:
+        """Return the value, read again if the last reading is older than FRESH_S."""
+        with self._lock:
+            now = time.monotonic()
+            if self._read_at is None or now - self._read_at >= FRESH_S:
+                self._read_at = now
+                self._read()
+            return self._value
+
+    def _read(self) -> None:
+        try:
+            value = self._parse(read_secret(self._file))
+        except (OSError, ValueError) as error:
+            self._count_failure()
+            if not self._is_failing:
+                reason = error.strerror if isinstance(error, OSError) else error
+                log.error("%s: %s; the last value stays in use", self._file, reason)
+            self._is_failing = True
+            return
+        if value != self._value:
+            log.warning("%s has changed, its new value is in use", self._file)
+        elif self._is_failing:
+            log.warning("%s can be read again", self._file)
+        self._value, self._is_failing = value, False
+
+
+def read_secret(file: Path) -> str:
+    """Return a file's text without the spaces and line ends around it.
+
+    Raises: OSError; ValueError if it is empty, too long or no text.
+    """
+    with file.open("rb") as opened:
+        content = opened.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"got more than {MAX_BYTES} bytes, expected one key or URL")
+    try:
+        text = content.decode().strip()
+    except UnicodeDecodeError:
+        # The error's own text would show a part of the secret.
+        raise ValueError("got bytes that are no UTF-8, expected text") from None
+    if not text:
+        raise ValueError("got an empty file, expected a key or URL")
+    return text
