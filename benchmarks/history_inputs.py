@@ -154,7 +154,12 @@ class _Run:
             entries=tuple(_entry(rollout_id) for rollout_id in rollouts),
         )
         write_file(self._run_dir.journal, step)
-        prune(self._run_dir.journal, newest=self.step, keep_steps=self._scale.journal_steps)
+        prune(
+            self._run_dir.journal,
+            newest=self.step,
+            keep_steps=self._scale.journal_steps,
+            keep_bytes=20 << 30,
+        )
 
 
 def _entry(rollout_id: str) -> TrajectoryEntry:

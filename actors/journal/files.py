@@ -4,8 +4,8 @@ A file holds a line with the format's number, then two sections, each with its l
 checksum: the index of the step's trajectories, and the step itself, compressed. A file is written
 under a temporary name and renamed. A step that is played again in a later term gets another file;
 `service.store.lineage` decides which of them belongs to the run. A failure to write is reported
-once and never ends a run, because training does not read the journal. Written by the
-merge actor, read by `rayloom inspect`.
+once and never ends a run, because training and resuming do not read the journal: its oldest files
+may be removed at any time. Written by the merge actor, read by `rayloom inspect`.
 """
 
 from __future__ import annotations
@@ -163,8 +163,17 @@ def write_file(directory: Path, step: JournalStep) -> Path:
     return path
 
 
-def prune(directory: Path, *, newest: int, keep_steps: int) -> None:
-    """Remove the files of steps up to newest - keep_steps. Raises: OSError."""
-    for file in list_files(directory):
-        if file.step <= newest - keep_steps:
+def prune(directory: Path, *, newest: int, keep_steps: int, keep_bytes: int) -> None:
+    """Remove the files of steps up to newest - keep_steps, and the oldest above `keep_bytes`.
+
+    The files of the step `newest` are kept, however large they are. Raises: OSError.
+    """
+    num_bytes = 0
+    for file in reversed(list_files(directory)):
+        try:
+            num_bytes += file.path.stat().st_size
+        except FileNotFoundError:
+            continue
+        is_above = num_bytes > keep_bytes and file.step < newest
+        if is_above or file.step <= newest - keep_steps:
             file.path.unlink(missing_ok=True)

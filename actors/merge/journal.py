@@ -71,6 +71,8 @@ class JournalSettings:
     term: int
     keep_steps: int
     """Number of the newest steps whose files are kept."""
+    keep_bytes: int
+    """Limit on the size of all files, above which the oldest are removed."""
     max_policy_age: int
     group_rule: GroupRule | None
     """The rule of the run's advantages; None if they depend on more than a group's returns. It and
@@ -100,7 +102,12 @@ class Journal:
         )
         try:
             write_file(settings.directory, step)
-            prune(settings.directory, newest=step.step, keep_steps=settings.keep_steps)
+            prune(
+                settings.directory,
+                newest=step.step,
+                keep_steps=settings.keep_steps,
+                keep_bytes=settings.keep_bytes,
+            )
         except OSError as error:
             return self._warning(step.step, error)
         return ""

@@ -84,6 +84,10 @@ class RunSettings:
     """
     journal_steps: Natural = 200
     """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""
+    journal_gib: Rate = 20
+    """Limit on the size of the journal in GiB: above it the oldest steps are removed, but never the
+    newest step. A run resumes without them.
+    """
     max_recoveries: Natural = 5
     """Limit on returns to a checkpoint and on new supervisors until a later checkpoint is
     committed.

@@ -21,6 +21,7 @@ from actors.deadline import beside, race, retry
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
+from actors.limits import GIB
 from actors.merge.actor import MergeActor
 from actors.merge.journal import JournalSettings
 from actors.metrics import Part
@@ -476,6 +477,7 @@ class Term:
             directory=self._run_dir.journal,
             term=self._lease.term,
             keep_steps=config.run.journal_steps,
+            keep_bytes=int(config.run.journal_gib * GIB),
             max_policy_age=config.algorithm.max_policy_age,
             group_rule=config.group_rule,
         )

@@ -30,7 +30,12 @@ async def play_through_actors(run: ScriptedRun, directory: Path) -> None:
     queue = start_queue(run.queue_settings)
     await queue.open.remote(0, None)
     journal = JournalSettings(
-        directory=directory, term=1, keep_steps=200, max_policy_age=10_000, group_rule=None
+        directory=directory,
+        term=1,
+        keep_steps=200,
+        keep_bytes=1 << 30,
+        max_policy_age=10_000,
+        group_rule=None,
     )
     merge = MergeActor.options(num_cpus=0).remote(run.merge_settings, journal)
     step = 1

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_a_trajectory_is_kept() -> None:
     group = group_of(0, [1, 0, float("nan")])
     entries = through_a_file(step_of([group])).entries
     assert [entry.problem for entry in entries[:2]] == ["", ""]
-    assert entries[2].problem.startswith("return nan, expected a finite number; look at")
+    assert entries[2].problem.startswith("return nan, expected a finite number; check")
 
 
 def test_the_index_alone_tells_who_is_in_a_step() -> None:
@@ -148,9 +148,16 @@ def test_a_file_of_another_format_is_refused_in_a_sentence() -> None:
         read_step(io.BytesIO(b"PK\x03\x04" + content))
 
 
-def settings(directory: Path, *, keep_steps: int = 9, term: int = 1) -> JournalSettings:
+def settings(
+    directory: Path, *, keep_steps: int = 9, keep_bytes: int = 1 << 30, term: int = 1
+) -> JournalSettings:
     return JournalSettings(
-        directory=directory, term=term, keep_steps=keep_steps, max_policy_age=0, group_rule=RULE
+        directory=directory,
+        term=term,
+        keep_steps=keep_steps,
+        keep_bytes=keep_bytes,
+        max_policy_age=0,
+        group_rule=RULE,
     )
 
 
@@ -168,6 +175,29 @@ def test_the_newest_steps_are_kept_and_a_term_never_writes_over_another(tmp_path
     assert found == [(3, 1), (3, 2), (4, 1)]
     kept = {file_name(step, term=term) for step, term in found}
     assert {path.name for path in tmp_path.iterdir()} == kept | {"step-of-mine.journal"}
+
+
+def test_the_oldest_steps_leave_a_journal_that_is_full_and_the_newest_never(
+    tmp_path: Path,
+) -> None:
+    assert Journal(settings(tmp_path)).write(result_of(1)) == ""  # type: ignore[arg-type]
+    (first,) = list_files(tmp_path)
+    num_bytes = first.path.stat().st_size
+    full = Journal(settings(tmp_path, keep_bytes=int(3.5 * num_bytes)))
+    for number in range(2, 9):
+        assert full.write(result_of(number)) == ""  # type: ignore[arg-type]
+        kept = [file.step for file in list_files(tmp_path)]
+        assert kept == list(range(max(1, number - 2), number + 1))
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3.5 * num_bytes
+    # A step that is played again in a later term has two files, and both are kept.
+    again = Journal(settings(tmp_path, keep_bytes=int(2.5 * num_bytes), term=2))
+    assert again.write(result_of(8)) == ""  # type: ignore[arg-type]
+    assert [(file.step, file.term) for file in list_files(tmp_path)] == [(8, 1), (8, 2)]
+    small = Journal(settings(tmp_path, keep_bytes=1, term=3))
+    assert small.write(result_of(9)) == ""  # type: ignore[arg-type]
+    (left,) = list_files(tmp_path)
+    with left.path.open("rb") as file:
+        assert read_step(file).step == left.step == 9
 
 
 def test_the_bound_of_a_step_has_the_versions_that_were_published_once_more(
