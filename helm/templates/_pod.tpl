@@ -184,6 +184,15 @@ capabilities:
 - name: RAY_gcs_rpc_server_reconnect_timeout_s
   value: "600"
 {{- end }}
+{{- /* Without the first of these the files of Ray's workers grow without a limit. */}}
+{{- $own := list }}
+{{- range .group.env }}{{- $own = append $own .name }}{{- end }}
+{{- range $name, $value := dict "RAY_ROTATION_MAX_BYTES" (mul 16 1048576) "RAY_ROTATION_BACKUP_COUNT" 2 }}
+{{- if not (has $name $own) }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
+{{- end }}
+{{- end }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
 - name: VLLM_NO_USAGE_STATS

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.deadline import poll
+from actors.limits import MIB
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
@@ -69,6 +70,10 @@ def prepare_environment(config: Config) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
+        # Each process of Ray writes two files; so many old ones of each are kept. Without the first
+        # variable the files of workers grow without a limit.
+        "RAY_ROTATION_MAX_BYTES": str(16 * MIB),
+        "RAY_ROTATION_BACKUP_COUNT": "2",
         DOOR_VARIABLE: DOOR,
     }
     for name, value in defaults.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -548,19 +547,18 @@ def _size_of(directory: Path) -> int:
 
 
 def configure_logging(path: str) -> None:
-    """Write Rayloom's log to a file and to stdout, with one timestamped line for each event.
+    """Write Rayloom's log to a file, one line for each event, with its time in UTC.
 
     A full file is renamed to run.log.1, older ones to run.log.2 and so on; the oldest is removed.
-    Ray keeps the supervisor's stdout among the logs of its node, from which log collectors read it.
+    Nothing goes to stdout, because Ray would store each line again, in the logs of the node.
     """
     lines = logging.Formatter(
-        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
     )
     lines.converter = time.gmtime
     root = logging.getLogger("rayloom")
     root.setLevel(logging.INFO)
     root.propagate = False
-    file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
-    for handler in (file, logging.StreamHandler(sys.stdout)):
-        handler.setFormatter(lines)
-        root.addHandler(handler)
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
+    handler.setFormatter(lines)
+    root.addHandler(handler)

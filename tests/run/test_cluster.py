@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,44 @@ except ConfigError as error:
         env={**os.environ, "RAY_TMPDIR": "/dev/null"},
     )  # fmt: skip
     assert re.search(r"a local Ray did not start \(.*expected it to start here", done.stdout), done
+
+
+def test_the_files_of_rays_workers_are_bounded_and_the_runs_log_is_not_among_them(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own, as above. A worker prints eight times what a file may hold."""
+    program = f"""
+import sys
+import ray
+from service.config.file import parse_config
+from service.launch import cluster
+from service.run.recorder import configure_logging
+tree = {{"model": {{"tiny": {{}}}}, "tasks": {{"environment": "guessing"}}}}
+with cluster.joined(parse_config(tree, source="test"), address=None):
+    @ray.remote
+    def talk():
+        import logging
+        configure_logging({str(tmp_path / "run.log")!r})
+        logging.getLogger("rayloom.run").info("step 1")
+        for _ in range(8 * 64):
+            print("x" * 1023)
+            print("y" * 1023, file=sys.stderr)
+    ray.get(talk.remote())
+    print(ray._private.worker._global_node.get_logs_dir_path())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "RAY_ROTATION_MAX_BYTES": str(64 * 1024)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    logs = Path(done.stdout.splitlines()[-1])
+    for kind in ("out", "err"):
+        sizes = [file.stat().st_size for file in logs.glob(f"worker-*.{kind}*")]
+        full = [size for size in sizes if size > 32 * 1024]
+        assert 1 <= len(full) <= 3 and max(full) <= 80 * 1024, (kind, sizes)
+    assert not [file for file in logs.glob("worker-*") if "step 1" in file.read_text()]
+    [line] = (tmp_path / "run.log").read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO    rayloom.run step 1", line)
 
 
 def refuse_starts(
