@@ -511,6 +511,13 @@ def check(
     ] = None,
     call: CallOption = None,
     answer: AnswerOption = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="print only the disks that a run of CONFIG needs")
+    ] = False,
+    parameters: Annotated[
+        float | None,
+        typer.Option(min=1, help="with --size: parameters of the model; default: of its files"),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Check CONFIG as `rayloom train` does before its start, and print every setting, also
@@ -528,6 +535,13 @@ def check(
         model=model,
         overrides=overrides or [],
     )
+    if size:
+        from service.cli.size import describe_disks, disks
+
+        typer.echo(describe_disks(disks(settings, num_parameters=parameters)))
+        return
+    if parameters is not None:
+        raise ConfigError("--parameters: got no --size, expected it; add --size")
     settings = _converted(settings)
     from service.cli.check import check_before_start, describe_template
 
