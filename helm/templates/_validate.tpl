@@ -322,6 +322,9 @@
 - {{ printf "rayVersion: got %s, expected 2.52.0 or newer with auth.ray.mode token; set mode to disabled or use a newer image" .Values.rayVersion | quote }}
 {{- end }}
 {{- $checkpoints := .Values.checkpoints }}
+{{- if and .Values.service.loadBalancerSourceRanges (ne .Values.service.type "LoadBalancer") }}
+- {{ printf "service.loadBalancerSourceRanges: got some with type %s, expected LoadBalancer: Kubernetes refuses them otherwise; set the type, or use networkPolicy" .Values.service.type | quote }}
+{{- end }}
 {{- $database := .Values.database }}
 {{- if and $database.existingSecret $database.existingClaim }}
 - "database: got existingSecret and existingClaim, expected one of them: a run has its database in PostgreSQL, or on a volume"

@@ -24,6 +24,7 @@ OPEN_MAPS = (
     "revisions",
     "commonLabels",
     "rayStartParams",
+    "dataSource",
 )
 
 
@@ -152,6 +153,15 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "checkpoints.accessModes": (["ReadWriteMany"], {"database": {"storageClass": "a"}}),
     "checkpoints.keep": (False, {}),
     "checkpoints.mountPath": ("/other", {}),
+    **{
+        f"{claim}.{key}": (value, CACHE if claim == "modelCache" else {})
+        for claim in ("checkpoints", "database", "modelCache")
+        for key, value in {
+            "annotations": {"a": "b"},
+            "dataSource": {"kind": "PersistentVolumeClaim", "name": "a"},
+            "volumeName": "a",
+        }.items()
+    },
     "database.existingSecret": ("a", {}),
     "database.existingClaim": ("a", {}),
     "database.key": ("other", POSTGRES),
@@ -175,10 +185,12 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "workspace.mountPath": ("/other", FILES),
     "service.type": ("NodePort", {}),
     "service.annotations": ({"a": "b"}, {}),
+    "service.loadBalancerSourceRanges": (["10.0.0.0/8"], {"service": {"type": "LoadBalancer"}}),
     "ingress.enabled": (True, {}),
     "ingress.className": ("a", INGRESS),
     "ingress.annotations": ({"a": "b"}, INGRESS),
     "ingress.host": ("a.example.org", INGRESS),
+    "ingress.path": ("/rl", INGRESS),
     "ingress.tlsSecret": ("a", merged(INGRESS, nested("ingress.host", "a.example.org"))),
     "httpRoute.enabled": (True, {"httpRoute": {"parentRefs": [{"name": "a"}]}}),
     "httpRoute.annotations": ({"a": "b"}, ROUTE),
@@ -198,6 +210,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "networkPolicy.environmentEgress": ([{}], POLICY),
     "monitoring.podMonitor.enabled": (True, {}),
     "monitoring.podMonitor.interval": ("60s", MONITOR),
+    "monitoring.podMonitor.scrapeTimeout": ("9s", MONITOR),
     "monitoring.podMonitor.labels": ({"a": "b"}, MONITOR),
     "monitoring.podMonitor.dropSeries": ("a", MONITOR),
     "monitoring.rules.enabled": (True, {}),
@@ -226,7 +239,7 @@ RULED = {
         *(
             f"{claim}.{key}"
             for claim in ("checkpoints", "database", "modelCache")
-            for key in ("storageClass", "accessModes")
+            for key in ("storageClass", "accessModes", "dataSource", "volumeName")
         ),
     },
     # Read when a pod starts; or by the operator when it starts a job.

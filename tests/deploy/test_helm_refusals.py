@@ -228,6 +228,10 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["environment.env: got RAYLOOM_API_KEY, expected none", "auth.api.existingSecret"],
         ),
         (
+            {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}},
+            ["service.loadBalancerSourceRanges: got some with type ClusterIP"],
+        ),
+        (
             {"environment": {"env": [{"name": "HOME", "value": "/x"}]}},
             ["environment.env: HOME stands twice, or is set by the chart"],
         ),
