@@ -2,8 +2,8 @@
 
     $ sudo python -m benchmarks.cluster_scale --nodes 2 4 8 12
 
-Each node is a Ray in its own namespaces (`tests/worlds/nodes.py`; needs root). On each node one
-real environment actor plays with a scripted policy, and one reader takes each published version
+Each node is a Ray in its own namespaces (`tests/worlds/servers/nodes.py`; needs root). On each node
+one real environment actor plays with a scripted policy, and one reader takes each published version
 from the weight board, as an engine does. The queue and the board are real. A feed in a separate
 process sends the queue the requests that a supervisor sends in a step. There is no model, trainer,
 store or merge, so only the central parts are measured. Prints one JSON line for each number of
@@ -235,7 +235,7 @@ def main() -> None:
         print(json.dumps(measure(asked.steps, asked.publishes, asked.publish_mib)))
         return
     sys.path.insert(0, str(ROOT / "tests"))
-    from worlds.nodes import network
+    from worlds.servers.nodes import network
 
     line = [sys.executable, "-m", "benchmarks.cluster_scale", "--inside", "--steps", asked.steps]
     line += ["--publishes", asked.publishes, "--publish-mib", asked.publish_mib]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worlds.forms_warmup import warmed_up
+from worlds.models.forms_warmup import warmed_up
 
 from actors.environment.function_tools import load_tools
 from actors.trainer.tiny.warmup import Conversation

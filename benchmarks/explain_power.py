@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from worlds.explained_run import config_of, played_run, poisoned, sampled_groups
+from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_groups
 
 from benchmarks.environment import describe_environment
 from service.explain.order import Order

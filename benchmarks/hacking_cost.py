@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from worlds.journal_builders import step_of
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.journal_builders import step_of
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.files import write_file
 from actors.types import Trajectory

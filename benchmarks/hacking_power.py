@@ -1,10 +1,10 @@
 """Measure which planted hacks the audit finds, how soon, and how often it gives a false alarm.
 
 Scripted policies play the built-in environments through real episodes, the queue's state machine,
-the merge and the journal (`tests/worlds/hacking_world.py`). For every seed it plays a run of each
-hack, and the same number of runs of the same policies without a hack. A hack is found if one of its
-own kinds is reported within 20 steps of its onset. A report before an onset, or in a run without a
-hack, is a false alarm. Thresholds were fixed on seeds 1 to 5.
+the merge and the journal (`tests/worlds/parts/hacking_world.py`). For every seed it plays a run of
+each hack, and the same number of runs of the same policies without a hack. A hack is found if one
+of its own kinds is reported within 20 steps of its onset. A report before an onset, or in a run
+without a hack, is a false alarm. Thresholds were fixed on seeds 1 to 5.
 
     PYTHONPATH=.:tests python -m benchmarks.hacking_power --seeds 1001 1002 1003
 """
@@ -23,8 +23,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from worlds.hacking_world import Course, ScriptedRun, Size
-from worlds.planted_hacks import planted_hacks
+from worlds.faults.planted_hacks import planted_hacks
+from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
 from service.hacking.patterns import Detector
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from worlds.prefix_merge import merge_turns
+from worlds.checks.prefix_merge import merge_turns
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
 from actors.trajectory_queue.codec import decode, encode

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from worlds.run_driver import ENGINE, START_S, Run, running, small_config
+from worlds.runs.run_driver import ENGINE, START_S, Run, running, small_config
 
 from actors.environment.actor import EnvironmentActor
 from actors.environment.settings import EnvironmentActorSettings

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from worlds.run_driver import ENGINE, START_S, Run, running, small_config
+from worlds.runs.run_driver import ENGINE, START_S, Run, running, small_config
 
 from actors.trainer.tiny.model import build_tiny_model
 from benchmarks.environment import describe_environment

@@ -33,8 +33,8 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
-from worlds.ports import free_port
-from worlds.run_driver import START_S, Run, running, small_config
+from worlds.runs.run_driver import START_S, Run, running, small_config
+from worlds.servers.ports import free_port
 
 from actors.trainer.tiny.model import build_tiny_model
 from benchmarks.environment import describe_environment

@@ -2,8 +2,8 @@
 
 Half of the time `rayloom train` runs on SQLite on a small disk, half of it `rayloom serve` on
 PostgreSQL with a client that submits and cancels. The game's returns are a script
-(`worlds.scripted_game`). Faults come one after the other, chosen by the seed, now and then before
-the run has recovered from the last one. At the end the run is stopped by Ctrl-C, and: every
+(`worlds.parts.scripted_game`). Faults come one after the other, chosen by the seed, now and then
+before the run has recovered from the last one. At the end the run is stopped by Ctrl-C, and: every
 accepted task has ended, and a cancelled one as cancelled, the ledger is balanced, the audit of the
 whole journal is clean (advantages recomputed from the returns, nothing trained twice), every whole
 group has the script's returns, the advantages that the plain formula makes of them, and those that
@@ -29,15 +29,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from worlds.breaking_proxy import breaking_proxy
-from worlds.faults import Plan, command_kill, database_faults, full_disk, part_faults
-from worlds.mounts import small_disk
-from worlds.ports import free_port
-from worlds.postgresql_server import PASSWORD, postgresql
-from worlds.run_checks import check_stopped
-from worlds.run_driver import STEP_S, Run, running, small_config
-from worlds.scripted_game import member_of, scripted_return
-from worlds.submitting_client import SubmittingClient
+from worlds.agents.submitting_client import SubmittingClient
+from worlds.faults.breaking_proxy import breaking_proxy
+from worlds.faults.faults import Plan, command_kill, database_faults, full_disk, part_faults
+from worlds.faults.mounts import small_disk
+from worlds.parts.scripted_game import member_of, scripted_return
+from worlds.runs.run_checks import check_stopped
+from worlds.runs.run_driver import STEP_S, Run, running, small_config
+from worlds.servers.ports import free_port
+from worlds.servers.postgresql_server import PASSWORD, postgresql
 
 from actors.types import Outcome
 from service.inspect.reader import open_journal
@@ -183,7 +183,7 @@ class ServiceChaos(Chaos):
 def config_in(directory: Path, **sections: dict[str, object]) -> Path:
     """Write the configuration, and beside it the game, as a user's own that is found there."""
     directory.mkdir(exist_ok=True)
-    shutil.copy(Path(__file__).parent / "worlds" / "scripted_game.py", directory)
+    shutil.copy(Path(__file__).parent / "worlds" / "parts" / "scripted_game.py", directory)
     together = {name: {**SECTIONS.get(name, {}), **keys} for name, keys in sections.items()}
     return small_config(directory, **{**SECTIONS, **together})
 

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from worlds.postgresql_server import PostgresqlServer
-    from worlds.trainer_world import World
+    from worlds.parts.trainer_world import World
+    from worlds.servers.postgresql_server import PostgresqlServer
 
 # Read when torch is imported. Matrices this small gain nothing by threads, and on busy cores the
 # threads wait for each other.
@@ -100,7 +100,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
     """Two models' directories, by whether input and output embeddings are tied."""
-    from worlds.trainer_world import tiny_model
+    from worlds.parts.trainer_world import tiny_model
 
     root = tmp_path_factory.mktemp("models")
     return {tied: tiny_model(root / f"tied-{tied}", tied=tied) for tied in (True, False)}
@@ -115,7 +115,7 @@ def model(tiny_models: dict[bool, str]) -> str:
 @pytest.fixture(scope="session")
 def postgresql_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresqlServer]:
     """For all tests of a process that only use it; each takes a schema of its own."""
-    from worlds.postgresql_server import postgresql
+    from worlds.servers.postgresql_server import postgresql
 
     with postgresql(tmp_path_factory.mktemp("postgresql") / "server") as server:
         yield server
@@ -135,7 +135,7 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What a run of `run_driver.SMALL` builds, once for all runs that do not show the building."""
-    from worlds.run_driver import SMALL
+    from worlds.runs.run_driver import SMALL
 
     from service.config.tree import TinyModelSettings
     from service.launch.run_dir import build_tiny
@@ -147,13 +147,13 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def one_rank() -> World:
-    from worlds.trainer_world import shared_world
+    from worlds.parts.trainer_world import shared_world
 
     return shared_world(1)
 
 
 @pytest.fixture
 def two_ranks() -> World:
-    from worlds.trainer_world import shared_world
+    from worlds.parts.trainer_world import shared_world
 
     return shared_world(2)

@@ -1,7 +1,8 @@
 """Every family of models in a real engine and a real trainer: `make proof PART=families`.
 
-Each family of `worlds.families` is tried in processes of its own (`worlds.family_trial`). Verdicts
-are kept in build/families, by name and configuration; `docs/families.md` is written of them.
+Each family of `worlds.models.families` is tried in processes of its own
+(`worlds.models.family_trial`). Verdicts are kept in build/families, by name and configuration;
+`docs/families.md` is written of them.
 
     python tests/families.py                  all that have no verdict yet, then the table
     python tests/families.py --only llama     some, again
@@ -30,8 +31,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import vllm.model_executor.models.registry as registry  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
-from worlds.families import families, family_config  # noqa: E402
-from worlds.family_trial import DIFFERS, FAILED, PASSES, REFUSED, Verdict, run_trial  # noqa: E402
+from worlds.models.families import families, family_config  # noqa: E402
+from worlds.models.family_trial import DIFFERS, FAILED, PASSES, REFUSED, Verdict, run_trial  # noqa: E402
 
 RESULTS = ROOT / "build" / "families"
 PAGE = ROOT / "docs" / "families.md"

@@ -5,10 +5,10 @@
 
 Gateway, engine, supervisor, API and agents are killed, the gateway is stopped for some seconds, the
 database locked for some; chance says what comes next, and how many answers the agents get between.
-The agents (`worlds.session_agents`) remember each answer. At the end the run is stopped by Ctrl-C,
-and: every session has ended once, the ledger balances, the audit of the journal is clean, each
-answer that a client was shown of a session that was trained is in its trajectory with the very ids
-and log-probabilities, trained, and nothing is in there twice.
+The agents (`worlds.agents.session_agents`) remember each answer. At the end the run is stopped by
+Ctrl-C, and: every session has ended once, the ledger balances, the audit of the journal is clean,
+each answer that a client was shown of a session that was trained is in its trajectory with the very
+ids and log-probabilities, trained, and nothing is in there twice.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from worlds.faults import Fault, Plan
-from worlds.run_checks import check_stopped
-from worlds.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
-from worlds.session_agents import GROUP_SIZE, Memory
-from worlds.submitting_client import OVER
+from worlds.agents.session_agents import GROUP_SIZE, Memory
+from worlds.agents.submitting_client import OVER
+from worlds.faults.faults import Fault, Plan
+from worlds.runs.run_checks import check_stopped
+from worlds.runs.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
 
 from actors.journal.record import TrajectoryEntry
 from service.inspect.reader import open_journal
@@ -73,7 +73,7 @@ class Host:
     def start(self) -> None:
         with (self.directory / f"{self.name}.out").open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "worlds.session_agents", self.url, str(self.file),
+                [sys.executable, "-m", "worlds.agents.session_agents", self.url, str(self.file),
                  self.name, str(self.num_groups)],
                 cwd=ROOT / "tests", stdout=output, stderr=output,
                 env={**os.environ, "RAYLOOM_API_KEY": KEY},

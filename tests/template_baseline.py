@@ -12,8 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from worlds.published_templates import published, tokenizer_of
-from worlds.template_chats import CHATS, Player
+from worlds.models.published_templates import published, tokenizer_of
+from worlds.models.template_chats import CHATS, Player
 
 TABLE = Path(__file__).parent / "environment" / "template_baseline.json"
 

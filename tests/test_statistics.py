@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from worlds.record_builders import learning_run
+from worlds.builders.record_builders import learning_run
 
 from actors.metrics import Metrics
 from actors.statistics import BY_NAME, STATISTICS, Source

@@ -4,9 +4,9 @@ The rule: a turn extends a sample if the sample's ids are an exact prefix of its
 tokens of the prompt are observation, mask 0. All samples stay open; the longest match wins, the
 newest among equals. `append` takes a turn that is known to continue the last one, and compares
 nothing. `add` takes a turn without this knowledge, and compares its prompt with every open sample.
-A property test compares both with the rule in plain loops (`tests/worlds/prefix_merge.py`). For
-each open sample the builder keeps only the newest prompt and reply, which have all its ids, so that
-memory does not grow with the number of turns times their length. Called by the turn loop.
+A property test compares both with the rule in plain loops (`tests/worlds/checks/prefix_merge.py`).
+For each open sample the builder keeps only the newest prompt and reply, which have all its ids, so
+that memory does not grow with the number of turns times their length. Called by the turn loop.
 """
 
 from __future__ import annotations

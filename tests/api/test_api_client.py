@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.served_run import ServedRun, served
+from worlds.runs.served_run import ServedRun, served
 
 from actors.environment.tasks import write_tasks
 from actors.types import Task

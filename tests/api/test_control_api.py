@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.control_world import LocalControl, World
+from worlds.parts.control_world import LocalControl, World
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import KeptTokens, RolloutSettings, StructuredOutputs

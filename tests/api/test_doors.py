@@ -16,8 +16,8 @@ import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from worlds.gateway_world import NAME, Gateway
-from worlds.session_app import SessionRun
+from worlds.parts.gateway_world import NAME, Gateway
+from worlds.parts.session_app import SessionRun
 
 from actors.metrics import ApiMetrics
 from service.api import door

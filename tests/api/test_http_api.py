@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.local_run import LocalRun
-from worlds.submission_service import Service
+from worlds.parts.local_run import LocalRun
+from worlds.parts.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings

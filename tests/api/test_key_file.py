@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.tenant_world import SETTINGS, client_of, tenants
+from worlds.parts.tenant_world import SETTINGS, client_of, tenants
 
 from actors.metrics import ApiMetrics
 from service.access.keys import digest_of

@@ -17,9 +17,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
-from worlds.queue_builders import take_all
-from worlds.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, tenants
-from worlds.upload_world import FACTS, item
+from worlds.builders.queue_builders import take_all
+from worlds.parts.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, tenants
+from worlds.parts.upload_world import FACTS, item
 
 from actors.types import UPLOADED, Outcome
 from service.access.rates import Rates

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from worlds.tenant_world import FIRST_KEY, SETTINGS, TenantRun, client_of, tenants
+from worlds.parts.tenant_world import FIRST_KEY, SETTINGS, TenantRun, client_of, tenants
 
 REPOSITORY = Path(__file__).parents[2]
 # All that reads what clients send, before it is a task or a turn.

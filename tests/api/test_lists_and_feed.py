@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.local_run import LocalRun, LocalSessions
-from worlds.submission_service import Service
+from worlds.parts.local_run import LocalRun, LocalSessions
+from worlds.parts.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.registry import resolve

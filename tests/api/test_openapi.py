@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.episode_builders import renderer
-from worlds.served_run import served
+from worlds.builders.episode_builders import renderer
+from worlds.runs.served_run import served
 
 from actors.deadline import poll
 from deploy.openapi_document import DOCUMENT, document_text, whole_document

@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.journal_builders import group_of, step_of, written
-from worlds.local_page import LocalPage
-from worlds.local_run import LocalRun
-from worlds.record_builders import step_record
-from worlds.submission_service import Service
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.builders.record_builders import step_record
+from worlds.parts.local_page import LocalPage
+from worlds.parts.local_run import LocalRun
+from worlds.parts.submission_service import Service
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings

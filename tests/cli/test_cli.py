@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.command_lines import Answer, as_a_user, rayloom
-from worlds.run_driver import small_config
+from worlds.checks.command_lines import Answer, as_a_user, rayloom
+from worlds.runs.run_driver import small_config
 
 # Sections that replace SMALL's, and words of the refusal.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

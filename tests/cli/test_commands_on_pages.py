@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from typer._click.exceptions import UsageError
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from deploy.reference import configuration_page
 from service.cli.main import app

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 from rich.console import Console
-from worlds.record_builders import status_of
+from worlds.builders.record_builders import status_of
 
 from service.cli.display import LineDisplay
 from service.cli.train import _show_until_done, report_interrupt

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.command_lines import rayloom
-from worlds.journal_builders import group_of, step_of, written
-from worlds.run_driver import ROOT
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.checks.command_lines import rayloom
+from worlds.runs.run_driver import ROOT
 
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from worlds.ports import free_port
+from worlds.servers.ports import free_port
 
 NUM_NODES = """
 import ray, sys

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import IO
 
 import pytest
-from worlds.record_builders import status_of
-from worlds.run_driver import ROOT
+from worlds.builders.record_builders import status_of
+from worlds.runs.run_driver import ROOT
 
 from service.cli.display import LineDisplay, LiveDisplay, open_display
 from service.cli.outlet import OutletConsole, outlet, say
@@ -20,7 +20,7 @@ from service.cli.outlet import OutletConsole, outlet, say
 TALKATIVE = """
 import os, sys
 sys.path[:0] = ["tests"]
-from worlds.record_builders import status_of
+from worlds.builders.record_builders import status_of
 from service.cli.display import open_display
 from service.cli.outlet import say
 display = open_display(environ={})

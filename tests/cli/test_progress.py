@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from worlds.record_builders import START, evaluation_record, status_of, step_record, unmeasured_step
+from worlds.builders.record_builders import (
+    START,
+    evaluation_record,
+    status_of,
+    step_record,
+    unmeasured_step,
+)
 
 from actors.trajectory_queue.ledger import LedgerCounts
 from actors.types import Outcome

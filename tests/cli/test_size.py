@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from actors.limits import GIB
 from service.cli.main import app

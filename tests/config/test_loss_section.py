@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worlds.record_builders import known_statistics, learning_run, step_record
+from worlds.builders.record_builders import known_statistics, learning_run, step_record
 
 from service.report.tables import statistic_tables
 from service.telemetry.records import StepRecord

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from worlds.trait_templates import TEMPLATES
+from worlds.models.trait_templates import TEMPLATES
 
 from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from worlds.recipe_page import PAGE, recipes
+from worlds.checks.recipe_page import PAGE, recipes
 
 from service.config.file import parse_config
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from worlds.grafana_schema import type_errors
-from worlds.metric_names import NAME, RAYS, RAYS_NAME, declared
-from worlds.prometheus_server import fill
-from worlds.promtool import promtool
+from worlds.checks.grafana_schema import type_errors
+from worlds.checks.metric_names import NAME, RAYS, RAYS_NAME, declared
+from worlds.servers.prometheus_server import fill
+from worlds.servers.promtool import promtool
 
 from actors.metrics import STEP_COUNTERS
 from actors.statistics import STATISTICS

@@ -17,8 +17,14 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from worlds.helm_binary import HELM_3, helm_binary
-from worlds.helm_chart import (
+from worlds.checks.manifest_checks import (
+    check_core,
+    check_operator_rules,
+    check_operator_schema,
+    check_subset,
+)
+from worlds.servers.helm_binary import HELM_3, helm_binary
+from worlds.servers.helm_chart import (
     CHART,
     CPU_DEV,
     GPU_SMALL,
@@ -35,12 +41,6 @@ from worlds.helm_chart import (
     pod_templates,
     rendered,
     serve_config_of,
-)
-from worlds.manifest_checks import (
-    check_core,
-    check_operator_rules,
-    check_operator_schema,
-    check_subset,
 )
 
 from deploy.chart_schema import DEFAULTS, SCHEMA, defaults_text, dumped, with_sources

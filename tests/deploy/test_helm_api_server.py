@@ -1,6 +1,6 @@
 """The chart at a real API server: installed, upgraded, rolled back, uninstalled, by both helms.
 
-Optional: see `worlds.kube_api_server`. There is no kubelet, so that no pod runs.
+Optional: see `worlds.servers.kube_api_server`. There is no kubelet, so that no pod runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
-from worlds.helm_chart import CHART, CPU_DEV, HelmError, Values, helm, unpack_chart
-from worlds.kube_api_server import ApiServer, api_server
+from worlds.servers.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
+from worlds.servers.helm_chart import CHART, CPU_DEV, HelmError, Values, helm, unpack_chart
+from worlds.servers.kube_api_server import ApiServer, api_server
 
 from service import VERSION
 

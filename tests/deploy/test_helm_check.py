@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ApplicationDetails, ServeInstanceDetails
 from ray.util.state.common import ListApiResponse, NodeState
-from worlds.helm_chart import (
+from worlds.servers.helm_chart import (
     Manifest,
     arguments_of,
     cluster_of,
@@ -22,7 +22,7 @@ from worlds.helm_chart import (
     ray_object,
     rendered,
 )
-from worlds.json_server import answering
+from worlds.servers.json_server import answering
 
 from service.api.schemas import RolloutAnswer, SampleAnswer, SubmitBody
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import uvicorn
 import yaml
-from worlds.helm_chart import CHART, CPU_DEV, VARIANTS, arguments_of, one, rendered
-from worlds.local_run import LocalRun, LocalSessions
-from worlds.queue_builders import end, take_all
-from worlds.submission_service import Service
+from worlds.builders.queue_builders import end, take_all
+from worlds.parts.local_run import LocalRun, LocalSessions
+from worlds.parts.submission_service import Service
+from worlds.servers.helm_chart import CHART, CPU_DEV, VARIANTS, arguments_of, one, rendered
 
 from actors.deadline import within
 from actors.types import Outcome

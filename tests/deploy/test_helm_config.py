@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_chart import CHART, CPU_DEV, VARIANTS, HelmError, arguments_of, rendered
+from worlds.servers.helm_chart import CHART, CPU_DEV, VARIANTS, HelmError, arguments_of, rendered
 
 from deploy.run_arguments import RunArguments
 from service.config.file import config_schema, dump_config, parse_config

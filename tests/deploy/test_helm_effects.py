@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_chart import CHART, Manifest, ray_object, rendered
+from worlds.servers.helm_chart import CHART, Manifest, ray_object, rendered
 
 DOCUMENT = CHART.parent / "docs" / "deploy.md"
 # | `a`, `b` | yes | | | in place, and why |

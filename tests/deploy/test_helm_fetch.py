@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.helm_chart import pod_templates, rendered
-from worlds.model_hub import model_hub
+from worlds.servers.helm_chart import pod_templates, rendered
+from worlds.servers.model_hub import model_hub
 
 # Each test starts processes that import the library of data sets, for some seconds each.
 pytestmark = [pytest.mark.proof, pytest.mark.chart]

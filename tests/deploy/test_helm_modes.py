@@ -7,7 +7,8 @@ import shlex
 from typing import Any
 
 import pytest
-from worlds.helm_chart import (
+from worlds.checks.manifest_checks import check_operator_rules, check_subset
+from worlds.servers.helm_chart import (
     CPU_DEV,
     PRODUCTION,
     HelmError,
@@ -19,7 +20,6 @@ from worlds.helm_chart import (
     ray_object,
     rendered,
 )
-from worlds.manifest_checks import check_operator_rules, check_subset
 
 KINDS = {"service": "RayService", "job": "RayJob", "cluster": "RayCluster"}
 

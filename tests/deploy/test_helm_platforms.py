@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_binary import HELM_3
-from worlds.helm_chart import (
+from worlds.checks.manifest_checks import check_core, check_operator_rules, check_subset
+from worlds.servers.helm_binary import HELM_3
+from worlds.servers.helm_chart import (
     CHART,
     CPU_DEV,
     Manifest,
@@ -23,7 +24,6 @@ from worlds.helm_chart import (
     ray_object,
     rendered,
 )
-from worlds.manifest_checks import check_core, check_operator_rules, check_subset
 
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_chart import (
+from worlds.servers.helm_chart import (
     CHART,
     PRODUCTION,
     VARIANTS,

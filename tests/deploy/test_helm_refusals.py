@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ray._private import ray_constants
-from worlds.helm_chart import CHART, HelmError, rendered
+from worlds.servers.helm_chart import CHART, HelmError, rendered
 
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
 

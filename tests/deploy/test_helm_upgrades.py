@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
-from worlds.helm_chart import (
+from worlds.servers.helm_binary import HELM_3, HELM_4, Pinned, helm_binary
+from worlds.servers.helm_chart import (
     CHART,
     CPU_DEV,
     HelmError,
@@ -25,7 +25,7 @@ from worlds.helm_chart import (
     rendered,
     unpack_chart,
 )
-from worlds.kubernetes_reads import cluster_with
+from worlds.servers.kubernetes_reads import cluster_with
 
 pytestmark = [pytest.mark.proof, pytest.mark.chart]
 both_helms = pytest.mark.parametrize("pinned", [HELM_3, HELM_4], ids=["helm 3", "helm 4"])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_chart import (
+from worlds.checks.manifest_checks import check_core
+from worlds.servers.helm_chart import (
     CHART,
     CPU_DEV,
     VARIANTS,
@@ -20,7 +21,6 @@ from worlds.helm_chart import (
     pod_templates,
     rendered,
 )
-from worlds.manifest_checks import check_core
 
 from deploy.dashboards.__main__ import DASHBOARDS
 

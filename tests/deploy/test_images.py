@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.helm_chart import CHART
-from worlds.missing_tools import skip_or_fail
+from worlds.checks.missing_tools import skip_or_fail
+from worlds.servers.helm_chart import CHART
 
 from service.launch.run_dir import RunDir
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 LOCKS = ROOT / "locks"
 # What is installed in each environment, and the parts of pyproject.toml that it is for.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from worlds.prefix_merge import merge_turns
-from worlds.same import assert_same_samples
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
+from worlds.checks.prefix_merge import merge_turns
+from worlds.checks.same import assert_same_samples
 
 from actors.merge.report import report_merge
 from actors.trajectory_queue.codec import without_shared

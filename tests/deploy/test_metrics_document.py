@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from worlds.metric_names import NAME, Declared, declared
+from worlds.checks.metric_names import NAME, Declared, declared
 
 from actors.statistics import STATISTICS
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.prometheus_server import fill
-from worlds.promtool import run_test
-from worlds.synthetic_run import (
+from worlds.builders.synthetic_run import (
     CHECKPOINT_EVERY,
     EVICTED,
     SAMPLED_TOKENS,
@@ -23,6 +21,8 @@ from worlds.synthetic_run import (
     labelled,
     series,
 )
+from worlds.servers.prometheus_server import fill
+from worlds.servers.promtool import run_test
 
 from actors.metrics import PublishPhase
 from deploy.dashboards.grafana import load_dashboards

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.core import GaugeMetricFamily
-from worlds.metric_expectations import differences, of_newest, of_steps
-from worlds.metric_names import NOT_OF_THE_DEMO
-from worlds.ports import free_port
-from worlds.prometheus_server import CONFIG, scraping, series
-from worlds.promtool import promtool
-from worlds.queue_builders import queue_stats
-from worlds.record_builders import evaluation_record, lost_calls, step_record
-from worlds.store_builders import commit
-from worlds.trajectory_builders import make_summary
+from worlds.builders.queue_builders import queue_stats
+from worlds.builders.record_builders import evaluation_record, lost_calls, step_record
+from worlds.builders.store_builders import commit
+from worlds.builders.trajectory_builders import make_summary
+from worlds.checks.metric_expectations import differences, of_newest, of_steps
+from worlds.checks.metric_names import NOT_OF_THE_DEMO
+from worlds.servers.ports import free_port
+from worlds.servers.prometheus_server import CONFIG, scraping, series
+from worlds.servers.promtool import promtool
 
 from actors.metrics import ApiMetrics, GatewayMetrics, Metrics
 from actors.outcomes import OutcomePolicy

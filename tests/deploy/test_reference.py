@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 import yaml
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from deploy.reference import command_line_page, configuration_page
 from service.cli.main import app

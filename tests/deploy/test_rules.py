@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from worlds.metric_names import NAME, declared
-from worlds.promtool import promtool, run_test
-from worlds.synthetic_run import (
+from worlds.builders.synthetic_run import (
     EVICTED,
     STAGES,
     TRAINED,
@@ -21,6 +19,8 @@ from worlds.synthetic_run import (
     SyntheticRun,
     series,
 )
+from worlds.checks.metric_names import NAME, declared
+from worlds.servers.promtool import promtool, run_test
 
 from actors.metrics import Part
 from deploy.rules.source import FOLDER, rule_files, rules_text

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from worlds.breaking_proxy import breaking_proxy
-from worlds.helm_chart import arguments_of, rendered
-from worlds.postgresql_server import PASSWORD, postgresql
+from worlds.faults.breaking_proxy import breaking_proxy
+from worlds.servers.helm_chart import arguments_of, rendered
+from worlds.servers.postgresql_server import PASSWORD, postgresql
 
 from deploy.run_arguments import RunArguments
 from deploy.train_job import LAST_SCRAPES_S, train_command

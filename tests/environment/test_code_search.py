@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from worlds.code_repository import FILES, git_repository, write_repository
-from worlds.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
+from worlds.builders.code_repository import FILES, git_repository, write_repository
+from worlds.builders.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
 from actors.algorithm import RewardSettings
 from actors.environment.builtin.code_search.environment import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worlds.code_repository import (
+from worlds.builders.code_repository import (
     FILES,
     good_tar_gz,
     good_zip,

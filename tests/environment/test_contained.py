@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.chatml import chatml_tokenizer
-from worlds.environment_fakes import GuessFour
+from worlds.models.chatml import chatml_tokenizer
+from worlds.parts.environment_fakes import GuessFour
 
 from actors.environment import workers
 from actors.environment.actor import EnvironmentActor

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import ray
-from worlds.environment_fakes import FakeQueue, GuessFour
-from worlds.settings import queue_settings
+from worlds.builders.settings import queue_settings
+from worlds.parts.environment_fakes import FakeQueue, GuessFour
 
 from actors.environment.actor import SHOWN_SAMPLES, EnvironmentActor
 from actors.environment.evaluation import plays_of
@@ -78,7 +78,7 @@ def _start(
             name: PlayedEnvironment(environment=name, options=options)
             for name, options in {
                 "guessing": {"max_guesses": 2},
-                "worlds.environment_fakes:Endless": {"word": "hello"},
+                "worlds.parts.environment_fakes:Endless": {"word": "hello"},
             }.items()
         },
     }
@@ -135,7 +135,7 @@ def test_every_assignment_comes_back_once_with_its_tokens(tokenizer_path: Path) 
 
 
 def test_stopping_ends_running_episodes_as_cancelled_and_loses_none(tokenizer_path: Path) -> None:
-    queue = _queue(_assignments(40, environment="worlds.environment_fakes:Endless"))
+    queue = _queue(_assignments(40, environment="worlds.parts.environment_fakes:Endless"))
     actor = _start(queue, tokenizer_path)
     run = actor.run.remote()
     while ray.get(queue.report.remote(), timeout=120)[2] < 16:
@@ -260,7 +260,7 @@ def test_a_group_is_scored_together_once_all_its_rollouts_have_ended(tokenizer_p
     task = Task(task_id="t", environment=name, seed=0, data={"prompt": "2 + 2", "answer": "4"})
     groups = [GroupRequest(group_number=i, task=task, num_samples=3) for i in range(2)]
     ray.get(queue.admit.remote(groups), timeout=120)
-    options = {"group_reward": "worlds.group_rewards:places"}
+    options = {"group_reward": "worlds.parts.group_rewards:places"}
     environments = {name: PlayedEnvironment(environment=name, options=options)}
     actor = _start(queue, tokenizer_path, environments=environments)
     run = actor.run.remote()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from worlds import group_rewards
-from worlds.trajectory_builders import linear_turns, make_trajectory
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory
+from worlds.parts import group_rewards
 
 from actors.environment import workers
 from actors.environment.group_scoring import score_together
@@ -23,7 +23,7 @@ def task(**data: Any) -> Task:
 
 
 def named(*names: str) -> list[str]:
-    return [f"worlds.group_rewards:{name}" for name in names]
+    return [f"worlds.parts.group_rewards:{name}" for name in names]
 
 
 async def scored(
@@ -75,7 +75,7 @@ async def test_a_chats_answers_are_messages_as_trl_has_them() -> None:
 
 
 async def test_several_functions_add_up_by_their_weights_beside_those_of_one_answer() -> None:
-    weights = {"worlds.group_rewards:places": 2.0, "worlds.group_rewards:longest": 1.0}
+    weights = {"worlds.parts.group_rewards:places": 2.0, "worlds.parts.group_rewards:longest": 1.0}
     found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=weights)
     assert [each.episode_return for each in found] == [0.25 + 0.5, 0.25 + 2.0 + 1.5]
     parts = dict(found[1].turns[-1].reward_components)

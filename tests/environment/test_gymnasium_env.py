@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from worlds.missing_tools import need_package
+from worlds.checks.missing_tools import need_package
 
 from actors.environment.builtin.gymnasium_env import GymnasiumEnvironment
 from actors.environment.protocol import Action, StepResult

@@ -25,7 +25,7 @@ from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
 from actors.types import Task
 
-SERVER = str(Path(__file__).parents[1] / "worlds" / "mcp_calculator.py")
+SERVER = str(Path(__file__).parents[1] / "worlds" / "servers" / "mcp_calculator.py")
 STDIO = {"command": ["python3", SERVER], "env": {"SECRET_OF_TEST": "$SECRET_OF_THE_RUN"}}
 LIMIT_S = 30.0
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from worlds.published_templates import fetched
+from worlds.models.published_templates import fetched
 
 from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema

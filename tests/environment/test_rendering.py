@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
-from worlds.chatml import chatml_tokenizer
+from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError

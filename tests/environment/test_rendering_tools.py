@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.tool_families import FAMILIES, Family
-from worlds.trait_templates import TEMPLATES, tokenizer
+from worlds.models.tool_families import FAMILIES, Family
+from worlds.models.trait_templates import TEMPLATES, tokenizer
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from worlds.missing_tools import need_package
+from worlds.checks.missing_tools import need_package
 
 from actors.environment.builtin.retrieval_qa.corpus import (
     BadCorpus,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
 from benchmarks.raw_engine import Asked, some_at_once
 from benchmarks.rollouts import REST, Cost, conversation, cpu_ms_a_turn

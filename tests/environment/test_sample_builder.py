@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from worlds.prefix_merge import merge_turns
-from worlds.same import assert_same_samples
-from worlds.trajectory_builders import (
+from worlds.builders.trajectory_builders import (
     linear_turns,
     make_trajectory,
     make_turn,
     random_turns,
     whole_turns,
 )
+from worlds.checks.prefix_merge import merge_turns
+from worlds.checks.same import assert_same_samples
 
 from actors.environment.sample_builder import SampleBuilder, build_samples
 from actors.types import BranchReason, Sample, Turn, VersionSpan

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from worlds.missing_tools import need_package
+from worlds.checks.missing_tools import need_package
 
 from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment
 from actors.environment.protocol import Action, Role, StepResult

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds.chatml import TEMPLATE, chatml_tokenizer
-from worlds.environment_fakes import GuessFour
+from worlds.models.chatml import TEMPLATE, chatml_tokenizer
+from worlds.parts.environment_fakes import GuessFour
 
 from actors.environment.actor import EnvironmentActor
 from actors.environment.chat_template import template_variables

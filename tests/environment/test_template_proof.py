@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
-from worlds.published_templates import locked, published, tokenizer_of
-from worlds.template_chats import CHATS, Chat, Player, Seen
+from worlds.models.published_templates import locked, published, tokenizer_of
+from worlds.models.template_chats import CHATS, Chat, Player, Seen
 
 pytestmark = [pytest.mark.proof, pytest.mark.templates]
 

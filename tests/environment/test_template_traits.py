@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from worlds.tool_families import FAMILIES
-from worlds.trait_templates import renderer, tokenizer
+from worlds.models.tool_families import FAMILIES
+from worlds.models.trait_templates import renderer, tokenizer
 
 from actors.environment.call_forms import call_form
 from actors.environment.rendering import ChatRenderer

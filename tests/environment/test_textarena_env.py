@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from worlds.missing_tools import need_package
+from worlds.checks.missing_tools import need_package
 
 from actors.environment.builtin.textarena_env import TextArenaEnvironment
 from actors.environment.protocol import Action, Observation, StepResult

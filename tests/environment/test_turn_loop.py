@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds.episode_builders import (
+from worlds.builders.episode_builders import (
     ASSIGNMENT,
     DONE,
     GO_ON,
@@ -25,7 +25,7 @@ from worlds.episode_builders import (
     returning,
     tokenizer,
 )
-from worlds.trajectory_builders import whole_turns
+from worlds.builders.trajectory_builders import whole_turns
 
 from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment

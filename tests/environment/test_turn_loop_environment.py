@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds.episode_builders import (
+from worlds.builders.episode_builders import (
     ASSIGNMENT,
     DONE,
     GO_ON,

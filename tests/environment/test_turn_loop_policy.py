@@ -7,11 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from worlds.chatml import chatml_tokenizer
-from worlds.episode_builders import DONE, GO_ON, SETTINGS, FakeEnvironment, FakePolicy, play, reply
-from worlds.prefix_merge import merge_turns
-from worlds.same import assert_same_samples
-from worlds.trajectory_builders import whole_turns
+from worlds.builders.episode_builders import (
+    DONE,
+    GO_ON,
+    SETTINGS,
+    FakeEnvironment,
+    FakePolicy,
+    play,
+    reply,
+)
+from worlds.builders.trajectory_builders import whole_turns
+from worlds.checks.prefix_merge import merge_turns
+from worlds.checks.same import assert_same_samples
+from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.policy import PolicyDeadlineExceeded, PolicyUnavailable
 from actors.environment.rendering import ChatRenderer

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worlds.explained_run import (
+from worlds.builders.journal_builders import step_of, written
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory
+from worlds.parts.trainer_world import obvious_logprobs
+from worlds.runs.explained_run import (
     Groups,
     PlayedRun,
     config_of,
@@ -24,9 +27,6 @@ from worlds.explained_run import (
     rewarded,
     sampled_groups,
 )
-from worlds.journal_builders import step_of, written
-from worlds.trainer_world import obvious_logprobs
-from worlds.trajectory_builders import linear_turns, make_trajectory
 
 from actors.algorithm import Baseline
 from actors.journal.files import list_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from worlds.dialect_server import DialectServer, speaking
+from worlds.parts.dialect_server import DialectServer, speaking
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ import numpy as np
 import openai
 import pytest
 from pydantic import ValidationError
-from worlds.chatml import TEMPLATE, chatml_tokenizer
-from worlds.episode_builders import reply
-from worlds.gateway_world import DEADLINE_S, NAME, SPEC, Gateway, Policy
-from worlds.session_app import SessionRun
+from worlds.builders.episode_builders import reply
+from worlds.models.chatml import TEMPLATE, chatml_tokenizer
+from worlds.parts.gateway_world import DEADLINE_S, NAME, SPEC, Gateway, Policy
+from worlds.parts.session_app import SessionRun
 
 from actors.environment.rendering import ChatRenderer
 from actors.environment.tokenizer import RAW, with_template

@@ -7,8 +7,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from worlds.chat_replies import REPLIES, chat_reply, refusal, without_nulls
-from worlds.dialect_server import DialectServer, Late
+from worlds.builders.chat_replies import REPLIES, chat_reply, refusal, without_nulls
+from worlds.parts.dialect_server import DialectServer, Late
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.gateway.chat import RefusalCode, Refused

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.session_player import call, result, says, system, user
+from worlds.agents.session_player import call, result, says, system, user
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema

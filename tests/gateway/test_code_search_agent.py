@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from worlds.code_repository import write_repository
-from worlds.dialect_server import DialectServer
+from worlds.builders.code_repository import write_repository
+from worlds.parts.dialect_server import DialectServer
 
 from actors.environment.builtin.code_search.tools import CodeTools, ToolSettings, _Pool
 from actors.environment.protocol import Message, Role, ToolCall

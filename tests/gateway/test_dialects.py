@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.chat_replies import REPLIES
+from worlds.builders.chat_replies import REPLIES
 
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.dialects import DIALECTS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from worlds.gateway_world import NAME, user
+from worlds.parts.gateway_world import NAME, user
 
 from actors.deadline import within
 from service.api.problems import RunUnavailable

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from worlds.episode_builders import reply
-from worlds.upload_world import GENERATE, UploadWorld, in_json, pack, problem
+from worlds.builders.episode_builders import reply
+from worlds.parts.upload_world import GENERATE, UploadWorld, in_json, pack, problem
 
 from actors.environment.policy import GenerateRequest, PolicyUnavailable
 from actors.types import FinishReason

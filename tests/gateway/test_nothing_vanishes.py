@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.episode_builders import reply
-from worlds.examples import examples
-from worlds.gateway_world import Gateway, Policy
-from worlds.trait_templates import TEMPLATES, renderer, tokenizer
+from worlds.builders.episode_builders import reply
+from worlds.checks.examples import examples
+from worlds.models.trait_templates import TEMPLATES, renderer, tokenizer
+from worlds.parts.gateway_world import Gateway, Policy
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError

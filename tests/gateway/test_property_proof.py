@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.examples import VARIABLE
+from worlds.checks.examples import VARIABLE
 
 HERE = Path(__file__).parent
 FACTOR = 20

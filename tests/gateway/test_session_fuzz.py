@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.gateway_world import Gateway, Policy
-from worlds.session_app import Reader, SessionRun
+from worlds.parts.gateway_world import Gateway, Policy
+from worlds.parts.session_app import Reader, SessionRun
 
 from service.config.sessions import SessionSettings
 from service.gateway.keys import AGENT, REWARD, session_key

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from worlds.episode_builders import reply
-from worlds.gateway_world import SPEC, Gateway, Policy, user
-from worlds.mortal_loop import Killed, MortalLoop
+from worlds.builders.episode_builders import reply
+from worlds.faults.mortal_loop import Killed, MortalLoop
+from worlds.parts.gateway_world import SPEC, Gateway, Policy, user
 
 from actors.environment.protocol import Message
 from actors.types import Outcome, Trajectory

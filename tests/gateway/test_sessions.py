@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds.episode_builders import renderer, reply
-from worlds.gateway_world import NAME, SPEC, Gateway, Policy, said, user
+from worlds.builders.episode_builders import renderer, reply
+from worlds.parts.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
 from actors.environment.policy import GenerateReply, PolicyUnavailable
 from actors.environment.protocol import Message, ToolSchema

@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from worlds.chat_examples import tokenizer
-from worlds.same import assert_same_samples
-from worlds.session_player import SessionPlayer, call, result, says, system, user
+from worlds.agents.session_player import SessionPlayer, call, result, says, system, user
+from worlds.builders.chat_examples import tokenizer
+from worlds.checks.same import assert_same_samples
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chat_template import RenderError

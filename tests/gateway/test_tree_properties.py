@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.examples import examples
-from worlds.same import assert_same_samples
-from worlds.session_player import SessionPlayer, call, result, says, system, user
+from worlds.agents.session_player import SessionPlayer, call, result, says, system, user
+from worlds.checks.examples import examples
+from worlds.checks.same import assert_same_samples
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.same import assert_same_samples
-from worlds.trajectory_builders import make_trajectory, random_turns
-from worlds.upload_world import (
+from worlds.builders.trajectory_builders import make_trajectory, random_turns
+from worlds.checks.same import assert_same_samples
+from worlds.parts.upload_world import (
     FACTS,
     HTTP,
     URL,

@@ -14,9 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.episode_builders import reply
-from worlds.gateway_world import NAME, SPEC, Gateway, Policy
-from worlds.session_app import SessionRun
+from worlds.builders.episode_builders import reply
+from worlds.parts.gateway_world import NAME, SPEC, Gateway, Policy
+from worlds.parts.session_app import SessionRun
 
 from actors.types import FinishReason, Outcome, Trajectory
 from service.config.sessions import SessionSettings, Titles

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from worlds.journal_builders import group_of, random_group, step_of, through_a_file
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.journal_builders import group_of, random_group, step_of, through_a_file
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import FinishReason, Outcome, Trajectory

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.hacking_world import Course, ScriptedRun, Size
-from worlds.planted_hacks import planted_hacks
+from worlds.faults.planted_hacks import planted_hacks
+from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
 from actors.merge.actor import MergeActor
 from actors.merge.journal import JournalSettings

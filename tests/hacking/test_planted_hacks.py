@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from worlds.hacking_world import Size, played
-from worlds.planted_hacks import planted_hacks
+from worlds.faults.planted_hacks import planted_hacks
+from worlds.parts.hacking_world import Size, played
 
 from benchmarks.hacking_power import WITHIN_STEPS, play
 from service.hacking.patterns import find_all

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.episode_builders import tokenizer
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.episode_builders import tokenizer
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
 from actors.journal.record import JournalStep, TrajectoryEntry
 from actors.types import Outcome, Trajectory

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import reply_parsing
+from worlds.models import reply_parsing
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.call_forms import CALL_FORMS

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from worlds.audited_runs import audited, rows_of, stored
-from worlds.journal_builders import (
+from worlds.builders.journal_builders import (
     group_of,
     one_group,
     random_group,
     step_of,
     through_a_file,
 )
-from worlds.planted_faults import (
+from worlds.builders.trajectory_builders import replayed, whole_turns
+from worlds.faults.planted_faults import (
     FIRST,
     PLANTS,
     SECOND,
@@ -27,7 +27,7 @@ from worlds.planted_faults import (
     with_advantages,
     with_entry,
 )
-from worlds.trajectory_builders import replayed, whole_turns
+from worlds.runs.audited_runs import audited, rows_of, stored
 
 from actors.algorithm import Baseline, Scale
 from actors.merge.advantages import group_advantages

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.audited_runs import rows_of, stored
-from worlds.chat_examples import example_step, tokenizer
-from worlds.journal_builders import group_of, step_of, written
-from worlds.planted_faults import sound_step
-from worlds.store_builders import commit
+from worlds.builders.chat_examples import example_step, tokenizer
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.builders.store_builders import commit
+from worlds.faults.planted_faults import sound_step
+from worlds.runs.audited_runs import rows_of, stored
 
 from actors.journal.files import JournalFile, file_name
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from worlds.chat_examples import (
+from worlds.builders.chat_examples import (
     example_step,
     first_prompt,
     game,
@@ -22,8 +22,8 @@ from worlds.chat_examples import (
     turn_of,
     with_trained,
 )
-from worlds.journal_builders import one_group, random_group, step_of
-from worlds.trajectory_builders import make_trajectory
+from worlds.builders.journal_builders import one_group, random_group, step_of
+from worlds.builders.trajectory_builders import make_trajectory
 
 from actors.journal.record import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.audited_runs import audited, rows_of, stored
-from worlds.journal_builders import group_of, step_of, written
-from worlds.store_builders import commit, write_under_way
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.builders.store_builders import commit, write_under_way
+from worlds.runs.audited_runs import audited, rows_of, stored
 
 from actors.journal.files import file_name
 from actors.journal.record import JournalStep

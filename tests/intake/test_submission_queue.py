@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import msgpack
 from sqlalchemy import text
-from worlds.submission_service import GROUPS_PER_STEP, Service, request
+from worlds.parts.submission_service import GROUPS_PER_STEP, Service, request
 
 from actors.types import Outcome, Task
 from service.access.keys import NO_LIMITS, KeyLimits

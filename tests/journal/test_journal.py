@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.journal_builders import RULE, group_of, random_group, step_of, through_a_file
-from worlds.same import assert_same_trajectory
-from worlds.settings import step_settings
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.journal_builders import RULE, group_of, random_group, step_of, through_a_file
+from worlds.builders.settings import step_settings
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
+from worlds.checks.same import assert_same_trajectory
 
 from actors.journal.files import (
     FORMAT,

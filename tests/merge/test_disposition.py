@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory, make_turn
 
 from actors.algorithm import AlgorithmSettings, RewardSettings
 from actors.expert_records import ModelShape

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory, make_turn
 
 from actors.expert_records import MixtureShape, ModelShape
 from actors.misalignment import find_misalignment, find_misfit

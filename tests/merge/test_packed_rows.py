@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.packed_rows import check_packed
-from worlds.trajectory_builders import ids
+from worlds.builders.trajectory_builders import ids
+from worlds.checks.packed_rows import check_packed
 
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords, MixtureShape

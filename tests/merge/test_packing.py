@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.trajectory_builders import ids, make_trajectory, make_turn
+from worlds.builders.trajectory_builders import ids, make_trajectory, make_turn
 
 from actors.batch import MicroBatch
 from actors.merge.packing import (

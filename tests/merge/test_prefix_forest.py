@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.trajectory_builders import ids
+from worlds.builders.trajectory_builders import ids
 
 from actors.branches import common_prefix
 from actors.merge.prefix_sharing import (

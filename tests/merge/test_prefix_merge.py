@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.prefix_merge import merge_turns
-from worlds.same import assert_same_samples
-from worlds.trajectory_builders import (
+from worlds.builders.trajectory_builders import (
     linear_turns,
     make_trajectory,
     make_turn,
     turns_strategy,
 )
+from worlds.checks.prefix_merge import merge_turns
+from worlds.checks.same import assert_same_samples
 
 from actors.branches import common_prefix
 from actors.environment.sample_builder import build_samples

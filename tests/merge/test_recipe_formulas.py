@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds.recipe_page import recipes
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
+from worlds.checks.recipe_page import recipes
 
 from actors.algorithm import Aggregation, RewardSettings
 from actors.batch import RowScores

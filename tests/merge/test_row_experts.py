@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.settings import step_settings
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.settings import step_settings
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
 from actors.batch import MicroBatch
 from actors.expert_records import ExpertRecords

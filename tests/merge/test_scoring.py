@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.settings import step_settings
-from worlds.trajectory_builders import linear_turns, make_trajectory, random_turns
+from worlds.builders.settings import step_settings
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory, random_turns
 
 from actors.algorithm import Baseline, Scale
 from actors.batch import MicroBatch, RankShard, RowScores

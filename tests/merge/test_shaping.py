@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.trajectory_builders import linear_turns, make_trajectory, make_turn, turns_strategy
+from worlds.builders.trajectory_builders import (
+    linear_turns,
+    make_trajectory,
+    make_turn,
+    turns_strategy,
+)
 
 from actors.algorithm import KlEstimator, KlRewardSettings, OverlongSettings, RewardSettings
 from actors.merge.shaping import (

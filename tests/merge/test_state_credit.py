@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from worlds.settings import step_settings
+from worlds.builders.settings import step_settings
 
 from actors.algorithm import Baseline, Scale, StateCreditSettings
 from actors.merge.advantages import group_advantages, state_advantages

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.settings import step_settings
-from worlds.trajectory_builders import (
+from worlds.builders.settings import step_settings
+from worlds.builders.trajectory_builders import (
     linear_turns,
     make_trajectory,
     make_turn,

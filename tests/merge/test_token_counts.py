@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.queue_builders import end, fill, make_settings, take_all
-from worlds.settings import step_settings
-from worlds.trajectory_builders import (
+from worlds.builders.queue_builders import end, fill, make_settings, take_all
+from worlds.builders.settings import step_settings
+from worlds.builders.trajectory_builders import (
     make_trajectory,
     make_turn,
     random_turns,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds.trajectory_builders import make_turn
+from worlds.builders.trajectory_builders import make_turn
 
 TURN = make_turn([1, 2], [3, 4])
 

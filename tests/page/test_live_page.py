@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.browser import Browser, browser
-from worlds.journal_builders import group_of, step_of, written
-from worlds.served_run import ServedRun, served
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.runs.served_run import ServedRun, served
+from worlds.servers.browser import Browser, browser
 
 from actors.types import Outcome
 

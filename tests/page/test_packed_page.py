@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from worlds.missing_tools import skip_or_fail
+from worlds.checks.missing_tools import skip_or_fail
 
 from service.page.packed import HERE, PACKED, SOURCES_SHA256, empty_page, sources_digest
 

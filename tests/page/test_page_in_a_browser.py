@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worlds.browser import Browser, browser
-from worlds.chat_examples import example_step, text, with_trained
-from worlds.record_builders import Run, evaluation_record, learning_run, step_record, summary_of
+from worlds.builders.chat_examples import example_step, text, with_trained
+from worlds.builders.record_builders import (
+    Run,
+    evaluation_record,
+    learning_run,
+    step_record,
+    summary_of,
+)
+from worlds.servers.browser import Browser, browser
 
 from actors.journal.record import JournalStep
 from service.cli.inspect import write_page

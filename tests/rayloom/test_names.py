@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from rayloom.names import check_names
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.record_builders import (
+from worlds.builders.record_builders import (
     Run,
     evaluation_record,
     learning_run,

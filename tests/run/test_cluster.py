@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import ray
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from service.config.file import ConfigError
 from service.launch import cluster

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from worlds.control_world import World, played
+from worlds.parts.control_world import World, played
 
 from actors.deadline import ActorLost
 from actors.environment.settings import Sampling

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 import ray
-from worlds.record_builders import lost_calls
-from worlds.trajectory_builders import make_summary
+from worlds.builders.record_builders import lost_calls
+from worlds.builders.trajectory_builders import make_summary
 
 from actors.environment.evaluation import Play, Played
 from actors.environment.settings import Sampling

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-from worlds.gguf_files import TEMPLATE, TOKENS, tiny_llama, write_gguf
+from worlds.builders.gguf_files import TEMPLATE, TOKENS, tiny_llama, write_gguf
 
 from actors.environment.tokenizer import stop_token_ids
 from service.config.file import ConfigError, parse_config

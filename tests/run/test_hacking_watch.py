@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from ray.exceptions import RayActorError
-from worlds.hacking_world import Course, ScriptedRun, Size
-from worlds.planted_hacks import planted_hacks
-from worlds.record_builders import step_record
-from worlds.store_builders import commit
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import commit
+from worlds.faults.planted_hacks import planted_hacks
+from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
 from actors.journal.files import file_name, write_file
 from actors.journal.record import JournalStep

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from worlds.loop_world import OWN_SET, World, make_loop
+from worlds.parts.loop_world import OWN_SET, World, make_loop
 
 from actors.deadline import ActorLost, within
 from actors.environment.evaluation import EvaluationSet

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 from ray.actor import ActorHandle
-from worlds.mortal_merge import SIZE, Maker
+from worlds.faults.mortal_merge import SIZE, Maker
 
 from actors.deadline import ActorLost
 from actors.merge.groups import PayloadsLost

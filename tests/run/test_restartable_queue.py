@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-from worlds.queue_builders import GAME, through_json
-from worlds.queue_player import Player
-from worlds.settings import queue_settings
-from worlds.trajectory_builders import make_task
+from worlds.agents.queue_player import Player
+from worlds.builders.queue_builders import GAME, through_json
+from worlds.builders.settings import queue_settings
+from worlds.builders.trajectory_builders import make_task
 
 from actors.deadline import ActorLost
 from actors.metrics import Part

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from worlds.loop_world import World, make_loop, stats
+from worlds.parts.loop_world import World, make_loop, stats
 
 from actors.deadline import ActorLost
 from actors.trainer.checkpoint import CheckpointError

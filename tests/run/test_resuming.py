@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from sqlalchemy import update
-from worlds.journal_builders import group_of, step_of, written
-from worlds.mounts import fill, make_read_only, small_disk
-from worlds.record_builders import evaluation_record, step_record
-from worlds.run_driver import ROOT, SMALL, small_config, write_checkpoint
-from worlds.session_builders import session_request, turn_added
-from worlds.store_builders import commit, write_under_way
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.builders.record_builders import evaluation_record, step_record
+from worlds.builders.session_builders import session_request, turn_added
+from worlds.builders.store_builders import commit, write_under_way
+from worlds.faults.mounts import fill, make_read_only, small_disk
+from worlds.runs.run_driver import ROOT, SMALL, small_config, write_checkpoint
 
 from actors.trainer.checkpoint import MANIFEST, claim
 from service.cli.artifacts import checkpoint_of, export_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from worlds.run_driver import small_config
+from worlds.runs.run_driver import small_config
 
 from service.config.file import load_config
 from service.launch.run_dir import RunDir

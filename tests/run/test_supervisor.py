@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import ray
-from worlds.queue_builders import end, fill, finalise_all, make_settings, take_all
-from worlds.record_builders import step_record
-from worlds.run_driver import small_config, write_checkpoint
-from worlds.store_builders import commit
+from worlds.builders.queue_builders import end, fill, finalise_all, make_settings, take_all
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import commit
+from worlds.runs.run_driver import small_config, write_checkpoint
 
 from actors.deadline import ActorLost, within
 from actors.trajectory_queue.messages import QueueSnapshot

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import ray
 from sqlalchemy import select
-from worlds.session_builders import session_request
-from worlds.submission_actor import SubmissionActor
-from worlds.submission_service import Service, request
+from worlds.builders.session_builders import session_request
+from worlds.parts.submission_actor import SubmissionActor
+from worlds.parts.submission_service import Service, request
 
 from service.access.keys import KeyLimits
 from service.api.problems import RunUnavailable

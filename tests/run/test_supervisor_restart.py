@@ -10,8 +10,8 @@ from urllib.request import urlopen
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
-from worlds.mortal_supervisor import Mortal
-from worlds.run_driver import small_config
+from worlds.faults.mortal_supervisor import Mortal
+from worlds.runs.run_driver import small_config
 
 from actors.deadline import poll
 from service.config.file import load_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worlds.agent_programs import KINDS
-from worlds.agent_training import (
+from worlds.agents.agent_programs import KINDS
+from worlds.agents.agent_training import (
     GROUP_SIZE,
     KEY,
     NUM_ERRORS,

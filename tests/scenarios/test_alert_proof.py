@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.json_server import answering
-from worlds.missing_tools import skip_or_fail
-from worlds.ports import free_port
-from worlds.prometheus_server import LIFE_S, Target, scraping_all
-from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
-from worlds.submitting_client import SubmittingClient
+from worlds.agents.submitting_client import SubmittingClient
+from worlds.checks.missing_tools import skip_or_fail
+from worlds.runs.run_driver import ENGINE, START_S, STEP_S, running, small_config
+from worlds.servers.json_server import answering
+from worlds.servers.ports import free_port
+from worlds.servers.prometheus_server import LIFE_S, Target, scraping_all
 
 from deploy.rules.source import rules_text
 from deploy.stack.__main__ import alertmanager_command, alertmanager_config

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import START_S, STEP_S, running, small_config
 
 from actors.environment.tokenizer import RAW, load_tokenizer
 from actors.trainer.export import export_checkpoint

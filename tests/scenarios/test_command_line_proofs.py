@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.node_programs import (
+from worlds.agents.node_programs import (
     CLAUDE_CODE,
     CODEX,
     FRAMEWORKS,
@@ -17,8 +17,8 @@ from worlds.node_programs import (
     line_of,
     work,
 )
-from worlds.published_templates import published, tokenizer_of
-from worlds.session_server import TITLE, ForcedPolicy, Served, serving
+from worlds.models.published_templates import published, tokenizer_of
+from worlds.parts.session_server import TITLE, ForcedPolicy, Served, serving
 
 from actors.environment.protocol import ToolCall
 from actors.types import Outcome, Trajectory

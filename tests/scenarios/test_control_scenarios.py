@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.run_checks import check_lineage
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.runs.run_checks import check_lineage
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 

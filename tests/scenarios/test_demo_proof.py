@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.demo, pytest.mark.timeout(3 * 3600)]
 CONFIG = "deploy/configs/addition-cpu.yaml"

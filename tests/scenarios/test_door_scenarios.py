@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import ROOT, START_S, STEP_S, running
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running
 
 from actors.deadline import poll
 from actors.types import Outcome

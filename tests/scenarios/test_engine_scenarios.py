@@ -16,8 +16,17 @@ import psutil
 import pytest
 import ray
 from ray import serve
-from worlds.run_checks import check_audit, check_finished, check_stopped
-from worlds.run_driver import ENGINE, FOUND_S, ROOT, START_S, STEP_S, Run, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished, check_stopped
+from worlds.runs.run_driver import (
+    ENGINE,
+    FOUND_S,
+    ROOT,
+    START_S,
+    STEP_S,
+    Run,
+    running,
+    small_config,
+)
 
 from actors.weights.board import BoardStatus
 from service.inference.deployment import deploy_inference

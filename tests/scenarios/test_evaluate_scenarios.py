@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
-from worlds.trainer_world import obvious_logprobs
+from worlds.parts.trainer_world import obvious_logprobs
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 from actors.trainer.export import export_checkpoint
 from service.telemetry.records import evaluation_line

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.explained_run import config_of, played_run, poisoned, sampled_groups
-from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
+from worlds.runs.explained_run import config_of, played_run, poisoned, sampled_groups
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
 
 from service.explain.order import Order
 from service.explain.recompute import explain_step

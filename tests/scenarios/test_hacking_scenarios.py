@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.run_checks import check_finished
-from worlds.run_driver import ROOT, START_S, STEP_S, running
+from worlds.runs.run_checks import check_finished
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running
 
 from service.hacking.kept import read_kept
 from service.inspect.reader import find_entry, open_journal
@@ -56,7 +56,7 @@ def test_a_hack_that_grows_by_training_is_found_and_told(tmp_path: Path, hole: s
     place.mkdir()
     shutil.copy(NUMBERS, place)
     (place / "with_keys.jsonl").write_text(with_keys())
-    shutil.copy(ROOT / "tests" / "worlds" / "live_holes.py", place / "my.py")
+    shutil.copy(ROOT / "tests" / "worlds" / "faults" / "live_holes.py", place / "my.py")
     settings = [f"run.steps={STEPS}", "algorithm.group_size=8"]
     asked = ASKED.get(hole) or on_data(hole, "after.jsonl")
     words = [word for setting in settings for word in ("--set", setting)]

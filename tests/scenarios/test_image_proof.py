@@ -21,11 +21,11 @@ import psutil
 import pytest
 import yaml
 from packaging.utils import canonicalize_name
-from worlds.chart_pod import Pod, running_pod, secret
-from worlds.helm_chart import Manifest, one, pod_templates, rendered
-from worlds.image_build import ROOT, Image, built
-from worlds.nodes import network, require_nodes
-from worlds.run_driver import SMALL
+from worlds.runs.run_driver import SMALL
+from worlds.servers.chart_pod import Pod, running_pod, secret
+from worlds.servers.helm_chart import Manifest, one, pod_templates, rendered
+from worlds.servers.image_build import ROOT, Image, built
+from worlds.servers.nodes import network, require_nodes
 
 pytestmark = [pytest.mark.proof, pytest.mark.images]
 

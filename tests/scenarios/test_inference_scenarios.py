@@ -20,8 +20,8 @@ import torch
 from ray import serve
 from ray.actor import ActorHandle
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from worlds.mixture_world import write_served_mixture
-from worlds.trainer_world import obvious_logprobs
+from worlds.models.mixture_world import write_served_mixture
+from worlds.parts.trainer_world import obvious_logprobs
 
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.policy import (

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from worlds.ports import free_port
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
+from worlds.servers.ports import free_port
 
 from actors.trainer.tiny.model import build_tiny_model
 from actors.types import Outcome

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import pytest_asyncio
 import torch
-from worlds.families import write_family
-from worlds.settings import rank_settings
-from worlds.trainer_world import World, random_samples
-from worlds.unequal_trainers import (
+from worlds.builders.settings import rank_settings
+from worlds.faults.unequal_trainers import (
     cast_temperatures,
     drop_in_layers,
     let_samples_see_each_other,
     take_another_rope_table,
 )
+from worlds.models.families import write_family
+from worlds.parts.trainer_world import World, random_samples
 
 from actors.batch import Float32s, MicroBatch
 from actors.metrics import PublishPhase

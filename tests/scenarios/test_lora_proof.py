@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.lora, pytest.mark.timeout(3 * 3600)]
 CONFIG = "deploy/configs/guessing-cpu.yaml"

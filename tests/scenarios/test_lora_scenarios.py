@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from worlds.trainer_world import obvious_logprobs
+from worlds.parts.trainer_world import obvious_logprobs
 
 from actors.environment.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.trainer.lora import adapted_layers, attach_adapters, merged_weight

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import ENGINE, START_S, STEP_S, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import ENGINE, START_S, STEP_S, running, small_config
 
 from actors.types import Outcome
 from service.config.file import load_config

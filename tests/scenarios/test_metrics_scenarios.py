@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from worlds.metric_expectations import differences, of_events, of_newest, of_steps
-from worlds.metric_names import NOT_OF_THE_DEMO, declared, is_of_run
-from worlds.prometheus_server import Prometheus, Series, find_tools, scraping, series
-from worlds.run_driver import START_S, Run, running, small_config
+from worlds.checks.metric_expectations import differences, of_events, of_newest, of_steps
+from worlds.checks.metric_names import NOT_OF_THE_DEMO, declared, is_of_run
+from worlds.runs.run_driver import START_S, Run, running, small_config
+from worlds.servers.prometheus_server import Prometheus, Series, find_tools, scraping, series
 
 from actors.metrics import Part, PublishPhase
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind

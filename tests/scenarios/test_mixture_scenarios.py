@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
 
 from actors.environment.tasks import GeneratedTasks, write_tasks
 from service.inspect.reader import open_journal

@@ -1,8 +1,8 @@
 """Runs over several nodes of one machine: `make proof PART=nodes`. Nodes die, and are cut off.
 
-A head, and two nodes each for engines, the trainer and environments, every one in namespaces of
-its own (`worlds.nodes`). The command runs on the node of the supervisor, which is the head unless a
-test says otherwise, in a directory that no other node sees.
+A head, and two nodes each for engines, the trainer and environments, every one in namespaces of its
+own (`worlds.servers.nodes`). The command runs on the node of the supervisor, which is the head
+unless a test says otherwise, in a directory that no other node sees.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
-from worlds.nodes import Network, Node, network
-from worlds.redis_server import redis_server
-from worlds.run_checks import check_audit, check_finished, check_stopped
-from worlds.run_driver import ENGINE, STEP_S, Run, running, small_config
+from worlds.runs.run_checks import check_audit, check_finished, check_stopped
+from worlds.runs.run_driver import ENGINE, STEP_S, Run, running, small_config
+from worlds.servers.nodes import Network, Node, network
+from worlds.servers.redis_server import redis_server
 
 from service.launch.signals import EXIT_INTERRUPTED
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from worlds.code_repository import git_repository
-from worlds.code_search_warmup import MODULES, warmed_up
-from worlds.recipe_page import recipes
-from worlds.run_driver import ROOT, Run, running
+from worlds.builders.code_repository import git_repository
+from worlds.checks.recipe_page import recipes
+from worlds.models.code_search_warmup import MODULES, warmed_up
+from worlds.runs.run_driver import ROOT, Run, running
 
 from actors.environment.builtin.code_search.from_git import QuestionSource
 from service.cli.artifacts import write_code_search, write_reasoning_gym

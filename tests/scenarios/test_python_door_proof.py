@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from worlds.run_driver import SMALL
+from worlds.runs.run_driver import SMALL
 
 import rayloom
 from service.api.schemas import TaskBody

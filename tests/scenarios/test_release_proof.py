@@ -1,8 +1,8 @@
 """A release of the chart as a whole: its pods, its Serve configuration, a rollout, its dashboards.
 
-Each pod of the rendered RayService is a node of its own (`worlds.nodes`), started with its group's
-parameters, variables and Ray's token, as the operator does. Its volumes are directories of this
-machine's file system, which all nodes share.
+Each pod of the rendered RayService is a node of its own (`worlds.servers.nodes`), started with its
+group's parameters, variables and Ray's token, as the operator does. Its volumes are directories of
+this machine's file system, which all nodes share.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from typing import Any
 
 import httpx
 import pytest
-from worlds.chart_pod import secret, variables_of
-from worlds.helm_chart import Manifest, cluster_of, one, pod_templates, rendered, serve_config_of
-from worlds.nodes import Network, Node, network
-from worlds.prometheus_server import Target, panels_without_data, scraping_all
-from worlds.redis_server import redis_server
-from worlds.run_driver import ENGINE, SMALL
+from worlds.runs.run_driver import ENGINE, SMALL
+from worlds.servers.chart_pod import secret, variables_of
+from worlds.servers.helm_chart import (
+    Manifest,
+    cluster_of,
+    one,
+    pod_templates,
+    rendered,
+    serve_config_of,
+)
+from worlds.servers.nodes import Network, Node, network
+from worlds.servers.prometheus_server import Target, panels_without_data, scraping_all
+from worlds.servers.redis_server import redis_server
 
 from service.inspect.audit import audit
 from service.inspect.reader import open_journal

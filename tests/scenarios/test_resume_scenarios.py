@@ -6,8 +6,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from worlds.run_checks import check_finished
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.runs.run_checks import check_finished
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 from service.cli.artifacts import export_checkpoint
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from worlds.command_lines import rayloom
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
-from worlds.tracker_files import json_lines, tensorboard_curves, wandb_history
-from worlds.tracker_world import ALL
+from worlds.checks.command_lines import rayloom
+from worlds.checks.tracker_files import json_lines, tensorboard_curves, wandb_history
+from worlds.parts.tracker_world import ALL
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 from service.config.file import load_config
 from service.telemetry.curves import step_curves

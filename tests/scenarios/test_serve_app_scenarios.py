@@ -18,12 +18,18 @@ import pytest
 import ray
 import yaml
 from ray import serve
-from worlds.helm_chart import arguments_of, in_mode, pod_templates, rendered, serve_config_of
-from worlds.nodes import network
-from worlds.ports import free_port
-from worlds.prometheus_server import scraping, series
-from worlds.run_checks import check_lineage
-from worlds.run_driver import ROOT, START_S, STEP_S, running
+from worlds.runs.run_checks import check_lineage
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running
+from worlds.servers.helm_chart import (
+    arguments_of,
+    in_mode,
+    pod_templates,
+    rendered,
+    serve_config_of,
+)
+from worlds.servers.nodes import network
+from worlds.servers.ports import free_port
+from worlds.servers.prometheus_server import scraping, series
 
 from service.inspect.audit import audit
 from service.inspect.reader import open_journal

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from worlds.otlp_collector import Collector, attributes, collecting
-from worlds.run_checks import check_lineage
-from worlds.run_driver import ENGINE, START_S, STEP_S, Run, running, small_config
+from worlds.runs.run_checks import check_lineage
+from worlds.runs.run_driver import ENGINE, START_S, STEP_S, Run, running, small_config
+from worlds.servers.otlp_collector import Collector, attributes, collecting
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from worlds.guessing_agent import SessionClient
-from worlds.ports import free_port
-from worlds.run_checks import check_lineage
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.agents.guessing_agent import SessionClient
+from worlds.runs.run_checks import check_lineage
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.servers.ports import free_port
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
 

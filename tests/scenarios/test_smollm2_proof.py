@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 from transformers import AutoTokenizer
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from actors.environment.tokenizer import stop_token_ids
 from service.launch.gguf_models import MARKER, SMOLLM2, SMOLLM2_VERSION

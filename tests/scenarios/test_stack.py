@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from worlds.missing_tools import skip_or_fail
-from worlds.run_driver import ROOT, SMALL, START_S, STEP_S, small_config
-from worlds.submitting_client import OVER
+from worlds.agents.submitting_client import OVER
+from worlds.checks.missing_tools import skip_or_fail
+from worlds.runs.run_driver import ROOT, SMALL, START_S, STEP_S, small_config
 
 from deploy.stack.__main__ import PROGRAMS, _alive
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worlds.run_driver import START_S, STEP_S, Run, running, small_config
+from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 
 pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -116,7 +116,7 @@ def test_a_run_whose_every_episode_fails_says_why_and_leaves_a_checkpoint(
         run={"steps": 400, "checkpoint_every": 1000, "evaluate_every": 1000},
         trainer={"num_ranks": 1},
         tasks={
-            "environment": "worlds.environment_fakes:SometimesHanging",
+            "environment": "worlds.parts.environment_fakes:SometimesHanging",
             "options": {"hangs": str(hangs)},
         },
         rollouts={"turn_deadline_s": 5, "max_failed_groups": 6, "failed_groups_grace_s": 1},

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from worlds.guessing_agent import SessionClient, play
-from worlds.run_checks import check_lineage
-from worlds.run_driver import START_S, STEP_S, running
-from worlds.stored_run import BEFORE, unpack_run
+from worlds.agents.guessing_agent import SessionClient, play
+from worlds.runs.run_checks import check_lineage
+from worlds.runs.run_driver import START_S, STEP_S, running
+from worlds.runs.stored_run import BEFORE, unpack_run
 
 from service import VERSION
 from service.gateway.keys import REWARD, session_key

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.run_driver import START_S, STEP_S, running, small_config
+from worlds.runs.run_driver import START_S, STEP_S, running, small_config
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

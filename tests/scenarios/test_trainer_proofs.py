@@ -13,9 +13,9 @@ import pytest
 import ray
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from worlds.settings import changed, rank_settings, step_settings
-from worlds.trainer_world import random_samples, shards
-from worlds.trajectory_builders import linear_turns, make_trajectory
+from worlds.builders.settings import changed, rank_settings, step_settings
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory
+from worlds.parts.trainer_world import random_samples, shards
 
 from actors.algorithm import Baseline, CriticSettings, KlRewardSettings, RewardSettings, Scale
 from actors.merge.groups import classify_groups

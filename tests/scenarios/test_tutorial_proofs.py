@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 from actors.types import Outcome
 from service.launch.run_dir import RunDir

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from worlds.agent_programs import environment_of
-from worlds.forms_warmup import warmed_up
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import ROOT, START_S, STEP_S, running, small_config
+from worlds.agents.agent_programs import environment_of
+from worlds.models.forms_warmup import warmed_up
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import ROOT, START_S, STEP_S, running, small_config
 
 from actors.environment.protocol import ToolSchema
 from actors.trainer.tiny.warmup import Conversation

@@ -13,11 +13,11 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from worlds.forms_warmup import random_plays, warmed_up
-from worlds.missing_tools import need_package
-from worlds.openenv_servers import real_server
-from worlds.run_checks import check_audit, check_finished
-from worlds.run_driver import START_S, STEP_S, running, small_config
+from worlds.checks.missing_tools import need_package
+from worlds.models.forms_warmup import random_plays, warmed_up
+from worlds.runs.run_checks import check_audit, check_finished
+from worlds.runs.run_driver import START_S, STEP_S, running, small_config
+from worlds.servers.openenv_servers import real_server
 
 from actors.environment.builtin.retrieval_qa.corpus import generated_facts
 from actors.environment.registry import resolve

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.store_builders import OpenStore
+from worlds.builders.store_builders import OpenStore
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.store.place import schema_name
 from service.store.run_store import RunStore

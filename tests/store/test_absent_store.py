@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, select, update
-from worlds.breaking_proxy import breaking_proxy
-from worlds.mounts import fill, small_disk
-from worlds.postgresql_server import PASSWORD, PostgresqlServer, postgresql
-from worlds.record_builders import step_record
-from worlds.submission_service import request
+from worlds.builders.record_builders import step_record
+from worlds.faults.breaking_proxy import breaking_proxy
+from worlds.faults.mounts import fill, small_disk
+from worlds.parts.submission_service import request
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer, postgresql
 
 from service.store import tables
 from service.store.database import PATIENCE_S

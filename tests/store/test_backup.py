@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.store_builders import commit
-from worlds.stored_run import BEFORE, unpack_run
+from worlds.builders.store_builders import commit
+from worlds.runs.stored_run import BEFORE, unpack_run
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.cli.artifacts import export_checkpoint, move
 from service.config.file import ConfigError, load_config

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 from sqlalchemy import Connection, make_url, text
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.access.secret_files import FRESH_S
 from service.launch.run_dir import RunDir, place_store

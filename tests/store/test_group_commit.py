@@ -15,18 +15,18 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from worlds.breaking_proxy import breaking_proxy
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.same import assert_same_fields
-from worlds.session_builders import (
+from worlds.agents.session_writer import NUM_SESSIONS
+from worlds.builders.session_builders import (
     intent_added,
     session_end,
     session_request,
     session_turn,
     turn_added,
 )
-from worlds.session_writer import NUM_SESSIONS
-from worlds.store_builders import OpenStore
+from worlds.builders.store_builders import OpenStore
+from worlds.checks.same import assert_same_fields
+from worlds.faults.breaking_proxy import breaking_proxy
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from actors.deadline import within
 from service.gateway.commits import MAX_CHANGES, PAUSE_S, GroupCommit, StoreAway, TooLate
@@ -295,7 +295,7 @@ def test_every_turn_that_was_told_is_whole_after_a_kill(
 
 
 def start_writer(place: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "worlds.session_writer", place, "1"]
+    command = [sys.executable, "-m", "worlds.agents.session_writer", place, "1"]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from sqlalchemy import select, update
-from worlds.run_driver import SMALL
-from worlds.store_builders import write_under_way
+from worlds.builders.store_builders import write_under_way
+from worlds.runs.run_driver import SMALL
 
 from service.cli.stages import Stages
 from service.cli.train import TrainRequest, run_training

@@ -10,9 +10,9 @@ from threading import Barrier
 
 import pytest
 from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, select
-from worlds.record_builders import step_record
-from worlds.store_builders import write_under_way
-from worlds.stored_run import unpack_run
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import write_under_way
+from worlds.runs.stored_run import unpack_run
 
 from service.cli import keys
 from service.launch.resume import move_finished

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 from sqlalchemy import insert, select
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.record_builders import step_record
-from worlds.run_driver import SMALL
-from worlds.store_builders import commit
-from worlds.stored_run import unpack_run
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import commit
+from worlds.runs.run_driver import SMALL
+from worlds.runs.stored_run import unpack_run
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service import VERSION
 from service.cli import keys

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, func, select, update
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.record_builders import step_record
-from worlds.store_builders import OpenStore, write_under_way
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import OpenStore, write_under_way
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.store import tables
 from service.store.lineage import read_history

@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 import pytest
 from sqlalchemy import make_url
-from worlds.mounts import fuse_mount
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.run_driver import small_config
+from worlds.faults.mounts import fuse_mount
+from worlds.runs.run_driver import small_config
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.config.file import ConfigError, dump_config, load_config
 from service.launch.run_dir import RunDir, check_new, check_resumable, place_store

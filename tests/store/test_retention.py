@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
-from worlds.record_builders import evaluation_record, step_record
-from worlds.store_builders import commit, queue_snapshot
+from worlds.builders.record_builders import evaluation_record, step_record
+from worlds.builders.store_builders import commit, queue_snapshot
 
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from benchmarks.history_inputs import Scale, make_history

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import update
-from worlds.record_builders import evaluation_record, step_record
-from worlds.store_builders import OpenStore, commit, queue_snapshot, write_under_way
+from worlds.builders.record_builders import evaluation_record, step_record
+from worlds.builders.store_builders import OpenStore, commit, queue_snapshot, write_under_way
 
 from actors.policy_age import undone_after
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind

@@ -14,10 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from sqlalchemy import func, select
-from worlds.breaking_proxy import breaking_proxy
-from worlds.postgresql_server import PASSWORD, PostgresqlServer
-from worlds.same import assert_same_fields
-from worlds.session_builders import (
+from worlds.builders.session_builders import (
     SPEC,
     intent_added,
     session_end,
@@ -26,8 +23,11 @@ from worlds.session_builders import (
     session_turn,
     turn_added,
 )
-from worlds.store_builders import OpenStore
-from worlds.submission_service import request
+from worlds.builders.store_builders import OpenStore
+from worlds.checks.same import assert_same_fields
+from worlds.faults.breaking_proxy import breaking_proxy
+from worlds.parts.submission_service import request
+from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import BreakReason

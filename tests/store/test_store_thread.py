@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
-from worlds.record_builders import step_record
+from worlds.builders.record_builders import step_record
 
 from actors.metrics import Metrics
 from service.run.recorder import RunRecorder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, inspect, select
-from worlds.stored_run import BEFORE, unpack_run
+from worlds.runs.stored_run import BEFORE, unpack_run
 
 from actors.journal.files import list_files, read_step
 from actors.trainer.checkpoint import read_manifest

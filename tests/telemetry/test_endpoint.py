@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from worlds.prometheus_server import Series, series
+from worlds.servers.prometheus_server import Series, series
 
 from service.telemetry.endpoint import SILENT_S, Push, PushedMetrics, Pusher, Reading
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from worlds.control_world import played
-from worlds.trajectory_builders import make_trajectory, make_turn
+from worlds.builders.trajectory_builders import make_trajectory, make_turn
+from worlds.parts.control_world import played
 
 from actors.environment.evaluation import EvaluationSet, plays_of, rollout_line
 from actors.environment.settings import Sampling

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select
-from worlds.metric_expectations import differences, of_events, of_newest, of_steps
-from worlds.metric_names import declared
-from worlds.prometheus_server import Series, series
-from worlds.queue_builders import cut, fill, make_settings, queue_stats
-from worlds.record_builders import evaluation_record, step_record, unmeasured_step
-from worlds.trajectory_builders import make_summary
+from worlds.builders.queue_builders import cut, fill, make_settings, queue_stats
+from worlds.builders.record_builders import evaluation_record, step_record, unmeasured_step
+from worlds.builders.trajectory_builders import make_summary
+from worlds.checks.metric_expectations import differences, of_events, of_newest, of_steps
+from worlds.checks.metric_names import declared
+from worlds.servers.prometheus_server import Series, series
 
 from actors.deadline import ActorLost
 from actors.metrics import Metrics, PublishPhase

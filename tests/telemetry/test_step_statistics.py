@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds.record_builders import step_record
+from worlds.builders.record_builders import step_record
 
 from actors.merge.report import MergeReport, StepReport
 from actors.statistics import BY_NAME, STATISTICS, Source

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.record_builders import (
+from worlds.builders.record_builders import (
     Run,
     evaluation_record,
     step_record,

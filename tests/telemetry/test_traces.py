@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from worlds.otlp_collector import Collector, Trace, attributes, collecting
-from worlds.record_builders import step_record
-from worlds.trajectory_builders import make_summary
+from worlds.builders.record_builders import step_record
+from worlds.builders.trajectory_builders import make_summary
+from worlds.servers.otlp_collector import Collector, Trace, attributes, collecting
 
 from actors.trajectory_queue.ledger import EvictionReason, Ledger
 from actors.types import Outcome, Timings, TrajectorySummary

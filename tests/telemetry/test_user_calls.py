@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worlds.record_builders import lost_calls
+from worlds.builders.record_builders import lost_calls
 
 from actors.metrics import Metrics
 from service.telemetry.user_calls import MAX_FUNCTIONS, OTHERS, UserCalls

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.mlflow_server import mlflow_server
-from worlds.queue_builders import make_settings
-from worlds.record_builders import evaluation_record, step_record
-from worlds.run_driver import ROOT
-from worlds.tracker_files import (
+from worlds.builders.queue_builders import make_settings
+from worlds.builders.record_builders import evaluation_record, step_record
+from worlds.checks.tracker_files import (
     json_lines,
     surviving_lines,
     tensorboard_curves,
@@ -27,7 +25,9 @@ from worlds.tracker_files import (
     wandb_files,
     wandb_history,
 )
-from worlds.tracker_world import ALL, RUN_ID, begin, config_with, store_in
+from worlds.parts.tracker_world import ALL, RUN_ID, begin, config_with, store_in
+from worlds.runs.run_driver import ROOT
+from worlds.servers.mlflow_server import mlflow_server
 
 from actors.metrics import Metrics
 from actors.trajectory_queue.state import QueueState
@@ -353,8 +353,8 @@ async def test_a_run_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> 
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from worlds.tracker_world import ALL, begin, config_with, store_in
-from worlds.record_builders import step_record
+from worlds.parts.tracker_world import ALL, begin, config_with, store_in
+from worlds.builders.record_builders import step_record
 
 async def main(directory):
     with store_in(directory) as store:
@@ -457,7 +457,7 @@ REFUSED = """
 import sys
 from service.config.file import ConfigError
 from service.config.preflight import check_tracker_packages
-from worlds.tracker_world import config_with
+from worlds.parts.tracker_world import config_with
 check_tracker_packages(config_with({"wandb": {"project": "games"}, "tensorboard": ""}))
 sys.path.clear()
 for trackers in (

@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import pytest
-from worlds.agent_programs import environment_of
-from worlds.record_builders import step_record
-from worlds.run_driver import ROOT
+from worlds.agents.agent_programs import environment_of
+from worlds.builders.record_builders import step_record
+from worlds.runs.run_driver import ROOT
 
 from service.telemetry.curves import step_curves
 
@@ -28,8 +28,8 @@ from service.telemetry.records import EvaluationSample
 from service.config.trackers import TrackioSettings
 from service.trackers.tracker import Point
 from service.trackers.trackio import Trackio
-from worlds.record_builders import evaluation_record, step_record
-from worlds.tracker_world import RUN_ID, begin, config_with, store_in
+from worlds.builders.record_builders import evaluation_record, step_record
+from worlds.parts.tracker_world import RUN_ID, begin, config_with, store_in
 
 SAMPLE = EvaluationSample(
     task_id="t0",

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from worlds.mounts import fill, small_disk
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import (
+from worlds.builders.settings import changed, rank_settings
+from worlds.faults.mounts import fill, small_disk
+from worlds.parts.trainer_world import (
     World,
     largest_difference,
     list_checkpoints,

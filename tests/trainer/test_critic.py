@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from worlds.critic_world import update_twice
-from worlds.settings import changed, step_settings
-from worlds.trajectory_builders import linear_turns, make_trajectory
+from worlds.builders.settings import changed, step_settings
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory
+from worlds.parts.critic_world import update_twice
 
 from actors.algorithm import Baseline, CriticSettings, Scale
 from actors.batch import RowScores, ValueShard

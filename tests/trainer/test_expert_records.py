@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, Qwen2Config
-from worlds.mixture_world import KINDS, make_config
+from worlds.models.mixture_world import KINDS, make_config
 
 from actors.expert_records import routed_layers, sampled_experts
 from actors.trainer.routing_replay import attach_routing_replay

@@ -13,8 +13,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples
+from worlds.builders.settings import changed, rank_settings
+from worlds.parts.trainer_world import World, largest_difference, obvious_logprobs, random_samples
 
 from actors.algorithm import KlSettings, LossSettings
 from actors.trainer.checkpoint import CheckpointError

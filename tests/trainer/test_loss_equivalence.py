@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from worlds.loss_terms import EVERY_LOSS
-from worlds.trajectory_builders import linear_turns, make_trajectory, replayed, whole_turns
+from worlds.builders.loss_terms import EVERY_LOSS
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory, replayed, whole_turns
 
 from actors.algorithm import Aggregation, LossSettings
 from actors.batch import MicroBatch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
+from worlds.builders.loss_terms import EVERY_LOSS, Tokens, random_tokens, terms_of
 
 from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Objective
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss

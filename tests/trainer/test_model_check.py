@@ -32,7 +32,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
-from worlds.trainer_world import obvious_logprobs
+from worlds.parts.trainer_world import obvious_logprobs
 
 from actors.trainer.model import load_policy, load_value_model, row_tensors, scoring_row
 from actors.trainer.model_check import check_architecture

@@ -15,9 +15,9 @@ from transformers import (
     PretrainedConfig,
     Qwen3Config,
 )
-from worlds.settings import rank_settings
-from worlds.trainer_world import World
-from worlds.trajectory_builders import ids
+from worlds.builders.settings import rank_settings
+from worlds.builders.trajectory_builders import ids
+from worlds.parts.trainer_world import World
 
 from actors.algorithm import LossSettings
 from actors.batch import MicroBatch, RankShard

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import ApertusConfig, AutoModelForCausalLM, Glm4MoeConfig, PretrainedConfig
-from worlds.mixture_world import KINDS, load_plain, write_mixture
+from worlds.models.mixture_world import KINDS, load_plain, write_mixture
 
 from actors.trainer.publish import gather_groups
 from actors.trainer.tiny.model import build_tiny_model

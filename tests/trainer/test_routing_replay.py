@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from worlds.mixture_world import (
+from worlds.models.mixture_world import (
     KINDS,
     NORMALISES,
     NUM_CHOSEN,

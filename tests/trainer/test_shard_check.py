@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.trainer_world import PADDING, pack, random_samples
+from worlds.parts.trainer_world import PADDING, pack, random_samples
 
 from actors.batch import MicroBatch, Minibatch, RankShard
 from actors.policy_age import marked, newest_kept, oldest_version, policy_ages, undone_after

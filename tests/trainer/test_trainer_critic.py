@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worlds.settings import changed, rank_settings, step_settings
-from worlds.trainer_world import World, largest_difference, obvious_logprobs, random_samples, shards
-from worlds.trajectory_builders import linear_turns, make_trajectory
+from worlds.builders.settings import changed, rank_settings, step_settings
+from worlds.builders.trajectory_builders import linear_turns, make_trajectory
+from worlds.parts.trainer_world import (
+    World,
+    largest_difference,
+    obvious_logprobs,
+    random_samples,
+    shards,
+)
 
 from actors.algorithm import (
     Baseline,

@@ -15,8 +15,8 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, remove_placement_group
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import list_checkpoints, random_samples, shards
+from worlds.builders.settings import changed, rank_settings
+from worlds.parts.trainer_world import list_checkpoints, random_samples, shards
 
 from actors.deadline import ActorLost
 from actors.trainer.abandon import StepAbandoned

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import World, largest_difference, random_samples
+from worlds.builders.settings import changed, rank_settings
+from worlds.parts.trainer_world import World, largest_difference, random_samples
 
 from actors.algorithm import Correction, Denominator, KlSettings, LossSettings, Ratio
 from actors.trainer.settings import RankSettings

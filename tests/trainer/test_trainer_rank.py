@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import (
+from worlds.builders.settings import changed, rank_settings
+from worlds.parts.trainer_world import (
     Sample,
     World,
     largest_difference,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
-from worlds.mixture_world import (
+from worlds.builders.settings import changed, rank_settings
+from worlds.models.mixture_world import (
     KINDS,
     NORMALISES,
     as_in_checkpoint,
@@ -20,8 +21,7 @@ from worlds.mixture_world import (
     weigh,
     write_mixture,
 )
-from worlds.settings import changed, rank_settings
-from worlds.trainer_world import World, largest_difference
+from worlds.parts.trainer_world import World, largest_difference
 
 from actors.algorithm import Denominator, KlSettings, LossSettings
 from actors.batch import MicroBatch, Minibatch, RankShard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worlds.mixture_world import NUM_CHOSEN, NUM_EXPERTS, make_config
+from worlds.models.mixture_world import NUM_CHOSEN, NUM_EXPERTS, make_config
 
 from actors.expert_records import MixtureShape
 from actors.trainer.rank import device_peak, mfu, num_multiplied, peak_of

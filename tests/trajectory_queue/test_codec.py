@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.same import assert_same_trajectory
-from worlds.trajectory_builders import (
+from worlds.builders.trajectory_builders import (
     linear_turns,
     make_trajectory,
     make_turn,
     trajectories_strategy,
 )
+from worlds.checks.same import assert_same_trajectory
 
 from actors.trajectory_queue.codec import TrajectoryBlock, decode, encode, without_shared
 from actors.types import Outcome, Trajectory, Turn, summarize

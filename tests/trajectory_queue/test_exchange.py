@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorUnavailableError
-from worlds.environment_fakes import FakeQueue
-from worlds.trajectory_builders import make_task
+from worlds.builders.trajectory_builders import make_task
+from worlds.parts.environment_fakes import FakeQueue
 
 from actors.trajectory_queue.exchange import Play, QueueUnreachable, RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from worlds.loop_world import report
-from worlds.queue_builders import end, fill, make_settings, take_all
-from worlds.trajectory_builders import make_summary
+from worlds.builders.queue_builders import end, fill, make_settings, take_all
+from worlds.builders.trajectory_builders import make_summary
+from worlds.parts.loop_world import report
 
 from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost

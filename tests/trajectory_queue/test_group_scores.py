@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from worlds.queue_builders import (
+from worlds.builders.queue_builders import (
     GAME,
     cut,
     end,
@@ -16,7 +16,7 @@ from worlds.queue_builders import (
     take,
     take_all,
 )
-from worlds.trajectory_builders import make_summary
+from worlds.builders.trajectory_builders import make_summary
 
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.groups import BlockRow, Group

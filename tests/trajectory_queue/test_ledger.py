@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from worlds.queue_builders import through_json
+from worlds.builders.queue_builders import through_json
 
 from actors.trajectory_queue.ledger import (
     EvictionReason,

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
-from worlds.queue_builders import GAME, through_json
-from worlds.queue_player import Player
-from worlds.settings import queue_settings, step_settings
-from worlds.trajectory_builders import linear_turns, make_task, make_trajectory
+from worlds.agents.queue_player import Player
+from worlds.builders.queue_builders import GAME, through_json
+from worlds.builders.settings import queue_settings, step_settings
+from worlds.builders.trajectory_builders import linear_turns, make_task, make_trajectory
 
 from actors.algorithm import Baseline, Scale
 from actors.batch import RowScores

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from worlds.queue_builders import (
+from worlds.builders.queue_builders import (
     GAME,
     end,
     evicted,
@@ -17,7 +17,7 @@ from worlds.queue_builders import (
     take,
     take_all,
 )
-from worlds.trajectory_builders import make_summary, make_task
+from worlds.builders.trajectory_builders import make_summary, make_task
 
 from actors.limits import MIB
 from actors.trajectory_queue.groups import BlockRow, GroupRequest

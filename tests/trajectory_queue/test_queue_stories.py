@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from worlds.queue_builders import (
+from worlds.builders.queue_builders import (
     end,
     fill,
     make_settings,

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.queue_builders import end, evicted, fill, finalise_all, make_settings, restart, take_all
+from worlds.builders.queue_builders import (
+    end,
+    evicted,
+    fill,
+    finalise_all,
+    make_settings,
+    restart,
+    take_all,
+)
 
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.groups import Refills

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds.queue_builders import through_json
+from worlds.builders.queue_builders import through_json
 
 from actors.algorithm import AlgorithmSettings
 from actors.policy_age import policy_ages

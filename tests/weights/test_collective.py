@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
-from worlds.broadcast_member import Member, build_model, group_former, packed, score
+from worlds.parts.broadcast_member import Member, build_model, group_former, packed, score
 
 from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus

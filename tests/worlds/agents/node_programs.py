@@ -1,0 +1,142 @@
+"""Agents' programs from npm and PyPI, pinned, and how each is told of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import string
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from worlds.agents.agent_programs import ENVIRONMENTS, EXAMPLES, HERE, INSTALL_S, environment_of
+from worlds.checks.missing_tools import skip_or_fail
+
+PLAY_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """A program that is asked for one task, and works on it in its directory."""
+
+    name: str
+    """Of a package's command, or of a script over a framework: of npm (.mjs) or PyPI (.py)."""
+    arguments: tuple[str, ...]
+    """Before the task; $OPENAI_BASE_URL stands for its value, as in a shell."""
+    config: tuple[str, str] | None = None
+    """A file of docs/examples/agents, and where the program looks for it in its home."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Settings of its own."""
+
+
+CODEX = CommandLine(
+    name="codex",
+    arguments=(
+        "exec",
+        "--skip-git-repo-check",
+        "--sandbox",
+        "danger-full-access",
+        "-c",
+        "model_providers.session.base_url=$OPENAI_BASE_URL",
+    ),
+    config=("codex.toml", ".codex/config.toml"),
+)
+OPENCODE = CommandLine(
+    name="opencode",
+    arguments=("run",),
+    config=("opencode.json", ".config/opencode/opencode.json"),
+    # It would ask a server for what other models there are.
+    env={"OPENCODE_DISABLE_MODELS_FETCH": "1"},
+)
+CLAUDE_CODE = CommandLine(
+    name="claude",
+    arguments=("--model", "policy", "--dangerously-skip-permissions", "-p"),
+    # The first is asked for where root skips permissions.
+    env={"IS_SANDBOX": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+)
+QWEN_CODE = CommandLine(
+    name="qwen",
+    arguments=("--auth-type", "openai", "--model", "policy", "--yolo", "-p"),
+)
+FRAMEWORKS = tuple(
+    CommandLine(name=name, arguments=())
+    for name in (
+        "ai_sdk.mjs",
+        "langgraph_react.py",
+        "openai_agents.mjs",
+        "openai_agents_typed.py",
+        "pydantic_ai_chat.py",
+        "pydantic_ai_tools.py",
+        "smolagents_code.py",
+        "smolagents_tools.py",
+    )
+)
+
+
+def line_of(program: CommandLine) -> tuple[str, ...]:
+    """What starts a program, installed; skips where npm is missing and needed."""
+    if program.name.endswith(".py"):
+        python = environment_of("frameworks") / "bin" / "python"
+        return str(python), str(HERE / "frameworks" / program.name)
+    directory = programs()
+    if program.name.endswith(".mjs"):
+        # Node looks for what it imports beside it.
+        script = shutil.copy(HERE / "command_lines" / program.name, directory)
+        return "node", str(script)
+    return (str(directory / "node_modules" / ".bin" / program.name),)
+
+
+def programs() -> Path:
+    """The directory of what npm installs; skips where npm is missing."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        skip_or_fail("node and npm are missing: agents' command lines cannot be installed")
+    wanted = HERE / "command_lines" / "package.json"
+    digest = hashlib.sha256(wanted.read_bytes()).hexdigest()
+    directory = ENVIRONMENTS / "command_lines"
+    stamp = directory / ".installed"
+    if not stamp.exists() or stamp.read_text() != digest:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        shutil.copy(wanted, directory)
+        line = ["npm", "install", "--no-audit", "--no-fund", "--silent", "--no-package-lock"]
+        done = subprocess.run(
+            line, cwd=directory, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        stamp.write_text(digest)
+    return directory
+
+
+async def work(program: CommandLine, task: str, *, home: Path, env: Mapping[str, str]) -> str:
+    """Start it in an empty directory in its home, and wait. Returns: what it said at its end.
+
+    env: the session's variables: all that it is told beside its own configuration.
+    """
+    place = home / "work"
+    place.mkdir(parents=True)
+    if program.config is not None:
+        file, where = program.config
+        (home / where).parent.mkdir(parents=True)
+        shutil.copy(EXAMPLES / file, home / where)
+    started = await asyncio.create_subprocess_exec(
+        *line_of(program),
+        *(string.Template(each).substitute(env) for each in program.arguments),
+        task,
+        cwd=place,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **program.env, **env},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(PLAY_S):
+            said, told = await started.communicate()
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+    assert started.returncode == 0, told.decode()[-3000:]
+    return said.decode()

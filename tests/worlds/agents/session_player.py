@@ -1,0 +1,126 @@
+"""A session played by a script: what a client sends, and what the policy is to say to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.rendering import ChatRenderer
+from actors.types import FinishReason, Sample, TokenIds, VersionSpan
+from service.gateway.chat import ChatRequest
+from service.gateway.tree import Place, SessionTree, next_prompt
+from service.intake.turns import SessionTurn
+from worlds.models.tool_families import FAMILIES, Family
+
+
+def system(content: str) -> Message:
+    return Message(role=Role.SYSTEM, content=content)
+
+
+def user(content: str) -> Message:
+    return Message(role=Role.USER, content=content)
+
+
+def says(content: str = "", *calls: ToolCall, reasoning: str | None = None) -> Message:
+    return Message(role=Role.ASSISTANT, content=content, tool_calls=calls, reasoning=reasoning)
+
+
+def call(call_id: str, expression: str = "3+4", *, name: str = "calculator") -> ToolCall:
+    return ToolCall(id=call_id, name=name, arguments={"expression": expression})
+
+
+def result(call_id: str, content: str) -> Message:
+    return Message(role=Role.TOOL, content=content, tool_call_id=call_id)
+
+
+class SessionPlayer:
+    """One session; its policy says what it is told to, in the family's own form."""
+
+    def __init__(
+        self, family: str = "tiny", *, renderer: ChatRenderer | None = None, **options: Any
+    ) -> None:
+        self.family: Family = FAMILIES[family]
+        self.renderer = renderer or self.family.renderer
+        self.options = options
+        self.tree = SessionTree("s-0", **options)
+        self.places: list[Place] = []
+        self.prompts: list[TokenIds] = []
+
+    def ask(
+        self,
+        messages: list[Message],
+        reply: Message,
+        *,
+        tools: tuple[ToolSchema, ...] = (),
+        said: str | None = None,
+        request: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Message:
+        """Play a request. said: the reply's text, where it is not the family's.
+
+        request: more of the request. fields: more of the turn. Returns: the reply.
+        """
+        asked = ChatRequest(messages=tuple(messages), tools=tools, **(request or {}))
+        place = self.tree.find(asked)
+        self.tree.note_request(place.request_digest)
+        prompt = next_prompt(place, self.renderer)
+        number = self.tree.num_turns
+        sampled = self.ids(self.family.say(reply) if said is None else said)
+        fields = {"request_id": f"request-{number}", **fields}
+        turn = SessionTurn(
+            number=number,
+            parent=place.parent,
+            tools=place.tools if place.parent is None else (),
+            new_messages=place.new_messages,
+            reply=reply,
+            extends_parent=prompt.extends_parent,
+            new_token_ids=prompt.new_token_ids,
+            sampled_token_ids=sampled,
+            logprobs=np.full(len(sampled), -0.25 * (number + 1), np.float32),
+            version_spans=(VersionSpan(version=number, start=0, end=len(sampled)),),
+            finish_reason=fields.pop("finish_reason", FinishReason.STOP),
+            num_inserted=prompt.num_inserted,
+            break_reason=prompt.break_reason,
+            is_auxiliary=asked.is_auxiliary,
+            is_instructed=place.is_instructed,
+            request_digest=place.request_digest,
+            idempotency_key=asked.idempotency_key,
+            **fields,
+        )
+        self.tree.add(turn)
+        self.places.append(place)
+        self.prompts.append(prompt.token_ids)
+        np.testing.assert_array_equal(self.tree.prompt_ids(number), prompt.token_ids)
+        full = np.concatenate((prompt.token_ids, sampled))
+        np.testing.assert_array_equal(self.tree.full_ids(number), full)
+        return reply
+
+    def rebuilt(self) -> SessionTree:
+        """The tree that the stored turns give."""
+        tree = SessionTree("s-0", **self.options)
+        for turn in self.tree.turns:
+            tree.add(turn)
+        return tree
+
+    def samples(self, **rewards: Any) -> tuple[Sample, ...]:
+        return self.tree.samples("t", **rewards)
+
+    def shown(self) -> list[str]:
+        """The text of each sample, what is trained of it in brackets."""
+        return [self._shown(sample) for sample in self.samples()]
+
+    def ids(self, text: str) -> TokenIds:
+        encoded = self.family.tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoded, dtype=np.int32)
+
+    def _shown(self, sample: Sample) -> str:
+        borders = np.flatnonzero(np.diff(sample.mask)) + 1
+        pieces = np.split(sample.token_ids, borders)
+        texts = [self.family.tokenizer.decode(piece.tolist()) for piece in pieces]
+        is_trained = bool(sample.mask[0])
+        for index, text in enumerate(texts):
+            if is_trained ^ bool(index % 2):
+                texts[index] = f"[{text}]"
+        return "".join(texts)

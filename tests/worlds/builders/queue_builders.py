@@ -1,0 +1,126 @@
+"""The queue's state machine as its tests drive it: filled, played, finalised and started again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from actors.trajectory_queue.groups import BlockRow, Group, GroupRequest
+from actors.trajectory_queue.ledger import LedgerCounts, RolloutOutcome
+from actors.trajectory_queue.messages import Drained, QueueSnapshot, QueueStats
+from actors.trajectory_queue.settings import QueueStateSettings
+from actors.trajectory_queue.state import QueueState
+from actors.types import Outcome, RolloutAssignment
+from worlds.builders.settings import queue_settings
+from worlds.builders.trajectory_builders import make_summary, make_task
+
+Value = TypeVar("Value")
+# Of `make_task`.
+GAME = ("game",)
+
+
+def make_settings(
+    *, step: int = 2, lag: int = 1, window: int = 2, max_items: int = 100, **fields: object
+) -> QueueStateSettings:
+    return queue_settings(
+        groups_per_step=step, max_lag=lag, window_groups=window, max_items=max_items, **fields
+    )
+
+
+def fill(
+    queue: QueueState,
+    *,
+    num_samples: int = 2,
+    enough: int | None = None,
+    environments: Sequence[str] = GAME,
+) -> list[int]:
+    """Admit a group for every slot, of each environment in turn; the groups' numbers."""
+    numbers = [slot.group_number for slot in queue.admissible()]
+    queue.admit(
+        [
+            GroupRequest(
+                group_number=number,
+                task=replace(
+                    make_task(number), environment=environments[number % len(environments)]
+                ),
+                num_samples=num_samples,
+                min_usable_samples=enough,
+            )
+            for number in numbers
+        ]
+    )
+    return numbers
+
+
+def queue_stats(ledger: LedgerCounts) -> QueueStats:
+    """Of an empty queue, but for its ledger, and the ages of what waited before."""
+    return replace(QueueState(make_settings()).stats(), ledger=ledger, oldest_s=1.5)
+
+
+def take(
+    queue: QueueState, count: int, *, actor: str = "a", environments: Collection[str] = GAME
+) -> list[RolloutAssignment]:
+    return queue.take_rollouts(actor, max_count=count, environments=environments)
+
+
+def take_all(
+    queue: QueueState, *, actor: str = "a", environments: Collection[str] = GAME
+) -> list[RolloutAssignment]:
+    return take(queue, 1000, actor=actor, environments=environments)
+
+
+def end(
+    queue: QueueState,
+    assignment: RolloutAssignment,
+    *,
+    outcome: Outcome = Outcome.COMPLETED,
+    actor: str = "a",
+    num_bytes: int = 100,
+    version: int = 0,
+    reward: float = 0.0,
+    num_sampled: int = 2,
+    arrived_at: float = 0.0,
+) -> bool:
+    """Bring an assignment back; whether the queue took it."""
+    summary = make_summary(
+        assignment.rollout_id,
+        attempt=assignment.attempt,
+        outcome=outcome,
+        num_bytes=num_bytes,
+        version=version,
+        reward=reward,
+    )
+    summary = replace(summary, num_sampled=num_sampled)
+    payload = BlockRow(block=object(), row=0, num_bytes=num_bytes, arrived_at=arrived_at)
+    return queue.put(actor, summary, payload)
+
+
+def finalise_all(queue: QueueState, step: int, groups: Sequence[Group]) -> list[str]:
+    """Finalise a step with every finished rollout trained; the rollouts' ids."""
+    rollouts = [rollout.rollout_id for group in groups for rollout in group.finished()]
+    queue.finalise(step, [RolloutOutcome(rollout_id=each) for each in rollouts])
+    return rollouts
+
+
+def restart(queue: QueueState) -> QueueState:
+    """A new queue from what the old one would have stored, through JSON."""
+    return QueueState(queue.settings, snapshot=through_json(queue.snapshot()))
+
+
+def cut(queue: QueueState) -> tuple[QueueSnapshot, Drained]:
+    """How things stand, once what has happened is drained."""
+    drained = queue.drain()
+    return queue.snapshot(), drained
+
+
+def through_json(value: Value) -> Value:
+    """A dataclass, written as JSON and read again."""
+    adapter = TypeAdapter(type(value))
+    return adapter.validate_json(adapter.dump_json(value))
+
+
+def evicted(queue: QueueState) -> dict[str, int]:
+    return {str(reason): count for reason, count in queue.stats().ledger.evicted.items()}

@@ -1,0 +1,52 @@
+"""Rows of a run's database for tests that need a run and not what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from actors.trajectory_queue.ledger import LedgerEvent
+from actors.trajectory_queue.messages import QueueSnapshot
+from actors.trajectory_queue.state import QueueState
+from service.store.run_store import RunStore
+from worlds.builders.queue_builders import make_settings
+
+# The store of a directory, opened once more.
+OpenStore = Callable[[Path], RunStore]
+
+
+def queue_snapshot(step: int = 0) -> QueueSnapshot:
+    """Of a queue without groups; each step has another one."""
+    return replace(QueueState(make_settings()).snapshot(), replacements={step: 1})
+
+
+def commit(
+    store: RunStore,
+    *,
+    term: int,
+    step: int,
+    directory: str | None = None,
+    last_event_seq: int = -1,
+    new_events: Sequence[LedgerEvent] = (),
+) -> None:
+    """Commit a checkpoint of step `step`. directory: TERM-STEP where none is given."""
+    store.commit_checkpoint(
+        term=term,
+        step=step,
+        policy_version=step,
+        directory=directory or f"{term}-{step}",
+        queue_snapshot=queue_snapshot(step),
+        new_events=new_events,
+        last_event_seq=last_event_seq,
+    )
+
+
+@contextmanager
+def write_under_way(store: RunStore) -> Iterator[Connection]:
+    """A write transaction of the store, which excludes all others, and is committed at the end."""
+    with store._database._writing_connection() as connection:
+        yield connection

@@ -1,0 +1,142 @@
+"""What an API server and the KubeRay operator would say of manifests, with neither at hand.
+
+Each check raises with the field that is wrong: unknown fields are errors everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import yaml
+from jsonschema import Draft202012Validator
+
+from worlds.servers.helm_chart import (
+    CLUSTER_FIELDS,
+    Manifest,
+    cluster_of,
+    pod_templates,
+    ray_object,
+)
+
+KUBERNETES = "1.36"
+MAX_NAME = 47
+_SUBSET = Path(__file__).parent / "kuberay_subset.yaml"
+_CUSTOM = Path(__file__).parent / "custom_kinds.yaml"
+# Set by the operator itself, or refused by it.
+_OPERATORS_VARIABLES = {
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    "RAY_REDIS_ADDRESS",
+    "REDIS_PASSWORD",
+    "RAY_enable_autoscaler_v2",
+}
+
+
+def check_core(manifests: Sequence[Manifest]) -> int:
+    """Validate all but KubeRay's kinds; returns how many are Kubernetes' own, or pod templates."""
+    custom = yaml.safe_load(_CUSTOM.read_text("utf-8"))
+    elsewhere = {*CLUSTER_FIELDS, *custom["$defs"]}
+    own = [manifest for manifest in manifests if manifest["kind"] not in elsewhere]
+    for manifest in manifests:
+        if manifest["kind"] in custom["$defs"]:
+            kind = {**custom, "$ref": f"#/$defs/{manifest['kind']}"}
+            Draft202012Validator(kind).validate(manifest)
+    templates = [
+        {
+            "apiVersion": "v1",
+            "kind": "PodTemplate",
+            "metadata": {"name": name},
+            "template": template,
+        }
+        for name, template in pod_templates(manifests).items()
+    ]
+    for manifest in (*own, *templates):
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    return len(own) + len(templates)
+
+
+def check_subset(manifests: Sequence[Manifest]) -> None:
+    """Only fields of KubeRay's that are known to be there."""
+    found = ray_object(manifests)
+    schema = yaml.safe_load(_SUBSET.read_text("utf-8"))
+    kind = {**schema, "$ref": f"#/$defs/{found['kind']}"}
+    Draft202012Validator(kind).validate(found)
+
+
+def check_operator_schema(manifests: Sequence[Manifest], folder: Path) -> None:
+    """folder: with the operator's own schemas, which are made strict."""
+    found = ray_object(manifests)
+    Draft202012Validator(_operator_schema(folder, found["kind"])).validate(found)
+
+
+@cache
+def _operator_schema(folder: Path, kind: str) -> dict[str, Any]:
+    text = (folder / f"ray.io_{kind.lower()}s.yaml").read_text("utf-8")
+    definition = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    [version] = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
+    strict: dict[str, Any] = _strict(version["schema"]["openAPIV3Schema"])
+    # An API server knows these two; the schema only says that they are there.
+    strict["properties"]["metadata"] = {"type": "object"}
+    return strict
+
+
+def _strict(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_strict(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    strict = {key: _strict(value) for key, value in node.items()}
+    if strict.get("x-kubernetes-int-or-string") is True:
+        strict.pop("type", None)
+    is_open = strict.get("x-kubernetes-preserve-unknown-fields") is True
+    has_fields = isinstance(strict.get("properties"), dict) and strict.get("type") == "object"
+    if has_fields and not is_open:
+        strict.setdefault("additionalProperties", False)
+    return strict
+
+
+def check_operator_rules(manifests: Sequence[Manifest]) -> None:
+    """What the operator's own code refuses, beyond its schema."""
+    found = ray_object(manifests)
+    kind, name, spec = found["kind"], found["metadata"]["name"], found["spec"]
+    assert len(name) <= MAX_NAME and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name), name
+    cluster = cluster_of(manifests)
+    head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert "headService" not in head
+    # Only a cluster that stands alone may say how it is upgraded.
+    assert ("upgradeStrategy" in cluster) == (kind == "RayCluster")
+    for group in (head, *workers):
+        assert not {"labels", "redis-password"} & set(group["rayStartParams"])
+        # Ray's resources stand in one place, and here that is rayStartParams.
+        assert "resources" not in group
+        _check_pod(group["template"]["spec"])
+    names = [group["groupName"] for group in workers]
+    assert len(set(names)) == len(names)
+    for group in workers:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"], group["groupName"]
+    ports = {port["name"] for port in head["template"]["spec"]["containers"][0]["ports"]}
+    assert "serve" in ports
+    if cluster["authOptions"]["mode"] == "token":
+        major, minor, _ = (int(part) for part in cluster["rayVersion"].split("."))
+        assert (major, minor) >= (2, 52)
+    assert "enableK8sTokenAuth" not in cluster["authOptions"]
+    store = cluster.get("gcsFaultToleranceOptions", {})
+    assert ("storage" in store) == (store.get("backend") == "rocksdb")
+    if kind == "RayJob":
+        assert spec["submissionMode"] == "HTTPMode" and "clusterSelector" not in spec
+        # `suspend` wants it, and no deletion rules beside it.
+        assert spec["shutdownAfterJobFinishes"] is True and "deletionStrategy" not in spec
+
+
+def _check_pod(spec: Manifest) -> None:
+    container = spec["containers"][0]
+    assert container["name"].startswith("ray-")
+    assert not {variable["name"] for variable in container["env"]} & _OPERATORS_VARIABLES
+    assert all(len(port["name"]) <= 15 for port in container["ports"])
+    numbers = [port["containerPort"] for port in container["ports"]]
+    assert len(set(numbers)) == len(numbers)

@@ -1,0 +1,73 @@
+"""File systems that a test mounts for itself; both need root, and a kernel that has them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from worlds.checks.missing_tools import skip_or_fail
+
+_READ_ONLY, _REMOUNT, _DETACH = 1, 32, 2
+# Another user's: the kernel then tells the type without asking a daemon, and there is none.
+_FUSE_OPTIONS = "fd={},rootmode=40000,user_id=12345,group_id=12345"
+
+
+@contextlib.contextmanager
+def fuse_mount(directory: Path) -> Iterator[None]:
+    """Mount a FUSE file system that nobody serves on a directory that is there."""
+    _need_root("/dev/fuse")
+    device = os.open("/dev/fuse", os.O_RDWR)
+    try:
+        with _mounted(directory, kind="fuse", options=_FUSE_OPTIONS.format(device)):
+            yield
+    finally:
+        os.close(device)
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, *, kib: int) -> Iterator[None]:
+    """Mount a file system of this size on a directory that is there."""
+    _need_root("/proc/self/mounts")
+    with _mounted(directory, kind="tmpfs", options=f"size={kib}k"):
+        yield
+
+
+def make_read_only(directory: Path) -> None:
+    """Of a small disk, on which no file is open for writing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = os.fsencode(directory)
+    if libc.mount(b"test", where, b"tmpfs", _REMOUNT | _READ_ONLY, None) != 0:
+        skip_or_fail(f"cannot be made read-only: {os.strerror(ctypes.get_errno())}")
+
+
+def fill(file: Path) -> None:
+    """Write until the disk is full."""
+    with file.open("wb", buffering=0) as filler:
+        try:
+            while True:
+                filler.write(b"\0" * 4096)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+@contextlib.contextmanager
+def _mounted(directory: Path, *, kind: str, options: str) -> Iterator[None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    where = os.fsencode(directory)
+    if libc.mount(b"test", where, kind.encode(), 0, options.encode()) != 0:
+        # Root of a container may still not be allowed to.
+        skip_or_fail(f"{kind} cannot be mounted here: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        libc.umount2(where, _DETACH)
+
+
+def _need_root(device: str) -> None:
+    if not sys.platform.startswith("linux") or os.geteuid() != 0 or not os.path.exists(device):
+        skip_or_fail(f"mounting takes Linux, root and {device}")

@@ -1,0 +1,149 @@
+"""The API of a run without engines on a port of loopback; its rollouts are played by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+
+from actors.algorithm import AlgorithmSettings
+from actors.environment.settings import RolloutSettings
+from service.access.keys import digest_of
+from service.api.app import create_app
+from service.api.control_routes import add_control
+from service.api.run_page import add_page
+from service.api.settings import HttpSettings
+from service.config.sessions import SessionSettings
+from service.config.tree import ServiceSettings
+from service.gateway.routes import add_sessions
+from service.gateway.upload_routes import add_uploads
+from service.launch.run_dir import RunDir
+from service.run.control import Control
+from service.run.loop import Commit
+from service.store.thread import StoreThread
+from worlds.parts.control_world import AskedControl, ScriptedEngines, ScriptedTerm
+from worlds.parts.local_page import LocalPage
+from worlds.parts.local_run import LocalRun, LocalSessions
+from worlds.parts.local_uploads import LocalUploads
+from worlds.parts.submission_service import Service
+
+START_LIMIT_S = 30.0
+
+
+@dataclass
+class ServedRun:
+    """A run whose API answers at `url`."""
+
+    url: str = ""
+    num_requests: int = 0
+    """Of submissions."""
+    may_play: threading.Event = field(default_factory=threading.Event)
+    """Rollouts are played, trained and committed while it is set."""
+
+
+class _Counting(LocalRun):
+    world: ServedRun
+    controlled: Control
+
+    async def submit(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        self.world.num_requests += 1
+        return await super().submit(*arguments, **named)
+
+    @property
+    def control(self) -> AskedControl:
+        return AskedControl(self.controlled)
+
+
+async def begin_control(service: Service) -> Control:
+    """Over a term that trains and evaluates whatever it is asked for."""
+    term = ScriptedTerm()
+    term.go_on.set()
+    term.commit.set_result(Commit(step=service.step, version=service.step, directory="step-0"))
+    control = Control(
+        service.store,
+        thread=StoreThread(),
+        recorder=service.recorder,
+        engines=cast(Any, ScriptedEngines(term)),
+        checkpoints=RunDir(path=service.directory).checkpoints,
+        read_queue=lambda: service.queue.stats(now=0.0),
+    )
+    term.control = control
+    control.term = cast(Any, term)
+    service.recorder.training("")
+    return control
+
+
+@contextmanager
+def served(
+    directory: Path,
+    *,
+    limits: ServiceSettings | None = None,
+    key: str = "",
+    hold_s: float = 5.0,
+    stream_s: float = 1.0,
+) -> Iterator[ServedRun]:
+    """As long as the block lasts. key: that the API asks for; empty: none. hold_s: of agents'
+    requests. stream_s: of the feed's events."""
+    limits = limits or ServiceSettings(max_tasks_per_request=8, max_waiting_tasks=8)
+    held = SessionSettings(hold_s=hold_s)
+    settings = HttpSettings(
+        rollouts=RolloutSettings(),
+        service=limits,
+        sessions=held,
+        algorithm=AlgorithmSettings(group_size=2),
+        environments=("guessing",),
+        key_digest=digest_of(key) if key else None,
+    )
+    service, world = Service(directory, settings=limits), ServedRun()
+    run = _Counting(service)
+    run.world = world
+
+    async def play(sessions: LocalSessions) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            if world.may_play.is_set():
+                await sessions.admit()
+                service.play()
+                await service.train()
+                await service.commit()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.begin()
+        sessions = LocalSessions(service, settings=held)
+        add_sessions(app, run, sessions, settings)
+        uploads = LocalUploads(
+            service, sessions.gateway_settings, make_policy=lambda: sessions.policy
+        )
+        add_uploads(app, run, uploads, settings)
+        run.controlled = await begin_control(service)
+        add_control(app, run)
+        add_page(app, LocalPage(service))
+        playing = asyncio.create_task(play(sessions))
+        yield
+        playing.cancel()
+        sessions.close()
+        service.store.close()
+
+    app = create_app(run, settings, lifespan=lifespan, stream_s=stream_s)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until = time.monotonic() + START_LIMIT_S
+        while not server.started:
+            assert time.monotonic() < until and thread.is_alive()
+            time.sleep(0.01)
+        world.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield world
+    finally:
+        server.should_exit = True
+        thread.join(START_LIMIT_S)

@@ -1,0 +1,186 @@
+"""Renders the chart with real helm, for the tests of the chart and of its Serve configuration."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shlex
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from worlds.servers.helm_binary import helm_binary
+
+CHART = Path(__file__).parents[3] / "helm"
+CPU_DEV, GPU_SMALL, PRODUCTION = (
+    CHART / f"values-{name}.yaml" for name in ("cpu-dev", "gpu-small", "production")
+)
+# Each value set, and the smallest one under each file of helm/ci/; all are linted and rendered.
+VARIANTS: dict[str, tuple[Path, ...]] = {
+    file.stem: (file,) for file in (CPU_DEV, GPU_SMALL, PRODUCTION)
+} | {file.stem: (CPU_DEV, file) for file in sorted((CHART / "ci").glob("*.yaml"))}
+# Where the cluster stands in each of the operator's kinds; None: it is the whole.
+CLUSTER_FIELDS = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec", "RayCluster": None}
+RELEASE = "demo"
+LIMIT_S = 60
+
+Manifest = dict[str, Any]
+Values = Mapping[str, Any]
+
+
+class GoLoader(yaml.SafeLoader):
+    """Reads 1e-06 as a number, as YAML 1.2 and the operator do."""
+
+
+GoLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+class OnceLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses a key that stands twice, of which PyYAML would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(sorted(twice))} twice: {node.start_mark}")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
+class HelmError(Exception):
+    """Helm refused; the text is what it printed."""
+
+
+def helm(*arguments: str | Path, binary: Path | None = None) -> str:
+    """Run helm with nothing of the user's own; returns what it printed. Raises: HelmError."""
+    with tempfile.TemporaryDirectory() as home:
+        homes = {f"HELM_{name}_HOME": home for name in ("CACHE", "CONFIG", "DATA")}
+        done = subprocess.run(
+            [binary or helm_binary(), *arguments],
+            env={**homes, "HOME": home, "KUBECONFIG": f"{home}/none"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise HelmError(done.stdout + done.stderr)
+    return done.stdout
+
+
+def unpack_chart(directory: Path) -> Path:
+    """Unpack the chart of the commit before 0.2.0, the first version with a number of its own."""
+    with tarfile.open(Path(__file__).parents[1] / "data" / "chart-of-0.1.0.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory / "helm"
+
+
+def lint(*files: Path, binary: Path | None = None) -> str:
+    return helm("lint", "--strict", CHART, *_named(files), binary=binary)
+
+
+def rendered(
+    values: Values | None = None,
+    *files: Path,
+    chart: Path = CHART,
+    release: str = RELEASE,
+    options: Sequence[str] = (),
+    binary: Path | None = None,
+) -> list[Manifest]:
+    """The objects that `helm install` would send: `values` over `files`, values-cpu-dev if none."""
+    objects: list[Manifest] = pickle.loads(
+        _template(
+            json.dumps(values or {}), files or (CPU_DEV,), chart, release, tuple(options), binary
+        )
+    )
+    return objects
+
+
+def parsed(text: str) -> list[Manifest]:
+    """The objects of a stream of YAML documents."""
+    return [each for each in yaml.load_all(text, Loader=OnceLoader) if each is not None]
+
+
+@cache
+def _template(
+    values: str,
+    files: tuple[Path, ...],
+    chart: Path,
+    release: str,
+    options: tuple[str, ...],
+    binary: Path | None,
+) -> bytes:
+    """The objects, pickled: the same ones are asked for often, and reading YAML takes longest."""
+    with tempfile.TemporaryDirectory() as scratch:
+        last = Path(scratch) / "values.json"
+        last.write_text(values)
+        text = helm("template", release, chart, *_named([*files, last]), *options, binary=binary)
+    return pickle.dumps(parsed(text))
+
+
+def in_mode(mode: str) -> Values:
+    """The values for it; a job has no API that one could reach from outside."""
+    closed = {"ingress": {"enabled": False}, "httpRoute": {"enabled": False}}
+    return {"mode": mode, **(closed if mode == "job" else {})}
+
+
+def one(manifests: Sequence[Manifest], kind: str, suffix: str = "") -> Manifest:
+    """The only object of a kind whose name ends so."""
+    [found] = [
+        manifest
+        for manifest in manifests
+        if manifest["kind"] == kind and manifest["metadata"]["name"].endswith(suffix)
+    ]
+    return found
+
+
+def ray_object(manifests: Sequence[Manifest]) -> Manifest:
+    """The one object of the operator's kinds."""
+    [found] = [each for each in manifests if each["apiVersion"].startswith("ray.io/")]
+    return found
+
+
+def cluster_of(manifests: Sequence[Manifest]) -> Manifest:
+    """The Ray cluster, of whichever object it is a part."""
+    found = ray_object(manifests)
+    spec: Manifest = found["spec"]
+    field = CLUSTER_FIELDS[found["kind"]]
+    return spec if field is None else spec[field]
+
+
+def serve_config_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """The Serve configuration that the operator would submit, as it reads it."""
+    text = one(manifests, "RayService")["spec"]["serveConfigV2"]
+    config: dict[str, Any] = yaml.load(text, Loader=GoLoader)
+    return config
+
+
+def arguments_of(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """What the run is told: by the Serve configuration, or by the job's command line."""
+    arguments: dict[str, Any]
+    if ray_object(manifests)["kind"] == "RayService":
+        arguments = serve_config_of(manifests)["applications"][0]["args"]
+    else:
+        *command, text = shlex.split(one(manifests, "RayJob")["spec"]["entrypoint"])
+        assert command == ["python", "-m", "deploy.train_job"]
+        arguments = json.loads(text)
+    return arguments
+
+
+def pod_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """By group."""
+    cluster = cluster_of(manifests)
+    workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"]["template"], **workers}
+
+
+def _named(files: Sequence[Path]) -> list[str]:
+    return [part for file in files for part in ("--values", str(file))]

@@ -1,0 +1,282 @@
+"""A real Prometheus for tests: on loopback, with its own port and directory, and a bounded life."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
+from worlds.checks.missing_tools import skip_or_fail
+from worlds.servers.ports import free_port
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+UNPACKED = ROOT / "build" / "prometheus"
+TOOLS = ("prometheus", "promtool")
+LIFE_S = 900
+SCRAPE_S = 1
+SUBQUERY_STEP_S = 60
+DOWNLOAD_LIMIT_S = 300
+
+ADDED = ("job", "instance", "run")
+
+# A series without the labels that Prometheus and the endpoint add: its name, and its labels that
+# are not empty.
+Series = tuple[str, frozenset[tuple[str, str]]]
+
+
+def series(name: str, /, **labels: str) -> Series:
+    return name, frozenset((key, value) for key, value in labels.items() if value)
+
+
+def series_of(metric: Mapping[str, str]) -> Series:
+    own = {key: value for key, value in metric.items() if key not in ADDED}
+    return series(own.pop("__name__", ""), **own)
+
+
+def find_tools() -> dict[str, str]:
+    """Where prometheus and promtool are: installed, or unpacked from Debian's package.
+
+    Unpacking starts no service and needs no root. Where there is no such package the test is
+    skipped with the reason; where CI is set it fails.
+    """
+    try:
+        return _installed() or _unpacked() or _downloaded()
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or error
+        skip_or_fail(f"there is no Prometheus, and Debian's package cannot be had: {told}")
+
+
+def _installed() -> dict[str, str]:
+    found = {tool: shutil.which(tool) for tool in TOOLS}
+    return {tool: path for tool, path in found.items() if path} if all(found.values()) else {}
+
+
+def _unpacked() -> dict[str, str]:
+    found = {tool: str(UNPACKED / tool) for tool in TOOLS}
+    return found if all(Path(path).exists() for path in found.values()) else {}
+
+
+def _downloaded() -> dict[str, str]:
+    with tempfile.TemporaryDirectory() as directory:
+        # Where apt's own user may write.
+        Path(directory).chmod(0o777)
+        try:
+            _run("apt-get", "download", "prometheus", cwd=directory)
+        except subprocess.CalledProcessError:
+            # A fresh container has no list of packages yet.
+            _run("apt-get", "update", cwd=directory)
+            _run("apt-get", "download", "prometheus", cwd=directory)
+        (package,) = Path(directory).glob("prometheus_*.deb")
+        _run("dpkg-deb", "--extract", str(package), f"{directory}/unpacked", cwd=directory)
+        shutil.copytree(f"{directory}/unpacked/usr/bin", UNPACKED, dirs_exist_ok=True)
+    return _unpacked()
+
+
+def _run(*line: str, cwd: str) -> None:
+    subprocess.run(
+        line, cwd=cwd, check=True, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prometheus:
+    """One that scrapes a single target."""
+
+    address: str
+    instance: str
+    run: str
+    """Which the dashboard shows."""
+
+    def newest(self) -> dict[Series, float]:
+        """What the newest scrape held."""
+        found = self._ask("query", query=self._own)
+        return {series_of(item["metric"]): float(item["value"][1]) for item in found}
+
+    def wait_for(self, wanted: Series, *, at_least: float, limit_s: float) -> None:
+        """Wait until a scrape shows a value that high."""
+        deadline = time.monotonic() + limit_s
+        while (value := self.newest().get(wanted, -math.inf)) < at_least:
+            assert time.monotonic() < deadline, f"{wanted} is {value} after {limit_s:g} s"
+            time.sleep(0.2)
+
+    def wait_for_scrapes(self, count: int, *, limit_s: float) -> None:
+        """Wait for so many more."""
+        wanted, deadline = len(self.scrapes()) + count, time.monotonic() + limit_s
+        while len(self.scrapes()) < wanted:
+            assert time.monotonic() < deadline, f"no {count} scrapes in {limit_s:g} s"
+            time.sleep(0.2)
+
+    def scrapes(self) -> list[dict[Series, float]]:
+        """What each scrape so far held, in order."""
+        by_time: dict[float, dict[Series, float]] = {}
+        for item in self._ask("query", query=f"{self._own}[{LIFE_S}s]"):
+            for at, value in item["values"]:
+                by_time.setdefault(at, {})[series_of(item["metric"])] = float(value)
+        return [by_time[at] for at in sorted(by_time)]
+
+    def draw(self, expr: str, *, since: float) -> list[float]:
+        """The finite points that Grafana would draw of a panel's query, at one a second."""
+        filled = fill(expr, run=self.run)
+        found = self._ask("query_range", query=filled, start=since, end=time.time(), step=SCRAPE_S)
+        points = [float(value) for item in found for _, value in item["values"]]
+        return [point for point in points if math.isfinite(point)]
+
+    def wait_for_points(self, expr: str, *, since: float) -> None:
+        """Wait until Grafana would draw a panel's query.
+
+        A subquery's own steps are whole minutes of the clock, so that one which was scraped for
+        less than a minute may have none.
+        """
+        deadline = time.monotonic() + 2 * SUBQUERY_STEP_S
+        while not self.draw(expr, since=since):
+            assert time.monotonic() < deadline, f"no data in {2 * SUBQUERY_STEP_S} s: {expr}"
+            time.sleep(SCRAPE_S)
+
+    def runs(self) -> list[str]:
+        """What the dashboard's variable offers."""
+        return self._ask("label/run/values", **{"match[]": "rayloom_train_steps_total"})
+
+    def down(self) -> set[str]:
+        """The targets that cannot be scraped, as host:port."""
+        return {item["metric"]["instance"] for item in self._ask("query", query="up == 0")}
+
+    @property
+    def _own(self) -> str:
+        return f'{{__name__=~"rayloom_.+",instance="{self.instance}"}}'
+
+    def _ask(self, what: str, **parameters: object) -> Any:
+        asked = urllib.parse.urlencode(parameters)
+        try:
+            with urllib.request.urlopen(f"{self.address}/api/v1/{what}?{asked}", timeout=30) as it:
+                reply = json.load(it)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from error
+        data = reply["data"]
+        return data["result"] if isinstance(data, dict) else data
+
+
+@contextlib.contextmanager
+def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
+    """Scrape host:port with the committed configuration, at a test's pace. run: its name."""
+    text = CONFIG.read_text()
+    assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
+    text = text.replace("127.0.0.1:9400", target)
+    text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
+    with _serving(text, directory) as address:
+        yield Prometheus(address=address, instance=target, run=run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is scraped, and the labels that its series get."""
+
+    address: str
+    """host:port"""
+    labels: Mapping[str, str]
+
+
+@contextlib.contextmanager
+def scraping_all(
+    targets: Sequence[Target], directory: Path, *, run: str, rules: str = "", alertmanager: str = ""
+) -> Iterator[Prometheus]:
+    """Scrape them at a test's pace. run: its name. rules: as YAML. alertmanager: host:port."""
+    config: dict[str, Any] = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
+        "scrape_configs": [
+            {
+                "job_name": "pods",
+                "static_configs": [
+                    {"targets": [each.address], "labels": dict(each.labels)} for each in targets
+                ],
+            }
+        ],
+    }
+    if rules:
+        (directory.parent / "rules.yaml").write_text(rules)
+        config["rule_files"] = [str(directory.parent / "rules.yaml")]
+    if alertmanager:
+        config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
+    with _serving(yaml.safe_dump(config), directory) as address:
+        yield Prometheus(address=address, instance="", run=run)
+
+
+@contextlib.contextmanager
+def _serving(text: str, directory: Path) -> Iterator[str]:
+    """Run Prometheus with a configuration. Yields: its URL."""
+    tools = find_tools()
+    directory.mkdir()
+    config, output = directory / "prometheus.yml", directory / "output"
+    config.write_text(text)
+    address = f"127.0.0.1:{free_port()}"
+    with output.open("w") as file:
+        # `timeout` ends it also where this process is killed.
+        process = subprocess.Popen(
+            [
+                "timeout", "--kill-after=5", str(LIFE_S), tools["prometheus"],
+                f"--config.file={config}", f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address={address}", "--log.level=warn",
+            ],
+            stdout=file, stderr=subprocess.STDOUT, cwd=directory,
+        )  # fmt: skip
+    url = f"http://{address}"
+    try:
+        deadline = time.monotonic() + 60
+        while not _is_ready(url):
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def panels_without_data(prometheus: Prometheus, *, since: float) -> set[str]:
+    """Of all dashboards, each as "Dashboard: panel", with the legend where others have data."""
+    empty: set[str] = set()
+    for dashboard in load_dashboards():
+        for panel in dashboard.panels:
+            drawn = {
+                legend: bool(prometheus.draw(query, since=since))
+                for legend, query in panel.series.items()
+            }
+            title = f"{dashboard.title}: {panel.title}"
+            if not any(drawn.values()):
+                empty.add(title)
+            elif not all(drawn.values()):
+                empty |= {f"{title}: {legend}" for legend in drawn if not drawn[legend]}
+    return empty
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def fill(expr: str, *, run: str, namespace: str = ".*") -> str:
+    """A panel's query as Grafana sends it, with All chosen wherever there is a further choice."""
+    # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
+    assert SHORTEST_STEP == "1m"
+    filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
+    filled = filled.replace("$namespace", namespace)
+    for choice in Choice:
+        filled = filled.replace(f"${choice.value}", ".*")
+    assert "$" not in filled
+    return filled
