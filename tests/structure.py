@@ -45,7 +45,9 @@ def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
             if name.endswith(".py") and (path := REPOSITORY / name).exists():
                 yield name, path.read_text(encoding="utf-8")
         return
-    with tarfile.open(fileobj=io.BytesIO(_git("archive", revision, *AREAS))) as archive:
+    # An older revision lacks some of the areas.
+    areas = set(_git("ls-tree", "--name-only", revision).decode().split()).intersection(AREAS)
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", revision, *sorted(areas)))) as archive:
         for member in archive:
             file = archive.extractfile(member) if member.name.endswith(".py") else None
             if file is not None:
