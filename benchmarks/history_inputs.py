@@ -13,8 +13,7 @@ from typing import Any
 from sqlalchemy import event
 from sqlalchemy.pool import Pool
 
-from actors.journal.files import prune, write_file
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry, prune, write_file
 from actors.merge.report import MergeReport
 from actors.metrics import Metrics
 from actors.statistics import BY_NAME

@@ -35,7 +35,7 @@ from worlds.faults.faults import Fault, Plan
 from worlds.runs.run_checks import check_stopped
 from worlds.runs.run_driver import ENGINE, ROOT, START_S, STEP_S, Run, running, small_config
 
-from actors.journal.record import TrajectoryEntry
+from actors.journal.files import TrajectoryEntry
 from service.inspect.reader import open_journal
 
 KEY = "a key of the chaos run, long enough"

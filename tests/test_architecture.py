@@ -189,6 +189,9 @@ def test_the_mathematics_and_the_state_machines_never_await() -> None:
     assert not offenders
 
 
+MOST_FILES_OF_A_ROLLOUT = 45
+
+
 def test_the_walk_of_a_rollout_names_files_that_there_are() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     _, _, section = text.partition("## The walk of one rollout")
@@ -202,6 +205,7 @@ def test_the_walk_of_a_rollout_names_files_that_there_are() -> None:
             named.add(name if name.startswith(tuple(ALLOWED)) else f"{folder}/{name}")
     assert named - TREES.keys() == set()
     assert f"in {len(named)} files" in section
+    assert len(named) <= MOST_FILES_OF_A_ROLLOUT
 
 
 WITHOUT_RAY_AND_TORCH = """

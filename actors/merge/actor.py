@@ -15,8 +15,13 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from actors.batch import array_bytes
-from actors.merge.disposition import problem_notices
-from actors.merge.groups import GroupMembers, ScoresLost, classify_groups, read_groups
+from actors.merge.groups import (
+    GroupMembers,
+    ScoresLost,
+    classify_groups,
+    problem_notices,
+    read_groups,
+)
 from actors.merge.journal import Journal, JournalSettings
 from actors.merge.report import GroupReturns, StepReport, group_returns
 from actors.merge.scoring import plan_scores, read_scores

@@ -1,20 +1,35 @@
-"""The first stage of a step: decode its closed groups and classify each member; pure.
+"""The first stage of a step: decode its closed groups, shape rewards, classify members; pure.
 
-The result decides both what is scored and what is trained. Called by the merge actor.
+The result decides both what is scored and what is trained. A member that is not in the loss has a
+reason. The rules are data (`actors.outcomes`), one set for each environment. Called by the merge
+actor.
+
+Each adjustment of the rewards changes the last turn's reward, except the KL penalty, which is per
+token. Group statistics use the adjusted rewards; the trajectory keeps the environment's own. Order:
+clip the return, overlong and missing-end penalties (`shaped_rewards`), then the outcome's rule
+(`classify`), then, once a reference has scored the samples, KL (`charge_kl`, called by `step`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from actors.merge.disposition import classify, worst_completed_return
-from actors.merge.member import Member
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.algorithm import KlEstimator, KlRewardSettings, RewardSettings
+from actors.limits import MAX_LOG_RATIO, MAX_REWARD
+from actors.merge.member import Member, token_numbers, turn_bounds
 from actors.merge.settings import StepSettings
 from actors.misalignment import find_misfit
+from actors.outcomes import Disposition, OutcomePolicy
 from actors.trajectory_queue.codec import TrajectoryBlock, decode
+from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import StepInput, StepTrajectory
-from actors.types import Trajectory
+from actors.types import FinishReason, Outcome, Trajectory
 
 GroupMembers = tuple[Member, ...]
 """The classified trajectories of one group of a step, in the order of the queue."""
@@ -94,3 +109,245 @@ def _classify_group(group: Sequence[Trajectory], settings: StepSettings) -> Grou
         )
         for trajectory, misfit in zip(group, misfits, strict=True)
     )
+
+
+# Most notices of a step: many trajectories usually share one fault.
+MAX_NOTICES = 3
+_DEFAULT_POLICY = OutcomePolicy()
+_NO_SHAPING = RewardSettings()
+_REWARD_REMEDY = "check the environment's rewards, or set algorithm.reward.clip"
+
+
+def classify(
+    trajectory: Trajectory,
+    *,
+    misfit: str | None = None,
+    policies: Mapping[str, OutcomePolicy],
+    reward: RewardSettings = _NO_SHAPING,
+    worst_completed: float | None = None,
+) -> Member:
+    """Shape a trajectory's rewards and apply the environment's outcome policy to it.
+
+    train: unchanged; train_clamped: with return min(r, 0, worst_completed); train_penalised: r -
+    penalty; score: unchanged if it was graded, else as mask; mask: in the baseline if it was
+    graded, not in the loss; drop: in neither. A trajectory is in neither if it does not fit the
+    model, or if its rewards are not finite or exceed MAX_REWARD after shaping. A trajectory with no
+    tokens to train is not in the loss. Each trajectory that is not in the loss has a reason.
+
+    Args: misfit: why its tokens do not fit the trained model; None if they fit. worst_completed:
+    `worst_completed_return` of its group.
+    """
+    left_out = Member(
+        trajectory=trajectory,
+        reason=EvictionReason.TOKEN_MISALIGNED,
+        problem=misfit or "",
+        shaped_return=trajectory.episode_return,
+    )
+    if misfit is not None:
+        return left_out
+    if not math.isfinite(trajectory.episode_return):
+        return _bad_reward(
+            left_out, f"return {trajectory.episode_return}, expected a finite number"
+        )
+    rule = policies.get(trajectory.environment, _DEFAULT_POLICY).rule(trajectory.outcome)
+    rewards = shaped_rewards(trajectory, reward)
+    shaped_return = total(rewards)
+    largest = max(abs(shaped_return), float(np.abs(rewards).max(initial=0.0)))
+    if largest > MAX_REWARD:
+        return _bad_reward(
+            left_out, f"a shaped reward of {largest:g}, expected at most {MAX_REWARD:g} in size"
+        )
+    reason: EvictionReason | None
+    if rule.masks(is_graded=trajectory.is_graded):
+        reason = EvictionReason.MASKED
+    elif rule.disposition is Disposition.DROP:
+        reason = EvictionReason.of(trajectory.outcome)
+    else:
+        reason = _nothing_to_train(trajectory)
+    baseline_return = rule.baseline_return(
+        shaped_return, is_graded=trajectory.is_graded, worst_completed=worst_completed
+    )
+    if baseline_return is not None:
+        rewards = add_at_end(rewards, baseline_return - shaped_return)
+    return Member(
+        trajectory=trajectory,
+        reason=reason,
+        rewards=rewards,
+        baseline_return=baseline_return,
+        shaped_return=shaped_return,
+    )
+
+
+def worst_completed_return(
+    trajectories: Sequence[Trajectory], reward: RewardSettings = _NO_SHAPING
+) -> float | None:
+    """Return the lowest shaped return of a group's completed trajectories; None if it has none."""
+    returns = [
+        total(shaped_rewards(each, reward))
+        for each in trajectories
+        if each.outcome is Outcome.COMPLETED and math.isfinite(each.episode_return)
+    ]
+    return min(returns, default=None)
+
+
+def _bad_reward(member: Member, problem: str) -> Member:
+    return replace(
+        member, reason=EvictionReason.REWARD_ERROR, problem=f"{problem}; {_REWARD_REMEDY}"
+    )
+
+
+def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
+    if trajectory.num_trained:
+        return None
+    is_empty = trajectory.num_sampled == 0
+    return EvictionReason.EMPTY if is_empty else EvictionReason.TOKEN_MISALIGNED
+
+
+def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
+    """Describe each trajectory that was left out because of a fault, in at most MAX_NOTICES
+    sentences.
+    """
+    found = [member for member in members if member.problem]
+    notices = [
+        f"step {step}: trajectory {member.trajectory.trajectory_id} left out as "
+        f"{member.reason}: {member.problem}"
+        for member in found[:MAX_NOTICES]
+    ]
+    if len(found) > MAX_NOTICES:
+        notices.append(f"step {step}: {len(found) - MAX_NOTICES} more; see `rayloom inspect`")
+    return tuple(notices)
+
+
+# Tolerated error of a clipped return, relative to the larger of its size and 1.
+_ROUNDING = 1e-9
+
+
+def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:
+    """Return the environment's rewards, one for each turn: [K] float64."""
+    return np.array([turn.reward for turn in trajectory.turns], np.float64)
+
+
+def total(rewards: NDArray[np.float64]) -> float:
+    """Return the sum of the rewards in the order of play, as `Trajectory.episode_return`."""
+    return float(sum(rewards.tolist()))
+
+
+def add_at_end(rewards: NDArray[np.float64], amount: float) -> NDArray[np.float64]:
+    """Add an amount to the last turn's reward. Without turns nothing is added."""
+    if amount == 0.0 or rewards.shape[0] == 0:
+        return rewards
+    return np.append(rewards[:-1], rewards[-1] + amount)
+
+
+def shaped_rewards(trajectory: Trajectory, settings: RewardSettings) -> NDArray[np.float64]:
+    """Apply all shaping that needs no model: clip, overlong, missing end. Returns: [K] float64."""
+    rewards = turn_rewards(trajectory)
+    if settings.clip is not None:
+        low, high = settings.clip
+        rewards = clip_return(rewards, low=low, high=high)
+    if settings.overlong is not None:
+        overlong = settings.overlong
+        punishment = overlong_punishment(
+            trajectory.num_sampled,
+            max_tokens=overlong.max_tokens,
+            cache_tokens=overlong.cache_tokens,
+        )
+        rewards = add_at_end(rewards, overlong.factor * punishment)
+    if is_end_missing(trajectory):
+        rewards = add_at_end(rewards, -settings.missing_end_penalty)
+    return rewards
+
+
+def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDArray[np.float64]:
+    """Clip a trajectory's return by changing the last turn's reward.
+
+    R' = min(max(R, low), high).   Source: Mnih et al. 2015, Methods (deviation, ours: they clip
+    each reward; groups compare returns, which do not depend on the distribution of rewards over
+    turns).
+
+    If the rewards are so large that rounding would swallow the difference, the last turn gets the
+    whole clipped return, and the others 0.
+
+    Args: rewards: [K] float.    Returns: [K] float64.
+    Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
+    """
+    whole = total(rewards)
+    wanted = min(max(whole, low), high)
+    clipped = add_at_end(rewards, wanted - whole)
+    if abs(total(clipped) - wanted) <= _ROUNDING * max(1.0, abs(wanted)):
+        return clipped
+    return add_at_end(np.zeros_like(rewards), wanted)
+
+
+def overlong_punishment(num_tokens: int, *, max_tokens: int, cache_tokens: int) -> float:
+    """Return a punishment that grows before a trajectory's length reaches its limit.
+
+    0 for L <= L_max - L_cache; (L_max - L_cache - L) / L_cache for L <= L_max; else -1.
+    Source: DAPO, arXiv 2503.14476, equation 13 (deviation: L counts the sampled tokens of all
+    turns of the trajectory, without observations, which the policy did not sample).
+
+    Args: num_tokens: L. max_tokens: L_max. cache_tokens: L_cache, >= 1.
+    Returns: float in [-1, 0], to be added to the return.
+    Example: L_max 100, L_cache 20: 80 -> 0; 90 -> -.5; 100 -> -1; 101 -> -1
+    """
+    start = max_tokens - cache_tokens
+    if num_tokens <= start:
+        return 0.0
+    return max(-1.0, (start - num_tokens) / cache_tokens)
+
+
+def is_end_missing(trajectory: Trajectory) -> bool:
+    """Whether the engine reported that the last turn was cut off before its end token.
+
+    Source of the penalty: TRL, `missing_eos_penalty` (deviation: the recorded finish reason is
+    read, never the token ids).
+    """
+    return bool(trajectory.turns) and trajectory.turns[-1].finish_reason is FinishReason.LENGTH
+
+
+def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
+    """Subtract the KL penalty from a member's trained tokens, and its sum from the returns.
+
+    Args: member: must be in its group's baseline and have a reference's scores.
+    """
+    assert member.baseline_return is not None
+    bounds = turn_bounds(member)
+    charged = np.zeros(int(bounds[-1]), np.float64)
+    for sample, scores in zip(member.samples, member.scores, strict=True):
+        assert scores.reference_logprobs is not None
+        logprobs = sample.logprobs[sample.mask == 1]
+        charged[token_numbers(sample, bounds)] = kl_rewards(
+            logprobs, scores.reference_logprobs, kl=kl
+        )
+    taken = float(charged.sum())
+    return replace(
+        member,
+        kl_rewards=charged,
+        baseline_return=member.baseline_return + taken,
+        shaped_return=member.shaped_return + taken,
+    )
+
+
+def kl_rewards(
+    logprobs: NDArray[np.float32], reference_logprobs: NDArray[np.float32], *, kl: KlRewardSettings
+) -> NDArray[np.float64]:
+    """Return the negated KL penalty of each sampled token, which is added to its reward.
+
+    -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
+    al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;
+    deviation: the bound). Added to the rewards, their gradient is not the KL's own: k1 in the
+    reward gives the gradient of the KL, k3 does not.
+
+    Args: logprobs: [M] float32, nats, of the penalised policy (behaviour or current).
+    reference_logprobs: [M] float32, nats, of the same tokens.
+    Returns: [M] float64, to be added to the rewards.
+    Example: log p = 0, log p_ref = -ln 2, beta 1: k1 -> -.693147; k3 -> -.193147
+    """
+    delta = reference_logprobs.astype(np.float64) - logprobs.astype(np.float64)
+    match kl.estimator:
+        case KlEstimator.K1:
+            estimate = -delta
+        case KlEstimator.K3:
+            bounded = np.minimum(delta, MAX_LOG_RATIO)
+            estimate = np.expm1(bounded) - bounded
+    return -kl.coefficient * estimate

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.journal.files import prune, write_file
-from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.journal.files import GroupRule, JournalStep, TrajectoryEntry, prune, write_file
 from actors.merge.member import Member
 from actors.merge.step import StepResult
 from actors.policy_age import oldest_version

@@ -1,8 +1,8 @@
 """A trajectory of a step on its way to the batch, and the order of its trained tokens; pure.
 
 The same record is used from the queue to the journal: each stage takes members and returns new ones
-with more fields set (`disposition`: reason, rewards, returns; `scoring`: scores;
-`shaping.charge_kl`: KL rewards; `advantages`: advantages, values; `step`: reason and no_signal).
+with more fields set (`groups`: reason, rewards, returns; `scoring`: scores;
+`groups.charge_kl`: KL rewards; `advantages`: advantages, values; `step`: reason and no_signal).
 The trained tokens of a trajectory, N in all, are numbered in the order in which they were played,
 in whatever sample they are.
 """

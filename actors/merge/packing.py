@@ -54,7 +54,7 @@ class WeightedSample:
     advantage: float | NDArray[np.float64] | Float32s
     """[M] float, or one number for all of them."""
     loss_weight: float
-    """The weight of each trained token, from `aggregation`; 0 in rows that are not trained."""
+    """The weight of each trained token (`trajectory_weights`); 0 in rows that are not trained."""
     temperature: float = 1.0
     """Temperature at which its tokens were sampled."""
     old_values: Float32s = field(default_factory=_no_floats)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.types import Outcome
 from service.cli.outlet import OutletConsole, outlet, say
 from service.config.file import ConfigError

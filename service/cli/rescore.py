@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.environment import workers
 from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.types import Outcome, Trajectory
 from service.cli.outlet import say, warn

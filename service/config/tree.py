@@ -26,7 +26,7 @@ from actors.environment.settings import (
     StopStrings,
     StructuredOutputs,
 )
-from actors.journal.record import GroupRule
+from actors.journal.files import GroupRule
 from actors.limits import (
     STRICT,
     Fraction,

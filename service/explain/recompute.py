@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from actors.algorithm import Baseline
 from actors.batch import Float64s, Minibatch, RankShard
-from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.journal.files import GroupRule, JournalStep, TrajectoryEntry
 from actors.merge.advantages import group_advantages
 from actors.merge.journal import members_of
 from actors.merge.packing import WeightedSample, pack_row

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.journal.record import TrajectoryEntry
+from actors.journal.files import TrajectoryEntry
 from service.explain.order import Order
 from service.explain.recompute import Contribution, Explanation, GroupContribution, Share
 from service.inspect.view import advantage, number

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.journal.files import JournalFile
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalFile, JournalStep
 from actors.trainer.checkpoint import CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.config.tree import Config

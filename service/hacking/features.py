@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.environment.tasks import derived_seed
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.merge.report import MAX_COMPONENT_NAME, MAX_COMPONENTS
 from actors.types import FinishReason, TokenIds, Trajectory, TurnSpan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from service.hacking.features import StepFeatures, step_features
 from service.hacking.kept import Kept, read_kept
 from service.hacking.patterns import Detector

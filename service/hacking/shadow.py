@@ -21,7 +21,7 @@ from actors.environment.tasks import TaskSource, derived_seed
 from actors.environment.text_patterns import before_stop
 from actors.environment.tokenizer import load_tokenizer
 from actors.environment.trainer_arguments import TrainerState, trainer_state
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.types import Trajectory
 from actors.user_code import CallFailed, CallTimedOut, bounded, describe, location, root_cause
 from service.config.file import ConfigError

@@ -15,7 +15,7 @@ from enum import StrEnum
 import numpy as np
 
 from actors.algorithm import Baseline, Scale
-from actors.journal.record import GroupRule, JournalStep, TrajectoryEntry
+from actors.journal.files import GroupRule, JournalStep, TrajectoryEntry
 from actors.limits import MAX_REWARD
 from actors.policy_age import policy_ages
 from actors.trajectory_queue.ledger import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry
 from actors.types import Sample, TurnSpan, original_numbers
 from service.inspect.token_text import TokenText
 from service.inspect.view import (

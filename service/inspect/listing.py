@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict
 
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry
 from actors.types import Outcome
 from service.inspect.reader import OpenJournal, is_refused, journal_of, load_step
 from service.inspect.view import advantage, exit_of, number

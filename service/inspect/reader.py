@@ -14,11 +14,12 @@ from pathlib import Path
 from actors.journal.files import (
     JournalDamaged,
     JournalFile,
+    JournalStep,
+    TrajectoryEntry,
     list_files,
     read_index,
     read_step,
 )
-from actors.journal.record import JournalStep, TrajectoryEntry
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
 from service.inspect.surviving import read_surviving, surviving_files

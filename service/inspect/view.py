@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.types import UNDONE, TurnSpan
 from service.visible import visible_text

@@ -16,8 +16,7 @@ import pytest
 from worlds.builders.episode_builders import tokenizer
 from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
-from actors.journal.files import write_file
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry, write_file
 from actors.types import SESSION, Outcome
 from service.cli.rescore import Rescored, describe, run_rescore
 from service.cli.try_out import TryRequest, run_try

@@ -31,7 +31,7 @@ from actors.environment.settings import RolloutSettings, playing
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
-from actors.merge.disposition import classify
+from actors.merge.groups import classify
 from actors.types import Outcome, Task
 from service.cli.artifacts import write_code_search
 from service.config.file import ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.algorithm import Baseline, Scale
-from actors.journal.record import GroupRule
+from actors.journal.files import GroupRule
 from actors.trainer.attribution import split_gradient
 from service.explain.recompute import own_shares
 

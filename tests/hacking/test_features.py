@@ -9,7 +9,7 @@ import pytest
 from worlds.builders.journal_builders import group_of, random_group, step_of, through_a_file
 from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry
 from actors.types import FinishReason, Outcome, Trajectory
 from service.hacking import features
 from service.hacking.features import StepFeatures, step_features

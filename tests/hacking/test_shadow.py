@@ -11,7 +11,7 @@ import pytest
 from worlds.builders.episode_builders import tokenizer
 from worlds.builders.trajectory_builders import make_trajectory, make_turn
 
-from actors.journal.record import JournalStep, TrajectoryEntry
+from actors.journal.files import JournalStep, TrajectoryEntry
 from actors.types import Outcome, Trajectory
 from service.config.file import ConfigError, parse_config
 from service.config.preflight import check_without_model

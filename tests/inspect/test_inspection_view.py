@@ -25,7 +25,7 @@ from worlds.builders.chat_examples import (
 from worlds.builders.journal_builders import one_group, random_group, step_of
 from worlds.builders.trajectory_builders import make_trajectory
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END
 from actors.trajectory_queue.codec import decode, encode
 from actors.types import LeftOutReason

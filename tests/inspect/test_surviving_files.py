@@ -12,8 +12,7 @@ from worlds.builders.journal_builders import group_of, step_of, written
 from worlds.builders.store_builders import commit, write_under_way
 from worlds.runs.audited_runs import audited, rows_of, stored
 
-from actors.journal.files import file_name
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep, file_name
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.inspect.audit import Check, audit, describe

@@ -20,6 +20,7 @@ from worlds.checks.same import assert_same_trajectory
 from actors.journal.files import (
     FORMAT,
     JournalDamaged,
+    JournalStep,
     file_name,
     list_files,
     read_index,
@@ -27,7 +28,6 @@ from actors.journal.files import (
     write_file,
     write_step,
 )
-from actors.journal.record import JournalStep
 from actors.merge.groups import classify_groups
 from actors.merge.journal import Journal, JournalSettings
 from actors.merge.step import build_step

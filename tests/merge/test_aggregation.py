@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.algorithm import Aggregation
-from actors.merge.aggregation import UpdateSize, share_of, trajectory_weights
+from actors.merge.step import UpdateSize, share_of, trajectory_weights
 
 NOTHING = UpdateSize()
 

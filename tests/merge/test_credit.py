@@ -32,8 +32,7 @@ from actors.algorithm import (
 )
 from actors.batch import RowScores
 from actors.expert_records import ModelShape
-from actors.merge.groups import GroupMembers, classify_groups
-from actors.merge.shaping import charge_kl
+from actors.merge.groups import GroupMembers, charge_kl, classify_groups
 from actors.merge.step import StepResult, build_step
 from actors.outcomes import Disposition, OutcomePolicy, OutcomeRule
 from actors.trajectory_queue.ledger import EvictionReason

@@ -10,8 +10,7 @@ from worlds.builders.trajectory_builders import linear_turns, make_trajectory, m
 
 from actors.algorithm import AlgorithmSettings, RewardSettings
 from actors.expert_records import ModelShape
-from actors.merge.disposition import classify
-from actors.merge.groups import classify_groups
+from actors.merge.groups import classify, classify_groups
 from actors.merge.member import Member
 from actors.merge.settings import StepSettings
 from actors.misalignment import find_misfit

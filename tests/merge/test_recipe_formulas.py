@@ -20,9 +20,8 @@ from worlds.checks.recipe_page import recipes
 
 from actors.algorithm import Aggregation, RewardSettings
 from actors.batch import RowScores
-from actors.merge.aggregation import UpdateSize, trajectory_weights
 from actors.merge.groups import classify_groups
-from actors.merge.step import build_step
+from actors.merge.step import UpdateSize, build_step, trajectory_weights
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.model import row_tensors
 from service.config.file import parse_config

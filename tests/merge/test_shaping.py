@@ -18,7 +18,7 @@ from worlds.builders.trajectory_builders import (
 )
 
 from actors.algorithm import KlEstimator, KlRewardSettings, OverlongSettings, RewardSettings
-from actors.merge.shaping import (
+from actors.merge.groups import (
     add_at_end,
     clip_return,
     is_end_missing,

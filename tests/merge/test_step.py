@@ -23,10 +23,10 @@ from worlds.builders.trajectory_builders import (
 from actors.algorithm import Aggregation, Baseline, LossSettings, RewardSettings, Scale
 from actors.batch import MicroBatch
 from actors.expert_records import ModelShape
-from actors.merge.disposition import problem_notices
 from actors.merge.groups import (
     PayloadsLost,
     classify_groups,
+    problem_notices,
     read_groups,
 )
 from actors.merge.step import StepResult, build_step

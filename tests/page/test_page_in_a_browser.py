@@ -16,7 +16,7 @@ from worlds.builders.record_builders import (
 )
 from worlds.servers.browser import Browser, browser
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from service.cli.inspect import write_page
 from service.inspect.build import build_view
 from service.report.document import write_report

@@ -15,8 +15,7 @@ from worlds.builders.store_builders import commit
 from worlds.faults.planted_hacks import planted_hacks
 from worlds.parts.hacking_world import Course, ScriptedRun, Size
 
-from actors.journal.files import file_name, write_file
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep, file_name, write_file
 from service.cli.inspect import InspectRequest, run_inspect
 from service.config.file import ConfigError
 from service.hacking import kept

@@ -19,8 +19,8 @@ from worlds.builders.trajectory_builders import linear_turns, make_trajectory, r
 
 from actors.algorithm import Aggregation, LossSettings
 from actors.batch import MicroBatch
-from actors.merge.aggregation import UpdateSize, trajectory_weights
 from actors.merge.packing import WeightedSample, pack_minibatch, pack_row
+from actors.merge.step import UpdateSize, trajectory_weights
 from actors.trainer.loss.micro_batch import MicroBatchTerms, micro_batch_loss
 from actors.trainer.model import PolicyModel, load_policy, row_tensors
 from actors.types import Sample, Trajectory

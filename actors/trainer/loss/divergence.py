@@ -51,7 +51,7 @@ def kl_k3(delta: Tensor) -> Tensor:
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
     delta is bounded by 20, without gradient above). Its unweighted gradient for log q is that of
     KL(p || q), the other direction, in expectation over q. For rewards,
-    `actors.merge.shaping.kl_rewards` has the same formula in NumPy.
+    `actors.merge.groups.kl_rewards` has the same formula in NumPy.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """

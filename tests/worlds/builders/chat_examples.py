@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.environment.protocol import Message, Role
 from actors.environment.rendering import ChatRenderer
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.trainer.tiny.tokenizer import TURN_END, build_tokenizer
 from actors.types import Outcome, Trajectory, Turn
 from service.inspect.token_text import TokenizerText, text_by

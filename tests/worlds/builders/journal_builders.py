@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.algorithm import Baseline, LossSettings, Scale
-from actors.journal.files import read_step, write_file, write_step
-from actors.journal.record import GroupRule, JournalStep
+from actors.journal.files import GroupRule, JournalStep, read_step, write_file, write_step
 from actors.merge.groups import classify_groups
 from actors.merge.journal import journal_step
 from actors.merge.step import build_step

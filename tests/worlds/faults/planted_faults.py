@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.trajectory_queue.ledger import EvictionReason
 from service.inspect.audit import Check
 from worlds.builders.chat_examples import branched, with_trained

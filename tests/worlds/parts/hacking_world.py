@@ -16,7 +16,7 @@ import numpy as np
 from actors.environment.policy import GenerateReply, GenerateRequest, PolicyUnavailable
 from actors.environment.settings import RolloutSettings
 from actors.environment.turn_loop import play_episode
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.merge.groups import classify_groups, read_groups
 from actors.merge.journal import journal_step
 from actors.merge.step import build_step

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.journal.record import JournalStep
+from actors.journal.files import JournalStep
 from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service.inspect.audit import Audit, audit
 from service.inspect.reader import open_journal
