@@ -6,7 +6,6 @@ The order of the packages within `actors` and `service` is in test_order.py.
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,25 +186,6 @@ def test_the_mathematics_and_the_state_machines_never_await() -> None:
         if isinstance(node, WAITS)
     ]
     assert not offenders
-
-
-MOST_FILES_OF_A_ROLLOUT = 45
-
-
-def test_the_walk_of_a_rollout_names_files_that_there_are() -> None:
-    text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## The walk of one rollout")
-    section = section.partition("\n## ")[0]
-    named: set[str] = set()
-    for row in re.findall(r"^\| \d+ \|.*\| ([^|]+) \|$", section, flags=re.MULTILINE):
-        folder = ""
-        for name in re.findall(r"`([^`]+)`", row):
-            if name.startswith(tuple(ALLOWED)):
-                folder = name.rpartition("/")[0]
-            named.add(name if name.startswith(tuple(ALLOWED)) else f"{folder}/{name}")
-    assert named - TREES.keys() == set()
-    assert f"in {len(named)} files" in section
-    assert len(named) <= MOST_FILES_OF_A_ROLLOUT
 
 
 WITHOUT_RAY_AND_TORCH = """
