@@ -8,8 +8,7 @@ for every request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
@@ -31,19 +30,12 @@ _BOUND = re.compile(r"/sessions/([^/]+)/")
 _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
-class ChecksKeys(Protocol):
-    """A port that knows the sessions' keys."""
-
-    async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check a session's key. Raises: Refused if it is neither of its keys; RunUnavailable."""
-        ...
-
-
 class SessionAdmission:
     """The check of session keys; implements `service.api.guards.CheckSessionKey`."""
 
-    def __init__(self, gateway: ChecksKeys, callers: Callers) -> None:
-        self._gateway, self._callers = gateway, callers
+    def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
+        """Check keys with `check_key` (`SessionPort.check_key`)."""
+        self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
         """Return the refusal of a request, or None if it may be read. Raises: RunUnavailable."""
@@ -70,7 +62,7 @@ class SessionAdmission:
             if not is_client:
                 raise unknown_session(named)
         elif is_large(announced_bytes(headers)):
-            await self._gateway.check_key(whole, digest_of(key))
+            await self._check_key(whole, digest_of(key))
 
 
 def sent_key(headers: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from actors.deadline import ActorLost, TaskSet, retry
 from actors.environment.policy import GenerateReply, GenerateRequest
@@ -37,22 +37,15 @@ ABANDON_S = 300.0
 Answer = TypeVar("Answer")
 
 
-class FindsGateway(Protocol):
-    """A port that finds the run's gateway."""
-
-    async def gateway(self) -> Any:
-        """Return the actor's handle. Raises: RunUnavailable while there is none."""
-        ...
-
-
 class GatewayClient:
     """The gateway's calls, from any process; they raise Refused and RunUnavailable.
 
     Implements `service.gateway.routes.SessionPort` and `service.gateway.upload_routes.UploadPort`.
     """
 
-    def __init__(self, run: FindsGateway) -> None:
-        self._run = run
+    def __init__(self, find_gateway: Callable[[], Awaitable[Any]]) -> None:
+        """Call the gateway whose handle `find_gateway` returns. It raises RunUnavailable."""
+        self._find_gateway = find_gateway
         self._actor: Any = None
         self._abandoning = TaskSet()
 
@@ -203,7 +196,7 @@ class GatewayClient:
 
     async def _find(self) -> Any:
         if self._actor is None:
-            self._actor = await self._run.gateway()
+            self._actor = await self._find_gateway()
         return self._actor
 
 

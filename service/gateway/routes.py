@@ -100,7 +100,7 @@ class SessionPort(Protocol):
         ...
 
     async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check a session's key, as `ChecksKeys` does."""
+        """Check a session's key. Raises: Refused if it is neither of its keys."""
         ...
 
     def abandon(self, session_id: str, request_id: str) -> None:
@@ -134,7 +134,7 @@ class SessionPort(Protocol):
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions, and the check of their keys before a body is read."""
-    app.state.check_session_key = SessionAdmission(port, app.state.callers)
+    app.state.check_session_key = SessionAdmission(port.check_key, app.state.callers)
     _add_creation(app, run, port, settings)
     _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:

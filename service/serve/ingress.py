@@ -52,7 +52,7 @@ class ApiIngress:
 
         run = run_client(self._run_id, host=self._host)
         app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
-        gateway = GatewayClient(run)
+        gateway = GatewayClient(run.gateway)
         add_control(app, run)
         add_sessions(app, run, gateway, self._settings)
         add_uploads(app, run, gateway, self._settings)

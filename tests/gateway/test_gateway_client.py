@@ -66,7 +66,7 @@ def call(deadline_s: float) -> ChatCall:
 async def test_who_is_not_answered_is_gone_for_the_next_gateway_too(goes: bool) -> None:
     """Case 19: the gateway that died may have stored the turn as one that was shown."""
     run = Run()
-    client = GatewayClient(run)
+    client = GatewayClient(run.gateway)
     asking = asyncio.create_task(client.chat(call(60.0 if goes else 0.6)))
     await within(5.0, run.has_died.wait())
     if goes:
