@@ -88,14 +88,18 @@ def attach_adapters(causal_lm: PreTrainedModel, settings: LoraSettings, *, seed:
     _check_called(body)
 
 
-def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
-    """Check the targets with a model without weights. Raises: NotImplementedError."""
+def target_names(config: PretrainedConfig, settings: LoraSettings) -> list[str]:
+    """Return the last names of the layers with adapters, from a model without weights.
+
+    Raises: NotImplementedError, as `attach_adapters`, or if engines could not be given an adapter.
+    """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config)
     layers = _chosen(causal_lm.base_model, settings.targets)
     if not settings.publish_merged:
         for name, layer in layers.items():
             _checkpoint_name(causal_lm, f"{causal_lm.base_model_prefix}.{name}", layer)
+    return sorted({name.rpartition(".")[2] for name in layers})
 
 
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:

@@ -287,7 +287,7 @@ class TrainerRank:
             self.causal_lm,
             dtype=self.param_dtype,
             is_kept=self.rank == 0,
-            only_adapters=self.settings.trainer.adapter_rank is not None,
+            only_adapters=self.settings.trainer.published_lora is not None,
         )
 
     def begin_save(self, step: int, term: int) -> None:

@@ -122,9 +122,9 @@ class TrainerSettings:
         return self.lora and replace(self.lora, publish_merged=False)
 
     @property
-    def adapter_rank(self) -> int | None:
-        """Return the rank of published adapters; None if whole weights are published."""
-        return None if self.lora is None or self.lora.publish_merged else self.lora.rank
+    def published_lora(self) -> LoraSettings | None:
+        """Return the settings of published adapters; None if whole weights are published."""
+        return None if self.lora is None or self.lora.publish_merged else self.lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

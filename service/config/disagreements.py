@@ -612,13 +612,13 @@ def _check_blocks(config: Config) -> Iterator[str]:
 
 def _check_adapters(config: Config) -> Iterator[str]:
     """Yield a sentence for each reason why vLLM cannot serve the adapters."""
-    rank = config.trainer.adapter_rank
-    if rank is None:
+    lora = config.trainer.published_lora
+    if lora is None:
         return
-    if rank > ADAPTER_RANKS[-1]:
+    if lora.rank > ADAPTER_RANKS[-1]:
         yield (
-            f"trainer.lora.rank is {rank}, expected at most {ADAPTER_RANKS[-1]}, the largest that "
-            "vLLM serves; lower it, or set trainer.lora.publish_merged: true"
+            f"trainer.lora.rank is {lora.rank}, expected at most {ADAPTER_RANKS[-1]}, the largest "
+            "that vLLM serves; lower it, or set trainer.lora.publish_merged: true"
         )
     if not config.inference.is_on_cpu and config.model.dtype is Dtype.FLOAT32:
         yield (

@@ -102,10 +102,10 @@ def check_architecture(
 
 
 def _check_adapters(directory: Path, config: Any, lora: LoraSettings, *, key: str) -> None:
-    from actors.trainer.lora import check_targets
+    from actors.trainer.lora import target_names
 
     try:
-        check_targets(config, lora)
+        target_names(config, lora)
     except NotImplementedError as error:
         raise ConfigError(f"{key}: {directory} cannot be trained: {error}") from error
 

@@ -43,6 +43,7 @@ from actors.environment.policy import (
 )
 from actors.environment.settings import KeptTokens
 from actors.expert_records import routed_layers, sampled_experts
+from actors.trainer.lora import target_names
 from actors.types import FinishReason, VersionSpan
 from actors.weights.board import Publication, Seat, StartStages, check_tokens
 from actors.weights.buffers import Bytes
@@ -88,7 +89,7 @@ class PolicyEngine:
         self._parser: asyncio.Task[ReplyParser] | None = None
         self._broken: str | None = None
         self._request_ids = itertools.count()
-        self._adapter_of_requests = None if settings.adapter_rank is None else policy_adapter()
+        self._adapter_of_requests = None if settings.lora is None else policy_adapter()
 
     async def start(self) -> StartStages:
         """Start the engine process with the weights in the model's directory.
@@ -327,7 +328,7 @@ class PolicyEngine:
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
                 on_progress()
             await self._engine.finish_weight_update(str(publication.version))
-            if self.settings.adapter_rank is not None:
+            if self.settings.lora is not None:
                 await self._engine.collective_rpc("install_adapter")
             if self.settings.resets_prefix_cache:
                 await self._engine.reset_prefix_cache()
@@ -420,17 +421,26 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "seed": settings.seed,
-        **_adapter_options(settings.adapter_rank),
+        **_adapter_options(settings),
         **inference.engine_args,
     }
 
 
-def _adapter_options(rank: int | None) -> dict[str, Any]:
-    """Return vLLM's options for one adapter of a rank; {} for None."""
-    if rank is None:
+def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's options for the policy's adapter; {} without one.
+
+    Layers without an adapter stay as they are, above all the output head: vLLM's adapted head fails
+    if it scores a prompt while other requests run.
+    """
+    if settings.lora is None:
         return {}
-    largest = next(each for each in ADAPTER_RANKS if each >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
+    config = AutoConfig.from_pretrained(settings.model)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(each for each in ADAPTER_RANKS if each >= settings.lora.rank),
+        "lora_target_modules": target_names(config, settings.lora),
+    }
 
 
 def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEngineArgs:

@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.limits import GIB, STRICT, NotNegative, Positive, Rate, Seconds, Share
 from actors.network import LOOPBACK, gloo_interface
-from actors.trainer.settings import WeightBackend
+from actors.trainer.settings import LoraSettings, WeightBackend
 from actors.types import Dtype
 from service.inference.engine_args import is_quantising
 
@@ -115,8 +115,8 @@ class EngineSettings:
     version (synchronous training)."""
     seed: int
     """Seed of the engine's sampler."""
-    adapter_rank: int | None = None
-    """Rank of the adapter that publications bring; None if they bring whole weights."""
+    lora: LoraSettings | None = None
+    """The adapters that publications bring; None if they bring whole weights."""
     max_ongoing_requests: int = 4096
     """Largest number of streams that Serve sends to one replica; each has many requests."""
     max_silence_s: float = 300.0

@@ -45,7 +45,7 @@ def engine_settings(config: Config, *, model: str) -> EngineSettings:
         reads_text=config.engine_reads_text,
         resets_prefix_cache=config.algorithm.is_synchronous,
         seed=config.run.seed,
-        adapter_rank=config.trainer.adapter_rank,
+        lora=config.trainer.published_lora,
     )
 
 

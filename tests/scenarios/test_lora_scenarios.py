@@ -103,7 +103,7 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poli
         reads_text=False,
         resets_prefix_cache=False,
         seed=0,
-        adapter_rank=LORA.rank,
+        lora=LORA,
     )
     os.environ.update(settings.environment)
     from service.inference.engine import PolicyEngine
@@ -165,6 +165,19 @@ async def test_each_span_of_a_reply_has_the_log_probabilities_of_its_adapter(
         np.testing.assert_allclose(
             reply.logprobs, policy.expected(each, reply), atol=TOLERANCE_NATS
         )
+
+
+async def test_a_text_is_scored_while_other_requests_run(policy: Policy) -> None:
+    # vLLM's engine dies of this if its output head can have an adapter.
+    sampling = asyncio.gather(
+        *(policy.engine.generate(each) for each in requests(8, max_tokens=300))
+    )
+    await asyncio.sleep(0.3)
+    scores = await policy.engine.check_logprobs()
+    text = check_tokens(policy.adapted.config.vocab_size)
+    expected = obvious_logprobs(policy.merged[len(policy.merged)], text).detach().numpy()
+    np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE_NATS)
+    await sampling
 
 
 async def test_an_adapter_that_vllm_has_no_place_for_is_not_ignored(policy: Policy) -> None:

@@ -19,7 +19,7 @@ from worlds.parts.trainer_world import World, largest_difference, obvious_logpro
 from actors.algorithm import KlSettings, LossSettings
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.export import export_checkpoint
-from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters, check_targets
+from actors.trainer.lora import adapted_layers, adapters_off, attach_adapters, target_names
 from actors.trainer.model import load_policy, row_tensors, scoring_row
 from actors.trainer.rank import TrainerRank, score_row
 from actors.trainer.settings import LoraSettings, RankSettings
@@ -254,6 +254,6 @@ def test_a_target_that_the_model_lacks_is_refused(settings: RankSettings) -> Non
 
 def test_targets_are_checked_without_weights(settings: RankSettings) -> None:
     config = AutoConfig.from_pretrained(settings.model)
-    check_targets(config, LORA)
+    assert target_names(config, LORA) == sorted(LAYERS)
     with pytest.raises(NotImplementedError, match="got the target qkv, expected some of down_proj"):
-        check_targets(config, replace(LORA, targets=("q_proj", "qkv")))
+        target_names(config, replace(LORA, targets=("q_proj", "qkv")))
