@@ -16,7 +16,7 @@ import typer
 from typer.cli import get_docs_for_click
 
 from service.cli.main import app
-from service.config.file import config_schema
+from service.config.file import config_schema, sft_schema
 
 Schema = Mapping[str, Any]
 _SMALLEST, _LARGEST = -(2**31), 2**31 - 1
@@ -25,19 +25,22 @@ _INTRODUCTION = """\
 
 Every setting of a run, with its type and default. A setting without a default is required, if its
 section is used. `rayloom check CONFIG` prints the same settings with the values of a file, and
-`--set section.key=value` changes one on the command line.
+`--set section.key=value` changes one on the command line. `rayloom sft` reads `model`, `trainer`
+and `sft`; the other commands read all sections but `sft`.
 """
 
 
 def configuration_page() -> str:
     """Return a page with a table for each section of the configuration tree."""
-    tree = config_schema()
+    tree, of_sft = config_schema(), sft_schema()
+    sections = {**of_sft["properties"], **tree["properties"]}
+    definitions = {**of_sft["$defs"], **tree["$defs"]}
     lines = [_INTRODUCTION]
-    for name, section in tree["properties"].items():
-        schema, description = _resolved(section, tree["$defs"])
+    for name, section in sections.items():
+        schema, description = _resolved(section, definitions)
         lines += [f"## `{name}`", "", description, ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        lines += _rows(f"{name}.", schema, tree["$defs"])
+        lines += _rows(f"{name}.", schema, definitions)
         lines.append("")
     return "\n".join(lines)
 

@@ -62,6 +62,7 @@ def read_data_set(
     split: str,
     subset: str | None = None,
     check: DataCheck | None = None,
+    section: str = "tasks",
 ) -> PackedTasks:
     """Make tasks of a data set's rows.
 
@@ -69,15 +70,16 @@ def read_data_set(
     data, by the entry's name; None: leave that column out. Every other column keeps its name, if
     the environment accepts it; `task_id` and `seed` also become the task's. split: the split of a
     directory or a hub's data set; a file is read whole. subset: one of several configurations of a
-    data set. check: the check of every task's data.
+    data set. check: the check of every task's data. section: the section of the configuration that
+    names the data set, for messages.
     Raises: BadTaskFile; if a column is missing, its text lists the existing columns.
     Example: columns={"question": "query"} turns the row {"query": "Where?", "score": 3} into a task
     with the data {"question": "Where?", "score": 3}.
     """
     what = f"data set {source}"
-    names, rows = _open(source, split=split, subset=subset)
+    names, rows = _open(source, split=split, subset=subset, section=section)
     taken = None if check is None else check.names
-    entries = _entries(columns, names, check, what)
+    entries = _entries(columns, names, check, what, section=section)
     if _is_unnamed(names) and "" not in columns.values():
         _logger.warning("%s: a column without a name is left out; give it a name to use it", what)
     tasks, found_ids = PackedTasks(), set[str]()
@@ -94,11 +96,11 @@ def read_data_set(
             for name, column in entries.items()
             if column in row and column not in left_out
         }
-        task = _task(entry, taken, environment=environment, where=where)
+        task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
                 f"{where}: {problem}; the data set has the columns {_listed(names)}: map "
-                "them in tasks.columns, or remove the row"
+                f"them in {section}.columns, or remove the row"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:
@@ -155,12 +157,12 @@ def _as_json(value: Any) -> Any:
 _Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 
 
-def _open(source: str, *, split: str, subset: str | None) -> _Rows:
+def _open(source: str, *, split: str, subset: str | None, section: str) -> _Rows:
     """Return the names of the columns, and the rows. Raises: BadTaskFile."""
     path = Path(source).expanduser()
     if path.is_file() and _suffix(path) in _TEXT_SUFFIXES:
         return _read_text(path)
-    found = _dataset(source, path, split=split, subset=subset)
+    found = _dataset(source, path, split=split, subset=subset, section=section)
     return found.column_names, _in_batches(found)
 
 
@@ -255,7 +257,7 @@ def _check_parquet(path: Path, *, what: str) -> None:
         raise BadTaskFile(f"{what}: got no rows, expected one or more")
 
 
-def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Dataset:
+def _dataset(source: str, path: Path, *, split: str, subset: str | None, section: str) -> Dataset:
     """Open a data set by the `datasets` library. Raises: BadTaskFile."""
     from datasets import DatasetDict, disable_progress_bars, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
@@ -273,7 +275,9 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
             return load_dataset("parquet", data_files=str(path), split="train")
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
             saved = load_from_disk(str(path))
-            return saved if not isinstance(saved, DatasetDict) else _split_of(saved, split, what)
+            if not isinstance(saved, DatasetDict):
+                return saved
+            return _split_of(saved, split, what, section=section)
         looks_local = (
             source.startswith((".", "/", "~"))
             or source.count("/") > 1
@@ -299,10 +303,11 @@ def _dataset(source: str, path: Path, *, split: str, subset: str | None) -> Data
         raise BadTaskFile(f"{what}: cannot be read: {reason:.300}") from error
 
 
-def _split_of(found: Mapping[str, Dataset], split: str, what: str) -> Dataset:
+def _split_of(found: Mapping[str, Dataset], split: str, what: str, *, section: str) -> Dataset:
     if split not in found:
         raise BadTaskFile(
-            f"{what}: got no split {split!r}, expected one of {', '.join(found)}; set tasks.split"
+            f"{what}: got no split {split!r}, expected one of {', '.join(found)}; set "
+            f"{section}.split"
         )
     return found[split]
 
@@ -320,13 +325,15 @@ def _entries(
     names: Sequence[str],
     check: DataCheck | None,
     what: str,
+    *,
+    section: str,
 ) -> dict[str, str]:
     """Return the column of each entry. Raises: BadTaskFile."""
     asked = {entry: column for entry, column in columns.items() if column is not None}
     if missing := sorted(set(asked.values()) - set(names)):
         raise BadTaskFile(
             f"{what}: column {_listed(missing)} is missing, got {_listed(sorted(names))}; "
-            "correct tasks.columns"
+            f"correct {section}.columns"
         )
     taken = None if check is None else check.names
     used = columns.keys() | set(asked.values())
@@ -339,7 +346,12 @@ def _entries(
 
 
 def _task(
-    row: dict[str, Any], taken: frozenset[str] | None, *, environment: str, where: str
+    row: dict[str, Any],
+    taken: frozenset[str] | None,
+    *,
+    environment: str,
+    where: str,
+    section: str,
 ) -> Task:
     """Make a row's task. taken: the columns that its data may have; None allows every column."""
     own, data = row, row
@@ -360,7 +372,7 @@ def _task(
         raise BadTaskFile(
             f"{where}{f', column {column}' if column else ''}: got a value that is not JSON "
             f"({error}), expected texts, finite numbers, true, false, null, lists and objects; "
-            "leave its column out, by null in tasks.columns"
+            f"leave its column out, by null in {section}.columns"
         ) from None
     task_id = row.get("task_id", f"row-{_digest(content)}")
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":

@@ -51,7 +51,7 @@ _CALL = {
     "required": ["function"],
 }
 _NAME = {"type": ["string", "null"]}
-_MESSAGE = {
+_MESSAGE: dict[str, Any] = {
     "type": "object",
     "properties": {
         "role": {"enum": [*(role.value for role in Role), "developer"]},
@@ -79,6 +79,17 @@ PROMPT_DATA: Mapping[str, Any] = {
     "required": ["prompt"],
 }
 """The schema of tasks with a prompt, which is a text or a chat's messages, and any other data."""
+_WEIGHTED = {**_MESSAGE, "properties": {**_MESSAGE["properties"], "weight": {"enum": [0, 1, None]}}}
+CHAT_DATA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "messages": {"type": "array", "items": _WEIGHTED, "minItems": 1},
+        "tools": {"type": ["array", "string", "null"]},
+    },
+    "required": ["messages"],
+    "additionalProperties": False,
+}
+"""The schema of a chat to imitate; a message of weight 0 is context only."""
 _MAX_NAMES = 8
 
 

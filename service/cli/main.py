@@ -24,8 +24,16 @@ from service.access.keys import KeyLimits, Scope
 from service.api.settings import KEY_VARIABLE, checked_service
 from service.cli.outlet import bound_ending, escape_unencodable, leave, say
 from service.cli.stages import Stages
-from service.config.file import ConfigError, describe_config, load_config, parse_config
-from service.config.quick_start import quick_tree, tasks_of
+from service.config.file import (
+    ConfigError,
+    describe_config,
+    load_config,
+    load_sft,
+    parse_config,
+    parse_sft,
+)
+from service.config.quick_start import quick_tree, sft_tree, tasks_of
+from service.config.sft import SftConfig
 from service.config.tree import Config, TinyModelSettings
 from service.explain.order import Order
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
@@ -259,6 +267,73 @@ def start(
             say("rayloom: interrupted before the run began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+@app.command()
+def sft(
+    config: MaybeConfigPath = None,
+    model: ModelOption = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="DATA",
+            help="chats in a column messages: JSONL, JSON, Parquet, a directory, or a hub name",
+        ),
+    ] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/sft-TIME")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN_DIR", help="continue from its newest checkpoint")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a model on chats, so that it imitates the assistant's replies, and export it.
+
+    The exported model in RUN_DIR/export is one for `rayloom train --model`. Ends with 0 after the
+    last step, 1 if the training failed, 2 if refused, 130 if interrupted.
+    """
+    stages = Stages(f"reading {config or resume or dataset or 'the configuration'}")
+    with stop_signals() as signals:
+        try:
+            new_run, resumed = _path("--run-dir", run_dir), _path("--resume", resume)
+            if new_run is not None and resumed is not None:
+                raise ConfigError(
+                    f"--run-dir {new_run}: got --resume {resumed} too, expected one of them; leave "
+                    "--run-dir out"
+                )
+            settings = _sft_configuration(
+                config or (resumed and _own_config(resumed)),
+                dataset=dataset,
+                model=model,
+                overrides=overrides or [],
+            )
+            stages.next("loading packages")
+            from service.cli.sft import SftRequest, run_sft
+
+            request = SftRequest(config=settings, run_dir=new_run, resume=resumed)
+            code = run_sft(request, signals, stages)
+        except KeyboardInterrupt:
+            say("rayloom: interrupted before the training began", err=True)
+            code = EXIT_INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _sft_configuration(
+    file: Path | None, *, dataset: str | None, model: str | None, overrides: list[str]
+) -> SftConfig:
+    """Return the file's configuration, or one for a data set of chats. Raises: ConfigError."""
+    given = [] if dataset is None else [f"sft.dataset={json.dumps(dataset)}"]
+    if file is not None:
+        return load_sft(file, _with_model([*given, *overrides], model))
+    if dataset is None:
+        raise ConfigError(
+            "sft: got no data set, expected --dataset DATA with a column messages, a CONFIG, or "
+            "--resume RUN_DIR"
+        )
+    tree = sft_tree(model=model, has_gpu=Path("/dev/nvidia0").exists())
+    return parse_sft(tree, source="for --dataset", overrides=[*given, *overrides])
 
 
 def _trial(call: bool | None, answer: str | None) -> Trial:

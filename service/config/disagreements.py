@@ -85,6 +85,12 @@ def disagreements(config: Config) -> Iterator[str]:
                     yield f"mixture.{name}: {problem}"
 
 
+def trainer_disagreements(config: Config) -> Iterator[str]:
+    """Yield a sentence for each contradiction among the settings of model and trainer."""
+    for check in (_check_model, _check_schedules, _check_gpus):
+        yield from check(config)
+
+
 def _check_model(config: Config) -> Iterator[str]:
     model = config.model
     if (model.path is None) == (model.tiny is None):

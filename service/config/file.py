@@ -6,18 +6,19 @@ import difflib
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.environment.tokenizer import RAW
-from service.config.disagreements import disagreements
+from service.config.disagreements import disagreements, trainer_disagreements
+from service.config.sft import SftConfig
 from service.config.tree import Config
 
 
@@ -31,6 +32,8 @@ _logger = logging.getLogger(__name__)
 # Most values in a file or an override. The longest configuration in this repository has a hundred.
 MAX_VALUES = 100_000
 _TREE = TypeAdapter(Config)
+_SFT = TypeAdapter(SftConfig)
+_Root = TypeVar("_Root", Config, SftConfig)
 # Distinguishes the text of a template from a path.
 _SIGN = "{{"
 # Settings of `evaluation` that `rollouts` does not have.
@@ -52,22 +55,55 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
 
     Raises: ConfigError.
     """
-    # A section whose keys are all commented out is empty and has its default values.
-    sections = {name: {} if section is None else section for name, section in tree.items()}
-    tree = _apply_overrides(_without_removed(deepcopy(sections), source=source), overrides)
+    sections = _without_removed(_filled(tree), source=source)
+    return _parsed(sections, _TREE, Config, disagreements, source=source, overrides=overrides)
+
+
+def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
+    """Read a configuration of `rayloom sft`, as `load_config` does. Raises: ConfigError."""
+    return parse_sft(_read_yaml(path), source=str(path), overrides=overrides)
+
+
+def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
+    """Validate a plain tree of `rayloom sft`, as `parse_config` does. Raises: ConfigError."""
+    return _parsed(
+        _filled(tree), _SFT, SftConfig, _sft_disagreements, source=source, overrides=overrides
+    )
+
+
+def _sft_disagreements(config: SftConfig) -> Iterator[str]:
+    # The number of steps follows from the number of chats, and is not known yet.
+    yield from trainer_disagreements(config.as_run(num_steps=2**31 - 1))
+
+
+def _filled(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a tree with {} for empty sections, whose keys are all commented out."""
+    return deepcopy({name: {} if section is None else section for name, section in tree.items()})
+
+
+def _parsed(
+    tree: dict[str, Any],
+    adapter: TypeAdapter[_Root],
+    root: type[_Root],
+    check: Callable[[_Root], Iterator[str]],
+    *,
+    source: str,
+    overrides: Sequence[str],
+) -> _Root:
+    tree = _apply_overrides(tree, overrides)
     try:
-        config = _TREE.validate_python(tree)
+        config = adapter.validate_python(tree)
     except ValidationError as error:
-        problems = [_sentence(detail) for detail in error.errors(include_url=False)]
+        problems = [_sentence(detail, root) for detail in error.errors(include_url=False)]
     else:
-        problems = list(_truths_read_as_numbers(tree, config)) or list(disagreements(config))
+        problems = list(_truths_read_as_numbers(tree, config)) or list(check(config))
         if not problems:
             return _with_template(config)
     lines = "\n".join(f"  - {problem}" for problem in problems)
     raise ConfigError(f"configuration {source} is refused:\n{lines}")
 
 
-def _with_template(config: Config) -> Config:
+def _with_template(config: _Root) -> _Root:
     """Return the configuration with a chat template's path replaced by the template's text.
 
     All processes of the run use this text, and so does a resumed run. Raises: ConfigError if the
@@ -113,6 +149,11 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(_TREE.dump_python(config, mode="json"), sort_keys=False)
 
 
+def dump_sft(config: SftConfig) -> str:
+    """Return the effective configuration of `rayloom sft` as YAML, defaults included."""
+    return yaml.safe_dump(_SFT.dump_python(config, mode="json"), sort_keys=False)
+
+
 def describe_config(config: Config) -> str:
     """Return the effective configuration as YAML, with a comment that describes each setting."""
     schema = config_schema()
@@ -122,6 +163,11 @@ def describe_config(config: Config) -> str:
 def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """Return the JSON schema of the configuration tree."""
     return _TREE.json_schema(ref_template=ref_template)
+
+
+def sft_schema() -> dict[str, Any]:
+    """Return the JSON schema of the configuration of `rayloom sft`."""
+    return _SFT.json_schema()
 
 
 def _described(
@@ -245,7 +291,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
     return tree
 
 
-def _sentence(detail: ErrorDetails) -> str:
+def _sentence(detail: ErrorDetails, root: type[Config] | type[SftConfig]) -> str:
     location = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "unexpected_keyword_argument":
         if detail["loc"][-2:-1] == ("rollouts",) and detail["loc"][-1] in _KEEPING:
@@ -255,15 +301,15 @@ def _sentence(detail: ErrorDetails) -> str:
                 f"kept, so that their ratio would be wrong; leave it out, or set "
                 f"evaluation.{detail['loc'][-1]}"
             )
-        return f"{location}: unknown key; {_closest(detail['loc'])}"
+        return f"{location}: unknown key; {_closest(detail['loc'], root)}"
     if detail["type"] == "missing":
         return f"{location}: missing; this key is required"
     message = _MEMBER.sub(r"\1", detail["msg"][0].lower() + detail["msg"][1:])
     return f"{location}: got {detail['input']!r}; {message}"
 
 
-def _closest(location: tuple[int | str, ...]) -> str:
-    section: Any = Config
+def _closest(location: tuple[int | str, ...], root: type[Config] | type[SftConfig]) -> str:
+    section: Any = root
     for part in location[:-1]:
         # A part that is not a field is a key of a mapping, whose values all have one section type.
         if part in _settings(section):

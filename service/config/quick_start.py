@@ -1,4 +1,5 @@
-"""Build the configuration of `rayloom train --dataset … --reward …`, which has no file. Pure.
+"""Build the configurations of `rayloom train --dataset … --reward …` and of `rayloom sft --dataset
+…`, which have no file. Pure.
 
 The result is a tree like that of a file; `--set` overrides its values. Without a model, the tiny
 model is built and trained on the CPU. With another model, engine and trainer share a GPU if there
@@ -19,8 +20,8 @@ from actors.environment.settings import GROUP_REWARD
 
 # Turns of one episode with tools: calls and answers.
 MAX_TOOL_TURNS = 8
-# For a pretrained model.
-_LEARNING_RATE = 1e-6
+# For a pretrained model: by rewards, and by chats.
+_LEARNING_RATE, _SFT_LEARNING_RATE = 1e-6, 1e-5
 # Not masked: docs/reward-functions.md, "Answers that were cut off", has what was measured.
 _CUT_OFF: dict[str, Any] = {"truncated_tokens": {"disposition": "train_clamped"}}
 # Settings with which the tiny model learns: deploy/configs/guessing-cpu.yaml says why.
@@ -41,6 +42,24 @@ _TINY: dict[str, Any] = {
         "adam_epsilon": 1e-5,
     },
 }
+
+
+def sft_tree(*, model: str | None, has_gpu: bool) -> dict[str, Any]:
+    """Return a tree of the sections `model` and `trainer` for `rayloom sft`.
+
+    model: a directory or hub name; None for the tiny model.
+    """
+    if model is None:
+        return {"model": {"tiny": {}}, "trainer": {"num_ranks": 1, "learning_rate": 1e-3}}
+    trainer: dict[str, Any] = {"num_ranks": 1, "learning_rate": _SFT_LEARNING_RATE}
+    if has_gpu:
+        trainer |= {
+            "device": "cuda",
+            "gpus_per_rank": 1,
+            "dtype": "bfloat16",
+            "gradient_checkpointing": True,
+        }
+    return {"model": {"path": model}, "trainer": trainer}
 
 
 def tasks_of(

@@ -209,7 +209,7 @@ def prepared_directory(run_dir: RunDir) -> Iterator[None]:
         with _refusing(run_dir):
             run_dir.path.mkdir(parents=True, exist_ok=True)
             _check_writable(run_dir.path)
-        with _alone(run_dir):
+        with held_alone(run_dir):
             try:
                 yield
             finally:
@@ -231,7 +231,7 @@ def _check_writable(directory: Path) -> None:
 
 
 @contextmanager
-def _alone(run_dir: RunDir) -> Iterator[None]:
+def held_alone(run_dir: RunDir) -> Iterator[None]:
     """Lock the directory against other starts; after the start its database has a lease.
 
     Raises: ConfigError.

@@ -1,0 +1,287 @@
+"""Make training samples of the chats in a data set, for imitation of the assistant's replies.
+
+A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
+becomes a turn. Its prompt is the chat before it, rendered with the generation prompt, as for an
+engine; its tokens are the rest of the rendering that ends with the reply, up to the token at which
+an engine stops. Invariants: the tokens of a reply are found by comparing token ids, never by a
+search in the text; a reply whose prompt is not the beginning of its rendering is refused; each
+reply is trained exactly once. Turns are merged as in `sample_builder`, so a template that renders
+earlier replies differently (without their thoughts, for example) begins a new sample. Called by the
+command `rayloom sft`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.environment.builtin.single_turn import chat_message
+from actors.environment.chat_template import RenderError
+from actors.environment.data_sets import read_data_set
+from actors.environment.protocol import Message, Role, ToolSchema
+from actors.environment.rendering import ChatRenderer
+from actors.environment.sample_builder import SampleBuilder
+from actors.environment.settings import History
+from actors.environment.shown_text import holds, said
+from actors.environment.task_data import CHAT_DATA, DataCheck
+from actors.environment.tasks import BadTaskFile
+from actors.environment.tokenizer import ChatTokenizer, RawPrompts, is_raw
+from actors.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
+
+# A message after a reply, for templates that end a reply only if another message follows.
+_NEXT = Message(role=Role.USER, content="0")
+
+
+class BadChat(ValueError):
+    """A chat that cannot be trained on; the text names the message and the remedy."""
+
+
+class ChatEncoder:
+    """Turns chats into samples with the tokenizer and the chat template of one model."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, stop_token_ids: Iterable[int]) -> None:
+        """Keep the tokenizer. stop_token_ids: the tokens at which the model's engine stops."""
+        self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer, history=History.AS_RENDERED)
+        self._raw = RawPrompts(tokenizer) if is_raw(tokenizer) else None
+        self._end_ids = frozenset(stop_token_ids)
+
+    def samples(self, row: Mapping[str, Any], chat_id: str) -> tuple[Sample, ...]:
+        """Return the samples of a chat that satisfies `CHAT_DATA`.
+
+        Args: chat_id: unique among the chats that are trained together.
+        Returns: samples without log-probabilities; their trained tokens have version 0.
+        Raises: BadChat.
+        Example: with one token for each word and marker, user "hi" and assistant "yes" give the ids
+            [<user> hi <end> <assistant> yes <end>] with the mask [0, 0, 0, 0, 1, 1].
+        """
+        rows = row["messages"]
+        messages = tuple(_message(each, number) for number, each in enumerate(rows))
+        replies = [
+            number
+            for number, message in enumerate(messages)
+            if message.role is Role.ASSISTANT and rows[number].get("weight") != 0
+        ]
+        if not replies:
+            raise BadChat(
+                "messages: got no reply of the assistant to train, expected at least one message "
+                "of role assistant with a weight other than 0; remove the row, or add the reply"
+            )
+        tools = _tools(row.get("tools"))
+        builder = SampleBuilder(chat_id)
+        for number in replies:
+            try:
+                builder.add(self._turn(messages[:number], messages[number], tools))
+            except (BadChat, RenderError) as error:
+                raise BadChat(f"messages[{number}]: {error}") from error
+        return builder.samples()
+
+    def _turn(
+        self, before: tuple[Message, ...], reply: Message, tools: tuple[ToolSchema, ...]
+    ) -> Turn:
+        if not (reply.content.strip() or reply.call_texts or reply.reasoning):
+            raise BadChat(
+                "got an empty reply of the assistant, expected a text, a thought or a call; remove "
+                "the message, or give it weight 0"
+            )
+        prompt = self._renderer.first_prompt(before, tools)
+        if not prompt.shape[0]:
+            raise BadChat(
+                "got a reply at the very beginning, expected a token before it, from which it is "
+                "predicted; add a message before it"
+            )
+        ids = self._reply_ids(prompt, before, reply, tools)
+        return Turn(
+            prompt_token_ids=prompt,
+            sampled_token_ids=ids,
+            logprobs=np.zeros(ids.shape[0], np.float32),
+            finish_reason=FinishReason.STOP,
+            version_spans=(VersionSpan(start=0, end=ids.shape[0], version=0),),
+        )
+
+    def _reply_ids(
+        self,
+        prompt: TokenIds,
+        before: tuple[Message, ...],
+        reply: Message,
+        tools: tuple[ToolSchema, ...],
+    ) -> TokenIds:
+        """Return the tokens that an engine would sample for a reply. Raises: BadChat."""
+        if self._raw is not None:
+            # Raw prompts have no marker at the end of a text.
+            end = self._tokenizer.eos_token_id
+            text = self._renderer.template.text((reply,))
+            return _int32([*self._raw.appended(text), *([] if end is None else [end])])
+        whole = self._renderer.template.text((*before, reply), tools)
+        tail = self._after(prompt, whole, before, tools)
+        self._check_shown(reply, tail)
+        end_at = next((at for at, token in enumerate(tail) if token in self._end_ids), None)
+        if end_at is None:
+            return _int32([*tail, self._end_after(whole, before, reply, tools)])
+        rest = [token for token in tail[end_at + 1 :] if token not in self._end_ids]
+        if self._decode(rest).strip():
+            raise BadChat(
+                f"the reply contains the token {self._decode(tail[end_at : end_at + 1])!r}, at "
+                "which an engine stops, before its end; remove it from the text"
+            )
+        return _int32(tail[: end_at + 1])
+
+    def _after(
+        self,
+        prompt: TokenIds,
+        whole: str,
+        before: tuple[Message, ...],
+        tools: tuple[ToolSchema, ...],
+    ) -> list[int]:
+        """Return the ids of a rendering after its prompt. Raises: BadChat if it begins otherwise.
+
+        If only the text begins as the prompt does, because a token would join the end of the prompt
+        and the beginning of the reply, the reply is encoded separately, as an engine samples it.
+        """
+        ids = self._encode(whole)
+        num_prompt = prompt.shape[0]
+        if np.array_equal(prompt, ids[:num_prompt]):
+            return ids[num_prompt:]
+        begun = self._renderer.template.text(before, tools, add_generation_prompt=True)
+        if whole.startswith(begun):
+            tail = self._encode(whole[len(begun) :])
+            if self._decode([*prompt.tolist(), *tail]) == self._decode(ids):
+                return tail
+        raise BadChat(
+            "the chat template renders the reply after another beginning than its own generation "
+            "prompt, so that an engine would never continue the prompt in this way; choose another "
+            "template in model.chat_template, or give the message weight 0"
+        )
+
+    def _end_after(
+        self,
+        whole: str,
+        before: tuple[Message, ...],
+        reply: Message,
+        tools: tuple[ToolSchema, ...],
+    ) -> int:
+        """Return the token that ends a reply once another message follows. Raises: BadChat."""
+        ids = self._encode(whole)
+        longer = self._encode(self._renderer.template.text((*before, reply, _NEXT), tools))
+        is_extended = len(longer) > len(ids) and longer[: len(ids)] == ids
+        if not is_extended or longer[len(ids)] not in self._end_ids:
+            known = ", ".join(repr(self._decode([token])) for token in sorted(self._end_ids))
+            raise BadChat(
+                "the chat template ends the reply without a token at which an engine stops "
+                f"({known}); expected one, or the policy would never learn to stop; add the token to "
+                "eos_token_id in the model's generation_config.json"
+            )
+        return longer[len(ids)]
+
+    def _check_shown(self, reply: Message, tail: Sequence[int]) -> None:
+        """Raise BadChat if the rendering leaves out a part of the reply."""
+        text = self._decode(tail)
+        calls = [part for each in said((reply,)) if each.is_call for part in each.texts]
+        for what, parts in (
+            ("content", [reply.content]),
+            ("thought", [reply.reasoning or ""]),
+            ("calls", calls),
+        ):
+            if not all(holds(text, part) for part in parts if part.strip()):
+                raise BadChat(
+                    f"the chat template does not show the {what} of the reply; write the reply in "
+                    "another form, or choose another template in model.chat_template"
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+def read_chats(
+    source: str,
+    encoder: ChatEncoder,
+    *,
+    columns: Mapping[str, str | None],
+    split: str,
+    subset: str | None,
+    max_tokens: int,
+    leaves_out_long: bool,
+    section: str,
+    tell: Callable[[str], None],
+) -> list[tuple[Sample, ...]]:
+    """Read the chats of a data set and encode each of them.
+
+    Args: source, columns, split, subset, section: as for `read_data_set`; only the columns
+    `messages`, `tools`, `task_id` and `seed` are read. max_tokens: the longest context.
+    leaves_out_long: whether a longer chat is left out instead of refused. tell: called with a
+    warning if chats are left out.
+    Returns: the samples of each chat.
+    Raises: BadTaskFile for the first row that cannot be trained on, with its number.
+    """
+    chats: list[tuple[Sample, ...]] = []
+    num_read = 0
+
+    def take(row: Mapping[str, Any]) -> None:
+        nonlocal num_read
+        num_read += 1
+        samples = encoder.samples(row, f"chat-{num_read}")
+        longest = max(sample.num_tokens for sample in samples)
+        if longest <= max_tokens:
+            chats.append(samples)
+        elif not leaves_out_long:
+            raise BadChat(
+                f"messages: got a chat of {longest} tokens, expected at most "
+                f"model.max_context_tokens ({max_tokens}), because a chat is never cut; raise it, "
+                f"remove the row, or set {section}.long_chats to leave_out"
+            )
+
+    read_data_set(
+        source,
+        environment="",
+        columns=columns,
+        split=split,
+        subset=subset,
+        check=DataCheck(CHAT_DATA, take),
+        section=section,
+    )
+    num_long = num_read - len(chats)
+    if not chats:
+        raise BadTaskFile(
+            f"data set {source}: all {num_read} chats are longer than model.max_context_tokens "
+            f"({max_tokens}); expected a shorter one; raise it"
+        )
+    if num_long:
+        tell(f"{num_long} of {num_read} chats are longer than {max_tokens} tokens and are left out")
+    return chats
+
+
+def _message(row: Mapping[str, Any], number: int) -> Message:
+    try:
+        return chat_message(row)
+    except (TypeError, ValueError) as error:
+        raise BadChat(f"messages[{number}]: {error}") from error
+
+
+def _tools(given: Any) -> tuple[ToolSchema, ...]:
+    """Return the tools of a chat: a list in OpenAI's form, or its JSON text. Raises: BadChat."""
+    try:
+        rows = json.loads(given) if isinstance(given, str) and given else given or ()
+        functions = [row.get("function", row) for row in rows]
+        return tuple(
+            ToolSchema(
+                name=each["name"],
+                description=each.get("description") or "",
+                parameters=each.get("parameters") or {"type": "object", "properties": {}},
+            )
+            for each in functions
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadChat(
+            f"tools: got a list that cannot be read ({type(error).__name__}: {error}), expected "
+            "tools in OpenAI's form, each with a name; correct it"
+        ) from error
+
+
+def _int32(token_ids: Sequence[int]) -> TokenIds:
+    return np.array(token_ids, np.int32)

@@ -1,0 +1,248 @@
+"""`rayloom sft`: check the chats, train on them, and export the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+
+from ray.exceptions import RayError
+
+from actors.deadline import ActorLost
+from actors.environment.chats import ChatEncoder, read_chats
+from actors.environment.tasks import BadTaskFile
+from actors.environment.tokenizer import load_tokenizer, stop_ids_of
+from actors.trainer.checkpoint import CheckpointError
+from actors.trainer.group import TrainerStartFailed
+from actors.types import Sample
+from service.cli.artifacts import export_to
+from service.cli.outlet import say, warn
+from service.cli.stages import Stages
+from service.cli.train import EXIT_FAILED, EXIT_OK
+from service.config.disagreements import trainer_disagreements
+from service.config.file import ConfigError, dump_sft, load_sft
+from service.config.preflight import (
+    check_machine,
+    check_model,
+    check_model_sources,
+    check_stop_tokens,
+)
+from service.config.sft import LongChats, SftConfig
+from service.launch.cluster import joined
+from service.launch.gguf_models import with_converted_models
+from service.launch.run_dir import RunDir, check_new, held_alone, model_path
+from service.launch.signals import EXIT_INTERRUPTED, StopSignals
+from service.run.health import RunFailed
+from service.run.sft import SftRun, num_steps_of
+
+# The record of the chats that a training began with, in its directory.
+CHATS_FILE, EXPORT = "chats.json", "export"
+# Settings of `sft` that a resumed training may change.
+_CHANGEABLE = ("epochs", "checkpoint_every", "keep_checkpoints")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftRequest:
+    """Arguments of `rayloom sft`."""
+
+    config: SftConfig
+    run_dir: Path | None = None
+    resume: Path | None = None
+    """Directory of the training to resume; None starts a new one."""
+
+
+def run_sft(request: SftRequest, signals: StopSignals, stages: Stages) -> int:
+    """Train on the chats until the last step, and export the model. Returns: the exit code.
+
+    Raises: ConfigError before anything starts; KeyboardInterrupt if a signal arrives before that.
+    """
+    signals.check()
+    given = request.config
+    run = with_converted_models(given.as_run(num_steps=1), tell=partial(say, err=True))
+    config = replace(given, model=run.model)
+    check_machine(run, is_local=True)
+    check_model_sources(run)
+    if request.resume is not None:
+        run_dir = RunDir(path=request.resume)
+        _check_resumable(run_dir, config)
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        run_dir = RunDir(path=request.run_dir or Path("runs") / f"sft-{stamp}")
+        _check_new(run_dir)
+    with _prepared(run_dir):
+        stages.next("looking for the model")
+        model = model_path(run, run_dir)
+        signals.check()
+        stages.next("reading and rendering the chats")
+        chats = _checked_chats(config, model, was_loaded=request.resume is not None)
+        num_steps = num_steps_of(config, len(chats))
+        if problems := list(trainer_disagreements(config.as_run(num_steps=num_steps))):
+            raise ConfigError(f"sft: {problems[0]}")
+        _record_chats(run_dir, config, chats)
+        num_tokens = sum(sample.num_trained for chat in chats for sample in chat)
+        say(f"{len(chats)} chats with {num_tokens:,} tokens of replies; {num_steps} steps")
+        stages.next("starting Ray")
+        signals.hold()
+        with joined(run, address=None):
+            signals.install()
+            stages.next("starting the trainer")
+            checkpoint, code = _trained(config, chats, run_dir, model, signals, stages)
+    where = os.path.relpath(run_dir.path)
+    if checkpoint is None:
+        say(f"resume with --resume {where}", err=code == EXIT_FAILED)
+        return code
+    export = _exported(checkpoint, run_dir)
+    say(f"trained {num_steps} steps; the model is in {os.path.relpath(export)}")
+    return EXIT_OK
+
+
+def _trained(
+    config: SftConfig,
+    chats: Sequence[Sequence[Sample]],
+    run_dir: RunDir,
+    model: str,
+    signals: StopSignals,
+    stages: Stages,
+) -> tuple[Path | None, int]:
+    """Train; return the last checkpoint, or None with the exit code of an unfinished training."""
+    training = SftRun(
+        config,
+        chats,
+        run_dir,
+        model=model,
+        is_stop_asked=lambda: signals.is_asked,
+        tell=say,
+        on_start=stages.end,
+    )
+    try:
+        checkpoint = asyncio.run(training.run())
+    except KeyboardInterrupt:
+        say("interrupted: ended at once", err=True)
+        return None, EXIT_INTERRUPTED
+    except (ActorLost, CheckpointError, OSError, RayError, RunFailed, TrainerStartFailed) as error:
+        say(f"rayloom: the training failed: {error}", err=True)
+        return None, EXIT_FAILED
+    finally:
+        # Only Ray's end and the export remain.
+        signals.ignore()
+    return checkpoint, EXIT_INTERRUPTED
+
+
+@contextmanager
+def _prepared(run_dir: RunDir) -> Iterator[None]:
+    """Create the directory, lock it, and remove it if the training is refused in it."""
+    was_there = run_dir.path.exists()
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {run_dir.path} cannot be used ({error.strerror or error}); expected "
+            "one that can be made and written; choose another --run-dir"
+        ) from error
+    try:
+        with held_alone(run_dir):
+            yield
+    except (ConfigError, KeyboardInterrupt):
+        if not was_there and not run_dir.checkpoints.exists():
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise
+
+
+def _check_new(run_dir: RunDir) -> None:
+    if (run_dir.path / CHATS_FILE).is_file():
+        raise ConfigError(
+            f"run directory {run_dir.path} holds a supervised training, expected a new directory; "
+            f"choose another --run-dir, or continue it with --resume {run_dir.path}"
+        )
+    check_new(run_dir)
+
+
+def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
+    """Check that a training can resume with this configuration. Raises: ConfigError."""
+    if not (run_dir.path / CHATS_FILE).is_file():
+        raise ConfigError(
+            f"--resume {run_dir.path}: there is no supervised training; expected a directory that "
+            "`rayloom sft` has made"
+        )
+    before = load_sft(run_dir.config_file)
+    kept = {name: getattr(before.sft, name) for name in _CHANGEABLE}
+    for section, own, now in (
+        ("model", before.model, config.model),
+        ("sft", before.sft, replace(config.sft, **kept)),
+    ):
+        if own != now:
+            raise ConfigError(
+                f"--resume {run_dir.path}: section {section} differs from that of the training, "
+                f"expected the same (except sft.{', sft.'.join(_CHANGEABLE)}), because the order "
+                f"of the chats depends on it; use {run_dir.config_file}, or start a new training"
+            )
+
+
+def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:
+    """Check the model's files and encode every chat. Raises: ConfigError."""
+    check_model(config.as_run(num_steps=1), model, was_loaded=was_loaded)
+    check_stop_tokens(model)
+    settings = config.sft
+    try:
+        tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
+        encoder = ChatEncoder(tokenizer, stop_token_ids=stop_ids_of(model, tokenizer))
+        return read_chats(
+            settings.dataset,
+            encoder,
+            columns=settings.columns,
+            split=settings.split,
+            subset=settings.subset,
+            max_tokens=config.model.max_context_tokens,
+            leaves_out_long=settings.long_chats is LongChats.LEAVE_OUT,
+            section="sft",
+            tell=warn,
+        )
+    except (BadTaskFile, OSError, ValueError) as error:
+        raise ConfigError(f"sft.dataset: {error}") from error
+
+
+def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[Sample]]) -> None:
+    """Write the configuration, and the digest of the chats or compare it with the one before.
+
+    Raises: ConfigError if a resumed training would have other chats.
+    """
+    file, digest = run_dir.path / CHATS_FILE, _digest(chats)
+    try:
+        if file.is_file() and json.loads(file.read_text())["digest"] != digest:
+            raise ConfigError(
+                f"--resume {run_dir.path}: the tokens of the chats are not those that the training "
+                "began with; expected the same data set, tokenizer and chat template; restore "
+                "them, or start a new training"
+            )
+        run_dir.config_file.write_text(dump_sft(config), encoding="utf-8")
+        file.write_text(json.dumps({"digest": digest, "num_chats": len(chats)}) + "\n")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"run directory {run_dir.path} cannot be used ({error})") from error
+
+
+def _digest(chats: Sequence[Sequence[Sample]]) -> str:
+    hashed = blake2b(digest_size=16)
+    for number, chat in enumerate(chats):
+        for sample in chat:
+            hashed.update(f"{number} {sample.num_tokens}\n".encode())
+            hashed.update(sample.token_ids.tobytes() + sample.mask.tobytes())
+    return hashed.hexdigest()
+
+
+def _exported(checkpoint: Path, run_dir: RunDir) -> Path:
+    """Write the last checkpoint as a model directory, instead of an earlier one."""
+    export = run_dir.path / EXPORT
+    aside = run_dir.path / f"{EXPORT}.new"
+    shutil.rmtree(aside, ignore_errors=True)
+    export_to(checkpoint, aside, command="sft")
+    shutil.rmtree(export, ignore_errors=True)
+    aside.rename(export)
+    return export

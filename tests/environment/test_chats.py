@@ -1,0 +1,242 @@
+"""The samples of chats: which tokens are trained, and which chats are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from worlds.chatml import chatml_tokenizer
+
+from actors.environment.chats import BadChat, ChatEncoder, read_chats
+from actors.environment.tasks import BadTaskFile
+from actors.environment.tokenizer import with_template
+from actors.trainer.tiny.tokenizer import build_tokenizer
+from actors.types import Sample
+
+CHAT = [
+    {"role": "system", "content": "Guess."},
+    {"role": "user", "content": "higher"},
+    {"role": "assistant", "content": "6"},
+    {"role": "user", "content": "lower"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerFast) -> ChatEncoder:
+    return ChatEncoder(tokenizer, stop_token_ids=[tokenizer.eos_token_id])
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> str:
+    """The text of a sample with its trained tokens in braces."""
+    runs: list[tuple[bool, list[int]]] = []
+    for token, is_trained in zip(sample.token_ids.tolist(), sample.mask.tolist(), strict=True):
+        if not runs or runs[-1][0] != bool(is_trained):
+            runs.append((bool(is_trained), []))
+        runs[-1][1].append(token)
+    texts = [(trained, tokenizer.decode(ids)) for trained, ids in runs]
+    return "".join(f"{{{text}}}" if trained else text for trained, text in texts)
+
+
+def trained(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **columns: Any
+) -> list[str]:
+    samples = encoder_of(tokenizer).samples({"messages": messages, **columns}, "chat")
+    return [shown(tokenizer, sample) for sample in samples]
+
+
+def test_the_replies_and_the_tokens_that_end_them_are_trained() -> None:
+    assert trained(build_tokenizer(), CHAT) == [
+        "<|system|>Guess.<|end|><|user|>higher<|end|><|assistant|>{6<|end|>}"
+        "<|user|>lower<|end|><|assistant|>{5<|end|>}"
+    ]
+
+
+def test_the_line_break_after_the_end_of_a_reply_is_not_trained() -> None:
+    [text] = trained(chatml_tokenizer(), CHAT)
+    assert text.endswith(
+        "assistant\n{6<|im_end|>}\n<|im_start|>user\nlower<|im_end|>\n<|im_start|>assistant\n"
+        "{5<|im_end|>}"
+    )
+
+
+def test_a_word_of_the_reply_in_the_prompt_is_not_trained() -> None:
+    """A search for the reply's text would find the question's."""
+    messages = [{"role": "user", "content": "6 6"}, {"role": "assistant", "content": "6"}]
+    assert trained(build_tokenizer(), messages) == ["<|user|>6 6<|end|><|assistant|>{6<|end|>}"]
+
+
+def test_a_message_of_weight_0_is_context_only() -> None:
+    messages = [each | {"weight": 0} if each["content"] == "6" else each for each in CHAT]
+    [text] = trained(build_tokenizer(), messages)
+    assert "<|assistant|>6<|end|>" in text and text.endswith("{5<|end|>}")
+
+
+def test_calls_are_trained_and_their_results_are_not() -> None:
+    call = {"id": "a", "function": {"name": "calculator", "arguments": '{"expression": "1+2"}'}}
+    messages = [
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "a"},
+        {"role": "assistant", "content": "3"},
+    ]
+    tools = [{"type": "function", "function": {"name": "calculator"}}]
+    for given in (tools, json.dumps(tools)):
+        [text] = trained(build_tokenizer(), messages, tools=given)
+        assert text.startswith("<|system|>Tools:\n")
+        assert text.endswith(
+            '<|assistant|>{<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}'
+            "</tool_call><|end|>}<|tool|>3<|end|><|assistant|>{3<|end|>}"
+        )
+
+
+def test_a_template_that_drops_earlier_thoughts_begins_a_sample_for_each_reply() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.reasoning and loop.last %}"
+        "({{ m.reasoning }}){% endif %}{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    messages: list[dict[str, Any]] = [
+        each | {"reasoning": f"so {each['content']}"} if each["role"] == "assistant" else each
+        for each in CHAT
+    ]
+    before = "<|system|>Guess.<|end|><|user|>higher<|end|><|assistant|>"
+    assert trained(tokenizer, messages) == [
+        f"{before}{{(so 6)6<|end|>}}",
+        f"{before}6<|end|><|user|>lower<|end|><|assistant|>{{(so 5)5<|end|>}}",
+    ]
+
+
+def test_a_reply_that_a_token_would_join_to_the_prompt_is_encoded_separately() -> None:
+    tokenizer = chatml_tokenizer()
+    double = "\n\n"
+    tokenizer.add_tokens([double])
+    reply = {"role": "assistant", "content": "\n6"}
+    [text] = trained(tokenizer, [{"role": "user", "content": "higher"}, reply])
+    assert text.endswith("<|im_start|>assistant\n{\n6<|im_end|>}")
+    joined = tokenizer.encode("assistant\n\n6", add_special_tokens=False)
+    assert tokenizer.convert_tokens_to_ids(double) in joined
+
+
+def test_raw_prompts_train_the_text_and_the_end() -> None:
+    tokenizer = build_tokenizer()
+    with_template(tokenizer, "none")
+    messages = [
+        {"role": "user", "content": "What is 1+2? "},
+        {"role": "assistant", "content": "3"},
+    ]
+    assert trained(tokenizer, messages) == ["What is 1+2? {3<|end|>}"]
+
+
+def test_a_template_that_ends_only_earlier_replies_still_trains_the_end() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if not (loop.last and m.role == 'assistant') %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    [text] = trained(tokenizer, CHAT)
+    assert text.count("<|end|>}") == 2
+
+
+ASKED = {"role": "user", "content": "higher"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([ASKED], "got no reply of the assistant to train"),
+        ([ASKED, {"role": "assistant", "content": "6", "weight": 0}], "got no reply of the"),
+        ([ASKED, {"role": "assistant", "content": " "}], r"messages\[1\]: got an empty reply"),
+        (
+            [ASKED, {"role": "assistant", "content": "6<|end|>7"}],
+            r"messages\[1\]: the reply contains the token '<\|end\|>'",
+        ),
+        (
+            [ASKED, {"role": "assistant", "content": "6", "reasoning": "a thought of mine"}],
+            r"messages\[1\]: the chat template does not show the thought of the reply",
+        ),
+        ([{"role": "user", "content": "6", "tool_calls": [{"function": {"name": "a"}}]}], "role"),
+    ],
+)
+def test_a_chat_that_would_teach_something_else_is_refused(
+    messages: list[dict[str, Any]], reason: str
+) -> None:
+    with pytest.raises(BadChat, match=reason):
+        trained(build_tokenizer(), messages)
+
+
+def test_a_template_whose_generation_prompt_does_not_begin_its_replies_is_refused() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>(so{% endif %}"
+    )
+    with pytest.raises(BadChat, match="after another beginning than its own generation prompt"):
+        trained(tokenizer, CHAT)
+
+
+def test_a_template_without_an_end_is_refused() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    with pytest.raises(BadChat, match="without a token at which an engine stops"):
+        trained(tokenizer, CHAT)
+
+
+def read(path: Path, rows: list[Any], **options: Any) -> list[tuple[Sample, ...]]:
+    file = path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given: dict[str, Any] = {
+        "columns": {},
+        "split": "train",
+        "subset": None,
+        "max_tokens": 64,
+        "leaves_out_long": False,
+        "section": "sft",
+        "tell": lambda text: None,
+    }
+    return read_chats(str(file), encoder_of(build_tokenizer()), **{**given, **options})
+
+
+GOOD = {"messages": CHAT}
+LONG = {"messages": [{"role": "user", "content": "7" * 99}, CHAT[2]]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": []}, r"row 2: data\.messages: got a list that is empty"),
+        ({"messages": [ASKED]}, "row 2: messages: got no reply of the assistant"),
+        ({"messages": [{"role": "robot", "content": "6"}]}, r"row 2: data\.messages\[0\]\.role"),
+        ({"chat": CHAT}, "row 2: data: messages missing"),
+        (LONG, r"row 2: messages: got a chat of 104 tokens, expected at most .* \(64\)"),
+        ({"messages": CHAT, "tools": "[{"}, "row 2: tools: got a list that cannot be read"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_number(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(BadTaskFile, match=reason) as refused:
+        read(tmp_path, [GOOD, row])
+    assert "sft.columns" in str(refused.value)
+
+
+def test_long_chats_are_left_out_as_asked_and_never_cut(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    chats = read(tmp_path, [GOOD, LONG, GOOD], leaves_out_long=True, tell=warnings.append)
+    assert len(chats) == 2
+    assert warnings == ["1 of 3 chats are longer than 64 tokens and are left out"]
+    with pytest.raises(BadTaskFile, match="all 1 chats are longer"):
+        read(tmp_path, [LONG], leaves_out_long=True)
+
+
+def test_columns_of_other_names_are_read(tmp_path: Path) -> None:
+    rows = [{"conversation": CHAT, "score": 3}]
+    [[sample]] = read(tmp_path, rows, columns={"messages": "conversation"})
+    assert sample.num_trained == 4
