@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         ToolSchema,
     )
     from actors.types import Task
-    from rayloom.training import Result, TrainingFailed, evaluate, serve, train
+    from rayloom.training import Result, TrainingFailed, evaluate, serve, sft, train
     from service.api.schemas import TaskBody
     from service.client import ApiError, Client, NoAnswer
     from service.config.file import ConfigError, load_config
@@ -43,7 +43,7 @@ _MODULES = {
         "ToolSchema",
     ),
     "actors.types": ("Task",),
-    "rayloom.training": ("Result", "TrainingFailed", "evaluate", "serve", "train"),
+    "rayloom.training": ("Result", "TrainingFailed", "evaluate", "serve", "sft", "train"),
     "service.api.schemas": ("TaskBody",),
     "service.client": ("ApiError", "Client", "NoAnswer"),
     "service.config.file": ("ConfigError", "load_config"),
@@ -73,6 +73,7 @@ __all__ = [
     "evaluate",
     "load_config",
     "serve",
+    "sft",
     "train",
 ]
 

@@ -1,4 +1,4 @@
-"""`rayloom.train`, `serve` and `evaluate`: the commands for scripts and notebooks.
+"""`rayloom.train`, `sft`, `serve` and `evaluate`: the commands for scripts and notebooks.
 
 The run has a separate process. It is not affected by a running event loop, a Ray that the caller
 has initialised or an earlier run, and its memory is freed when it ends.
@@ -129,6 +129,48 @@ def train(
         _run("train", *arguments)
     summary = json.loads(RunDir(path=directory).summary_file.read_text(encoding="utf-8"))
     return Result(run_dir=directory.resolve(), summary=summary)
+
+
+def sft(
+    dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    model: str | os.PathLike[str] | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Path:
+    """Train a model on chats until the last step, and show the losses.
+
+    Args:
+        dataset: Chats with a column messages: a file, a data set of a hub, or rows. Needed unless
+            config or resume is given.
+        config: A YAML file, or its content as a mapping.
+        model: Directory or hub name of the model. Defaults to the configuration's model, or to the
+            tiny model if it has none.
+        run_dir: Directory of a new training. Defaults to runs/NAME-TIME.
+        resume: Directory of a training to continue.
+        settings: Sections of the configuration, such as sft={"epochs": 2}.
+
+    Returns:
+        The directory of the exported model, for `train(model=...)`.
+
+    Raises:
+        ConfigError: If the configuration or a chat is refused; nothing has started.
+        TrainingFailed: If the training ends with an error.
+        KeyboardInterrupt: After an interruption; the finished steps are in a checkpoint.
+
+    Example:
+        ```python
+        model = rayloom.sft("chats.jsonl", model="models/smollm2", sft={"epochs": 2})
+        rayloom.train(model=model, dataset="sums.jsonl", reward=score)
+        ```
+    """
+    with _arguments(
+        config, model=model, dataset=dataset, run_dir=run_dir, resume=resume, **settings
+    ) as (directory, arguments):
+        _run("sft", *arguments)
+    return directory.resolve() / "export"
 
 
 @contextmanager

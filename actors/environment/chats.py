@@ -42,10 +42,22 @@ class BadChat(ValueError):
 class ChatEncoder:
     """Turns chats into samples with the tokenizer and the chat template of one model."""
 
-    def __init__(self, tokenizer: ChatTokenizer, *, stop_token_ids: Iterable[int]) -> None:
-        """Keep the tokenizer. stop_token_ids: the tokens at which the model's engine stops."""
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        stop_token_ids: Iterable[int],
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep the tokenizer.
+
+        Args: stop_token_ids: the tokens at which the model's engine stops. template_options: passed
+        to the chat template, such as {"enable_thinking": False}.
+        """
         self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer, history=History.AS_RENDERED)
+        self._renderer = ChatRenderer(
+            tokenizer, template_options=template_options, history=History.AS_RENDERED
+        )
         self._raw = RawPrompts(tokenizer) if is_raw(tokenizer) else None
         self._end_ids = frozenset(stop_token_ids)
 
@@ -171,8 +183,8 @@ class ChatEncoder:
             known = ", ".join(repr(self._decode([token])) for token in sorted(self._end_ids))
             raise BadChat(
                 "the chat template ends the reply without a token at which an engine stops "
-                f"({known}); expected one, or the policy would never learn to stop; add the token to "
-                "eos_token_id in the model's generation_config.json"
+                f"({known}); expected one, or the policy would never learn to stop; add the token "
+                "to eos_token_id in the model's generation_config.json"
             )
         return longer[len(ids)]
 

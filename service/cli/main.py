@@ -304,7 +304,7 @@ def sft(
                     "--run-dir out"
                 )
             settings = _sft_configuration(
-                config or (resumed and _own_config(resumed)),
+                config or (resumed and _own_sft_config(resumed)),
                 dataset=dataset,
                 model=model,
                 overrides=overrides or [],
@@ -318,6 +318,18 @@ def sft(
             say("rayloom: interrupted before the training began", err=True)
             code = EXIT_INTERRUPTED
     raise typer.Exit(code)
+
+
+def _own_sft_config(run: Path) -> Path:
+    """Return the configuration file of a supervised training. Raises: ConfigError."""
+    from service.launch.run_dir import RunDir
+
+    if not RunDir(path=run).chats_file.is_file():
+        raise ConfigError(
+            f"--resume {run}: there is no supervised training; expected a directory that "
+            "`rayloom sft` has made"
+        )
+    return _own_config(run)
 
 
 def _sft_configuration(

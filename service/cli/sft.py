@@ -43,8 +43,8 @@ from service.launch.signals import EXIT_INTERRUPTED, StopSignals
 from service.run.health import RunFailed
 from service.run.sft import SftRun, num_steps_of
 
-# The record of the chats that a training began with, in its directory.
-CHATS_FILE, EXPORT = "chats.json", "export"
+# The directory of the exported model in that of the training.
+EXPORT = "export"
 # Settings of `sft` that a resumed training may change.
 _CHANGEABLE = ("epochs", "checkpoint_every", "keep_checkpoints")
 
@@ -157,7 +157,7 @@ def _prepared(run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_new(run_dir: RunDir) -> None:
-    if (run_dir.path / CHATS_FILE).is_file():
+    if run_dir.chats_file.is_file():
         raise ConfigError(
             f"run directory {run_dir.path} holds a supervised training, expected a new directory; "
             f"choose another --run-dir, or continue it with --resume {run_dir.path}"
@@ -167,11 +167,6 @@ def _check_new(run_dir: RunDir) -> None:
 
 def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
     """Check that a training can resume with this configuration. Raises: ConfigError."""
-    if not (run_dir.path / CHATS_FILE).is_file():
-        raise ConfigError(
-            f"--resume {run_dir.path}: there is no supervised training; expected a directory that "
-            "`rayloom sft` has made"
-        )
     before = load_sft(run_dir.config_file)
     kept = {name: getattr(before.sft, name) for name in _CHANGEABLE}
     for section, own, now in (
@@ -193,7 +188,11 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
     settings = config.sft
     try:
         tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
-        encoder = ChatEncoder(tokenizer, stop_token_ids=stop_ids_of(model, tokenizer))
+        encoder = ChatEncoder(
+            tokenizer,
+            stop_token_ids=stop_ids_of(model, tokenizer),
+            template_options=settings.template_options,
+        )
         return read_chats(
             settings.dataset,
             encoder,
@@ -214,7 +213,7 @@ def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[S
 
     Raises: ConfigError if a resumed training would have other chats.
     """
-    file, digest = run_dir.path / CHATS_FILE, _digest(chats)
+    file, digest = run_dir.chats_file, _digest(chats)
     try:
         if file.is_file() and json.loads(file.read_text())["digest"] != digest:
             raise ConfigError(

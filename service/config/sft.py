@@ -41,6 +41,10 @@ class SftSettings:
     """Split of a data set's directory or of a hub's data set; a file is read completely."""
     columns: dict[str, str | None] = field(default_factory=dict)
     """Column of the data set for messages and for tools, if they have other names there."""
+    template_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    """Arguments of the chat template, such as enable_thinking: false; use the same values in
+    rollouts.template_options of a later run.
+    """
     long_chats: LongChats = LongChats.REFUSE
     """Chats that are longer than model.max_context_tokens: refuse the data set, or leave them out.
     They are never cut.

@@ -142,6 +142,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def chats_file(self) -> Path:
+        """File with the digest of the chats; only a directory of `rayloom sft` has it."""
+        return self.path / "chats.json"
+
+    @property
     def journal(self) -> Path:
         return self.path / "journal"
 
