@@ -203,32 +203,37 @@ class RunMetrics:
     def __init__(self, registry: AtomicRegistry) -> None:
         self.build = Gauge(
             "rayloom_build_info",
-            "1, with the versions that the supervisor runs as labels.",
+            "Always 1; the labels are the versions that the supervisor uses.",
             ["rayloom", "ray", "torch", "vllm", "transformers"],
             registry=registry,
         )
         self.phase = registry.gauges(
-            "rayloom_run_phase", "1 for what the run is doing, 0 for all else.", label="phase"
+            "rayloom_run_phase",
+            "1 for the phase that the run is in, 0 for all other phases.",
+            label="phase",
         )
         self.paused = registry.gauges(
-            "rayloom_run_paused", "1 for what an operator has paused, 0 for all else.", label="part"
+            "rayloom_run_paused",
+            "1 for a part that an operator has paused, 0 for all other parts.",
+            label="part",
         )
         self.phase_time = registry.gauge(
             "rayloom_run_phase_timestamp_seconds",
-            "Since when the run does that, seconds since 1970.",
+            "When the run entered this phase, in seconds since 1970.",
         )
         self.planned_steps = registry.gauge(
-            "rayloom_run_planned_steps", "Steps after which the run ends."
+            "rayloom_run_planned_steps", "Number of steps after which the run ends."
         )
         self.checkpoint_step = registry.gauge(
             "rayloom_checkpoint_step", "Step of the newest committed checkpoint."
         )
         self.checkpoint_interval = registry.gauge(
-            "rayloom_checkpoint_interval_steps", "Steps between checkpoints: run.checkpoint_every."
+            "rayloom_checkpoint_interval_steps",
+            "Number of steps between two checkpoints (run.checkpoint_every).",
         )
         self.checkpoint_time = registry.gauge(
             "rayloom_checkpoint_timestamp_seconds",
-            "When the newest checkpoint was committed, seconds since 1970.",
+            "When the newest checkpoint was committed, in seconds since 1970.",
         )
         self.checkpoint_bytes = registry.gauge(
             "rayloom_checkpoint_bytes",
@@ -236,11 +241,11 @@ class RunMetrics:
         )
         self.checkpoint_seconds = registry.gauge(
             "rayloom_checkpoint_seconds",
-            "From the copy of the ranks' state to the end of writing, of that checkpoint.",
+            "Time from copying the ranks' state to the end of writing, for the newest checkpoint.",
         )
         self.database_away = registry.gauge(
             "rayloom_database_away_seconds",
-            "For how long the run's database has not answered; 0 while it does.",
+            "Time since the run's database last answered; 0 while it answers.",
         )
 
 
@@ -250,7 +255,7 @@ class RolloutMetrics:
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.ended = gained.counter(
             "rayloom_rollouts",
-            "Trajectories that ended, by environment and outcome; retried attempts included.",
+            "Ended trajectories by environment and outcome, including attempts that were retried.",
             "environment",
             "outcome",
         )
@@ -269,8 +274,8 @@ class RolloutMetrics:
         )
         self.phase_seconds = gained.histogram(
             "rayloom_environment_phase_seconds",
-            "Time that a trajectory spent in its reset, in its requests to the policy, and in its "
-            "steps; of each phase that it came to.",
+            "Time that a trajectory spent in its reset, in requests to the policy, and in steps; "
+            "only phases that it reached are counted.",
             "environment",
             "phase",
             buckets=SECONDS_BUCKETS,
@@ -278,7 +283,7 @@ class RolloutMetrics:
 
         self.seconds_limit = values.gauge(
             "rayloom_trajectory_seconds_limit",
-            "After so long a trajectory is ended: rollouts.episode_deadline_s.",
+            "Time after which a trajectory is ended (rollouts.episode_deadline_s).",
         )
 
     def meet(self, environment: str) -> None:
@@ -299,44 +304,47 @@ class LedgerMetrics:
     def __init__(self, registry: AtomicRegistry) -> None:
         self.events = registry.counter(
             "rayloom_ledger_events",
-            "Ledger rows stored, by kind and reason, those included that the run went back on.",
+            "Stored rows of the ledger by kind and reason, including rows that a return to a "
+            "checkpoint undid.",
             "kind",
             "reason",
         )
         self.admitted = registry.gauge(
             "rayloom_ledger_admitted_rollouts",
-            "Rollouts given a place in the window; equals trained + evicted + in flight.",
+            "Admitted rollouts; their number equals trained + evicted + in flight.",
         )
-        self.trained = registry.gauge("rayloom_ledger_trained_rollouts", "Rollouts trained on.")
+        self.trained = registry.gauge("rayloom_ledger_trained_rollouts", "Trained rollouts.")
         self.evicted = Gauge(
             "rayloom_ledger_evicted_rollouts",
-            "Rollouts that left untrained, by reason.",
+            "Rollouts that were evicted without being trained, by reason.",
             ["reason"],
             registry=registry,
         )
         self.in_flight = registry.gauge(
-            "rayloom_ledger_in_flight_rollouts", "Admitted, not yet trained or evicted."
+            "rayloom_ledger_in_flight_rollouts",
+            "Admitted rollouts that are neither trained nor evicted yet.",
         )
         self.waiting_items = registry.gauge(
-            "rayloom_queue_items", "Finished trajectories waiting in the queue."
+            "rayloom_queue_items", "Finished trajectories that wait in the queue."
         )
         self.waiting_bytes = registry.gauge(
-            "rayloom_queue_bytes", "Payload bytes that the queue refers to."
+            "rayloom_queue_bytes", "Size of the trajectories that wait in the queue."
         )
         self.handed_out = registry.gauge(
-            "rayloom_queue_handed_out_rollouts", "Rollouts that environment actors play now."
+            "rayloom_queue_handed_out_rollouts", "Rollouts that environment actors are playing."
         )
         self.items_limit = registry.gauge(
             "rayloom_queue_items_limit",
-            "With so many trajectories waiting and rollouts handed out, only the step that is "
-            "being collected gets further ones.",
+            "Number of waiting trajectories and played rollouts at which the queue starts "
+            "further rollouts only for the step that is being collected.",
         )
         self.bytes_limit = registry.gauge(
-            "rayloom_queue_bytes_limit", "The same for the bytes waiting: queue.max_mib."
+            "rayloom_queue_bytes_limit",
+            "Size of the waiting trajectories at which the same happens (queue.max_mib).",
         )
         self.oldest = registry.gauge(
             "rayloom_queue_oldest_seconds",
-            "For how long the oldest finished trajectory has waited; absent where none waits.",
+            "Time for which the oldest finished trajectory has waited; absent if none waits.",
         )
         for kind in (LedgerEventKind.ADMITTED, LedgerEventKind.TRAINED):
             self.events.labels(kind=kind.value, reason="")
@@ -350,8 +358,9 @@ class WaitMetrics:
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(
             "rayloom_queue_blocked_seconds",
-            "producer: environment actors with free slots that waited because the queue was full, "
-            "summed over the actors. consumer: the training loop, for a step's groups.",
+            "Time spent waiting for the queue. producer: environment actors with free slots, "
+            "while the queue is full, summed over the actors. consumer: the training loop, for a "
+            "step's groups.",
             "side",
         )
         for side in Side:
@@ -362,11 +371,11 @@ class WaitMetrics:
 STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     "is_skipped": (
         "rayloom_train_skipped_steps",
-        "Steps of which an update was skipped: its loss or gradient was not finite.",
+        "Steps in which an update was skipped because its loss or gradient was not finite.",
     ),
     "num_sampled_tokens": (
         "rayloom_sampled_tokens",
-        "Tokens that the engines sampled, of the stored steps.",
+        "Tokens that the engines sampled for the stored steps.",
     ),
     "num_trained_tokens": (
         "rayloom_trained_tokens",
@@ -374,15 +383,15 @@ STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "num_inserted_tokens": (
         "rayloom_inserted_tokens",
-        "Tokens that we inserted, never trained.",
+        "Tokens that Rayloom inserted; they are never trained.",
     ),
     "num_malformed_turns": (
         "rayloom_malformed_turns",
-        "Turns that an environment called malformed.",
+        "Turns that an environment reported as malformed.",
     ),
     "num_malformed_rewarded": (
         "rayloom_malformed_rewarded",
-        "Malformed trajectories with a positive reward: an alarm.",
+        "Malformed trajectories with a positive reward; any increase fires an alert.",
     ),
     "num_zero_variance_groups": (
         "rayloom_zero_variance_groups",
@@ -390,7 +399,7 @@ STEP_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "num_negative_return_groups": (
         "rayloom_negative_return_groups",
-        "Groups that had advantage 0 under scale mean for a negative return.",
+        "Groups that have advantage 0 because scale mean needs returns of at least 0.",
     ),
 }
 
@@ -402,11 +411,11 @@ class StepMetrics:
         self.newest = registry.gauge("rayloom_train_newest_step", "Number of the newest step.")
         self.newest_time = registry.gauge(
             "rayloom_train_newest_step_timestamp_seconds",
-            "When the newest step was finished, seconds since 1970.",
+            "When the newest step was finished, in seconds since 1970.",
         )
         self.done = registry.counter(
             "rayloom_train_steps",
-            "Training steps stored, those included that the run went back on.",
+            "Stored training steps, including steps that a return to a checkpoint undid.",
         )
         self.counted = {
             field: registry.counter(name, documentation)
@@ -414,12 +423,12 @@ class StepMetrics:
         }
         self.newest_seconds = registry.gauges(
             "rayloom_train_newest_step_seconds",
-            "Wall time of each stage of the newest step; together they are the step's.",
+            "Wall time of each stage of the newest step; their sum is that of the step.",
             label="stage",
         )
         self.newest_tokens = registry.gauges(
             "rayloom_train_newest_step_tokens",
-            "Tokens of the newest step: sampled by the engines, and in the loss.",
+            "Tokens of the newest step by kind: sampled by the engines, or in the loss.",
             label="kind",
         )
         self.stage_seconds = registry.stored_histograms(
@@ -430,18 +439,20 @@ class StepMetrics:
         )
         self.policy_version = registry.gauge(
             "rayloom_policy_version",
-            "Version that the newest step made, and that every engine took.",
+            "Version that the newest step made and every engine loaded.",
         )
         self.policy_age = registry.stored_histograms(
             "rayloom_policy_age_versions",
-            "Age of the oldest token of each step that trained any.",
+            "Age of the oldest trained token of each step.",
             buckets=AGE_BUCKETS,
         )
         self.policy_age_limit = registry.gauge(
-            "rayloom_policy_age_versions_limit", "No trained token is older."
+            "rayloom_policy_age_versions_limit", "Largest age that a trained token can have."
         )
         self.samples = registry.counter(
-            "rayloom_merge_samples", "Samples before (turns) and after merging.", "side"
+            "rayloom_merge_samples",
+            "Samples before merging (one for each turn) and after it.",
+            "side",
         )
         self.branches = registry.counter(
             "rayloom_merge_branches",
@@ -452,8 +463,8 @@ class StepMetrics:
             self.branches.labels(reason=reason.value)
         self.played_tokens = registry.counter(
             "rayloom_played_tokens",
-            "Sampled tokens by what became of them: trained, or the cause that kept them out of "
-            "the loss; of the stored steps, and of attempts that ended before and that none took.",
+            "Sampled tokens by fate: trained, or the reason why they are not in the loss. They "
+            "are tokens of stored steps and of ended attempts that no step took.",
             "fate",
         )
         for fate in (LedgerEventKind.TRAINED, *EvictionReason, *LeftOutReason):
@@ -472,7 +483,7 @@ class StatisticMetrics:
         )
         self.evaluation_reward = registry.gauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
-            "Mean return over the best possible one, on held-out tasks (evaluation.temperature).",
+            "Mean return on held-out tasks, divided by the best possible return.",
         )
 
     def show(self, statistics: Mapping[str, float]) -> None:
@@ -499,46 +510,50 @@ class PartMetrics:
         for phase in PublishPhase:
             self.publish_seconds.labels(phase=phase.value)
         self.publish_failures = gained.counter(
-            "rayloom_publish_failures", "Publishes that ended because a part was lost."
+            "rayloom_publish_failures", "Publishes that failed because a part was lost."
         )
         self.checkpoint_failures = gained.counter(
-            "rayloom_checkpoint_failures", "Checkpoints that were begun and could not be committed."
+            "rayloom_checkpoint_failures", "Checkpoints that were begun but could not be committed."
         )
         self.engines_ready = values.gauge(
             "rayloom_engines_ready", "Engines that hold the current version."
         )
         self.engines_expected = values.gauge(
             "rayloom_engines_expected",
-            "Requested engines: inference.num_replicas, or the number set in Serve since.",
+            "Requested engines: inference.num_replicas, or the number that was set in Serve later.",
         )
         self.engine_version = values.gauges(
             "rayloom_engine_policy_version",
-            "Version that a live engine holds; absent before its first.",
+            "Version that a live engine holds; absent before its first version.",
             label="replica",
         )
         self.environment_actors = values.gauge(
             "rayloom_environment_actors", "Environment actors that answer."
         )
         self.environment_actors_expected = values.gauge(
-            "rayloom_environment_actors_expected", "rollouts.num_actors."
+            "rayloom_environment_actors_expected",
+            "Requested environment actors (rollouts.num_actors).",
         )
         self.lost_user_calls = gained.counter(
             "rayloom_user_calls_lost",
-            "Calls of a user's function that gave no answer: killed or cancelled at their limit, "
-            "or died with their process.",
+            "Calls of a user's function without an answer: the call was killed or cancelled at "
+            "its limit, or its process died.",
             "function",
             "end",
         )
         self.worker_memory = values.gauge(
             "rayloom_worker_memory_bytes",
-            "Memory of the largest worker process for a user's functions, over all environment "
-            "actors; absent while there is none.",
+            "Memory of the largest worker process for a user's functions, of all environment "
+            "actors; absent if there is no worker.",
         )
         self.ranks = values.gauge("rayloom_trainer_ranks", "Trainer ranks that answer.")
-        self.ranks_expected = values.gauge("rayloom_trainer_ranks_expected", "trainer.num_ranks.")
+        self.ranks_expected = values.gauge(
+            "rayloom_trainer_ranks_expected", "Requested trainer ranks (trainer.num_ranks)."
+        )
         self.rank_memory = values.gauges(
             "rayloom_rank_peak_memory_bytes",
-            "Most memory that a rank has held since its start: of its GPU, else of its process.",
+            "Largest memory of a rank since its start: on its GPU, or of its process if it has "
+            "no GPU.",
             label="rank",
         )
 
@@ -552,7 +567,7 @@ class ServiceMetrics:
         )
         self.waiting_tasks_limit = registry.gauge(
             "rayloom_service_waiting_tasks_limit",
-            "So many may wait; what is more is refused with 429.",
+            "Number of tasks that may wait; more are refused with 429.",
         )
 
 
@@ -563,14 +578,14 @@ class ApiMetrics:
         self.gained = AtomicRegistry()
         self.requests = self.gained.counter(
             "rayloom_http_requests",
-            "Requests that were answered; without a route: refused before one was looked for.",
+            "Answered requests; the route is empty if the request was refused before routing.",
             "route",
             "method",
             "status",
         )
         self.seconds = self.gained.histogram(
             "rayloom_http_request_seconds",
-            "From a request's first byte to its answer's last.",
+            "Time from the first byte of a request to the last byte of its answer.",
             "route",
             buckets=SECONDS_BUCKETS,
         )
@@ -584,27 +599,28 @@ class GatewayMetrics:
         self.gained = AtomicRegistry()
         self.values = AtomicRegistry(self.gained.change)
         self.open = self.values.gauge(
-            "rayloom_sessions_open", "Sessions that are admitted and have not ended."
+            "rayloom_sessions_open", "Admitted sessions that have not ended."
         )
         self.ended = self.gained.counter(
-            "rayloom_sessions_ended", "Sessions that ended, and how.", "outcome"
+            "rayloom_sessions_ended", "Ended sessions by outcome.", "outcome"
         )
         self.turns = self.gained.counter(
             "rayloom_session_turns",
-            "Turns of ended sessions: trained, auxiliary, unseen by any client, or title.",
+            "Turns of ended sessions by use: trained, auxiliary, not seen by a client, or title.",
             "use",
         )
         self.refused = self.gained.counter(
-            "rayloom_session_refusals", "Requests of agents that were refused, and why.", "code"
+            "rayloom_session_refusals", "Refused requests of agents, by reason.", "code"
         )
         self.seconds = self.gained.histogram(
             "rayloom_session_turn_seconds",
-            "From an agent's request to the turn that answers it, with the wait for admission.",
+            "Time from an agent's request to the turn that answers it, including the wait for "
+            "admission.",
             buckets=SECONDS_BUCKETS,
         )
         self.commit_seconds = self.gained.histogram(
             "rayloom_session_commit_seconds",
-            "From a sampled turn to its being durable.",
+            "Time from sampling a turn until it is durable.",
             buckets=SECONDS_BUCKETS,
         )
 

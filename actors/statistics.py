@@ -153,19 +153,19 @@ _POLICIES = (
     (
         "old",
         "Log-probabilities, old policy",
-        "The same under the trainer at the step's start, only with "
+        "Log-probability of trained tokens under the trainer at the step's start; only with "
         "`algorithm.loss.denominator: old`",
     ),
     (
         "reference",
         "Log-probabilities, reference",
-        "The same under the reference model, only with a KL term",
+        "Log-probability of trained tokens under the reference model; only with a KL term",
     ),
 )
 _SIGNS = (
     ("", "."),
-    ("_positive", "; of those with an advantage above 0."),
-    ("_negative", "; of those with an advantage below 0."),
+    ("_positive", "; only tokens with an advantage above 0."),
+    ("_negative", "; only tokens with an advantage below 0."),
 )
 
 STATISTICS: tuple[Statistic, ...] = (
@@ -181,12 +181,12 @@ STATISTICS: tuple[Statistic, ...] = (
         "loss",
         Reduction.UPDATE_SUM,
         metric="rayloom_loss",
-        help="Policy loss: summed over an update's tokens by their weights, mean over the updates.",
+        help="Policy loss: the weighted sum over an update's tokens, averaged over the updates.",
     ),
     *_objective(
         "surrogate",
         _MEAN,
-        help="What the objective raises at a token, importance weight and mask included.",
+        help="The term of a token that the objective increases, with importance weight and mask.",
     ),
     *_objective("unclipped_surrogate", _MEAN, help="Ratio times advantage of a token."),
     *_objective(
@@ -195,8 +195,8 @@ STATISTICS: tuple[Statistic, ...] = (
         _MIN,
         _MAX,
         unit=Unit.NATS,
-        help="The estimate of the KL to the reference that is in the loss, at a token; only with "
-        "a KL term.",
+        help="Estimate of a token's KL divergence from the reference, as it is in the loss; only "
+        "with a KL term.",
     ),
     *_objective(
         "entropy",
@@ -209,14 +209,14 @@ STATISTICS: tuple[Statistic, ...] = (
         "grad_norm",
         Reduction.UPDATE,
         metric="rayloom_gradient_norm",
-        help="Gradient norm over all parameters, before clipping; mean over the updates.",
+        help="Gradient norm over all parameters before clipping, averaged over the updates.",
     ),
     *_ratios(
         "ratio",
         _MEAN,
         _MAX,
-        help="Probability of a token now over that at its sampling, or at the step's start; "
-        "before clip and mask.",
+        help="Probability of a token under the policy, divided by that at its sampling (or at "
+        "the step's start); before clip and mask.",
     ),
     *_shares(
         "ratio",
@@ -227,74 +227,92 @@ STATISTICS: tuple[Statistic, ...] = (
     *_shares(
         "clip_fraction_low",
         _SHARE,
-        help="Trained tokens whose gradient the objective took away, or whose weight it bounded, "
-        "for a low ratio.",
+        help="Trained tokens whose gradient was removed, or whose weight was bounded, because of "
+        "a low ratio.",
     ),
-    *_shares("clip_fraction_high", _SHARE, help="The same for a high ratio."),
+    *_shares(
+        "clip_fraction_high",
+        _SHARE,
+        help="Trained tokens whose gradient was removed, or whose weight was bounded, because of a "
+        "high ratio.",
+    ),
     *_shares(
         "masked_fraction",
         _SHARE,
-        help="Trained tokens out of the loss by any rule: trainer and engine differ too much.",
+        help="Trained tokens that any rule removed from the loss because trainer and engine "
+        "differ too much.",
     ),
-    *_shares("masked_token_fraction", _SHARE, help="Those out by the token band."),
-    *_shares("masked_sequence_fraction", _SHARE, help="Those out by the sequence band."),
     *_shares(
-        "masked_outlier_fraction", _SHARE, help="Those out for an outlier in their trajectory."
+        "masked_token_fraction",
+        _SHARE,
+        help="Trained tokens that the token band removed from the loss.",
+    ),
+    *_shares(
+        "masked_sequence_fraction",
+        _SHARE,
+        help="Trained tokens that the sequence band removed from the loss.",
+    ),
+    *_shares(
+        "masked_outlier_fraction",
+        _SHARE,
+        help="Trained tokens that were removed from the loss because of an outlier in their "
+        "trajectory.",
     ),
     *_ratios(
         "importance_weight",
         _MEAN,
         _MAX,
-        help="Corrects a token's loss for that difference; 1 without a correction.",
+        help="Factor of a token's loss that corrects the difference between trainer and engine; "
+        "1 without a correction.",
     ),
     *_mismatch(
         "mismatch_k1",
         _MEAN,
-        help="Log-probability of the engine less that of the trainer, at tokens of the trainer's "
-        "own version.",
+        help="Log-probability of the engine minus that of the trainer, for tokens that the "
+        "trainer's version sampled.",
     ),
     *_mismatch(
         "mismatch_k3",
         _MEAN,
         metric="rayloom_mismatch_k3_nats",
-        help="Mean k3 between trainer and engine, at tokens of the trainer's own version.",
+        help="Mean k3 between trainer and engine, for tokens that the trainer's version sampled.",
     ),
     *_mismatch(
         "mismatch",
         _MAX,
         metric="rayloom_mismatch_max_nats",
-        help="Largest difference of a log-probability between trainer and engine, at tokens of the "
-        "trainer's own version.",
+        help="Largest difference between the log-probabilities of trainer and engine, for tokens "
+        "that the trainer's version sampled.",
     ),
     *_check(
         "logprob_check_max",
         unit=Unit.NATS,
-        help="Largest difference of a log-probability between trainer and engines on the check's "
-        "text, after the last publish.",
+        help="Largest difference between the log-probabilities of trainer and engines on the "
+        "text of the check after a publish.",
     ),
     *_check(
         "logprob_check_mean",
         unit=Unit.NATS,
-        help="Mean difference of the log-probabilities on that text; of several series the largest "
-        "mean.",
+        help="Mean difference between the log-probabilities on that text; if there are several "
+        "series, the largest mean.",
     ),
     *_check(
         "logprob_check_ratio",
         unit=Unit.NUMBER,
-        help="That difference in parts of what rounding may cause: above 1 trainer and engines are "
-        "not the same function.",
+        help="That difference, divided by the largest difference that rounding can cause; above "
+        "1, trainer and engines compute different functions.",
     ),
     *_check(
         "logprob_check_tokens",
         unit=Unit.NUMBER,
-        help="Tokens of the text; with the start's check, of which a term's first step tells, its "
-        "continuations too.",
+        help="Tokens of that text; in the first step of a term also the continuations of the "
+        "check at the start.",
     ),
     *_check(
         "logprob_check_seconds",
         unit=Unit.SECONDS,
-        help="Seconds that trainer and engines took to score it, after the publish; absent in a "
-        "step without a check.",
+        help="Time in which trainer and engines scored that text; absent in a step without a "
+        "check.",
     ),
     *_of(
         "mfu",
@@ -303,8 +321,8 @@ STATISTICS: tuple[Statistic, ...] = (
         group="Speed",
         unit=Unit.SHARE,
         metric="rayloom_train_mfu_ratio",
-        help="Model FLOPs utilisation of the updates: 6 per parameter and token over the GPUs' "
-        "bfloat16 peak; absent where the peak is not known.",
+        help="Model FLOPs utilisation of the updates: 6 FLOPs for each parameter and token, "
+        "divided by the GPUs' bfloat16 peak; absent if the peak is not known.",
     ),
     *_merge(
         "policy_age",
@@ -312,43 +330,47 @@ STATISTICS: tuple[Statistic, ...] = (
         _MAX,
         group="Policy age",
         unit=Unit.VERSIONS,
-        help="Versions by which a trained token was behind the trainer.",
+        help="Number of versions between the sampling of a token and its training.",
     ),
     *_critic(
-        "critic_loss", _STEP, help="Loss of the values; only with `algorithm.baseline: critic`."
+        "critic_loss",
+        _STEP,
+        help="Loss of the critic's values; only with `algorithm.baseline: critic`.",
     ),
     *_critic("critic_grad_norm", _STEP, help="Gradient norm of the critic, before clipping."),
     *_critic("critic_learning_rate", _STEP, help="Learning rate of the critic's update."),
     *_critic(
         "critic_explained_variance",
         _STEP,
-        help="1 less the share of the targets' variance that the values left open, before the "
-        "update: 1 for values that foresee every return, 0 for ones as good as their mean, less "
-        "for worse ones; absent where the targets did not vary.",
+        help="Share of the targets' variance that the values explain, before the update: 1 if "
+        "they predict every return, 0 if they are as good as the mean, negative if they are "
+        "worse; absent if the targets did not vary.",
     ),
     *_critic("critic_value_mean", _STEP, help="Mean value of the trained tokens' states."),
-    *_critic("critic_target_mean", _STEP, help="Mean of what these values should have been."),
+    *_critic("critic_target_mean", _STEP, help="Mean target of these values."),
     *_critic(
         "critic_clip_fraction",
         _STEP,
         unit=Unit.SHARE,
-        help="Trained tokens that the value clip held.",
+        help="Trained tokens whose value the value clip bounded.",
     ),
     *_rewards(
         "reward",
         _MEAN,
         metric="rayloom_reward_mean",
-        help="Mean return of the graded trajectories: shaped, before the rule of an outcome caps "
-        "or lowers it.",
+        help="Mean return of the graded trajectories, after shaping and before an outcome's rule "
+        "bounds it.",
     ),
-    *_rewards("reward", _STD, _MIN, _MAX, help="The spread of these returns."),
+    *_rewards(
+        "reward", _STD, _MIN, _MAX, help="Standard deviation, minimum and maximum of these returns."
+    ),
     *_rewards(
         "scaled_reward",
         _MEAN,
         unit=Unit.SHARE,
         metric="rayloom_scaled_reward_mean_ratio",
-        help="Mean return as the environment gave it, over the best possible one, where the "
-        "environment knows that.",
+        help="Mean return from the environment, divided by the best possible return, if the "
+        "environment declares one.",
     ),
     *_loss(
         "advantage",
@@ -364,7 +386,7 @@ STATISTICS: tuple[Statistic, ...] = (
         _STD,
         _MIN,
         _MAX,
-        help="Advantage of a trajectory in the loss: the mean over its tokens.",
+        help="Advantage of a trajectory in the loss, averaged over its tokens.",
     ),
 )
 
