@@ -765,6 +765,7 @@ def rescore(
     """
     from service.cli.rescore import run_rescore
 
+    _use_functions(run)
     raise typer.Exit(
         run_rescore(run, rewards=reward or [], group_rewards=group_reward or [], limit=limit)
     )
@@ -896,6 +897,7 @@ def evaluate(
                     "leave one out"
                 )
             run = source if source.is_dir() else None
+            _use_functions(run)
             file = source if run is None else _own_config(run, option="")
             given = _with_model(overrides or [], model)
             # Only with --on: without the options below, the configuration may be invalid.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from worlds.checks.command_lines import Answer, as_a_user, rayloom
-from worlds.runs.run_driver import small_config
+from worlds.runs.run_driver import SMALL, small_config
 
 # Sections that replace SMALL's, and words of the refusal.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -142,6 +142,23 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path: Pa
     for rest, answer in zip(expected, rayloom(*lines), strict=True):
         assert refuses(answer, expected[rest]), (rest, answer.err)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["config.yaml"]
+
+
+@pytest.mark.chaos
+def test_the_functions_that_a_run_stored_are_found_by_the_commands_that_read_it(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    (run / "functions").mkdir(parents=True)
+    (run / "functions" / "given_1.py").write_text("def score(completion): return 1.0\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    tasks = {"dataset": str(rows), "environment": "single_turn", "evaluation_tasks": 1}
+    tree = {**SMALL, "tasks": {**tasks, "options": {"reward": "given_1:score"}}}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    [evaluated] = rayloom(["evaluate", str(run), "--checkpoint", "step-000009-t1"])
+    # It comes as far as the checkpoint, which is not there.
+    assert refuses(evaluated, "which is not a run or checkpoint"), evaluated.err
 
 
 def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
