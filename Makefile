@@ -54,7 +54,7 @@ test: setup ## all the tests but those of `chaos` and `proof`
 chaos: setup ## runs and groups whose parts die, freeze or are interrupted; SEED=n MINUTES=m: faults by chance
 	$(if $(SEED),$(BIN)/python tests/chaos.py --seed $(SEED) --minutes $(or $(MINUTES),30),$(BIN)/python -m pytest -m 'chaos and not proof' --durations 15)
 
-proof: setup ## the long proofs and `chaos`, or one part: PART=training, clients, templates, nodes, release, chart, images, chaos, fuzz, families, settings, tutorials, lora, demo, slow
+proof: setup ## the long proofs and `chaos`, or one part: PART=training, clients, templates, nodes, release, chart, images, chaos, fuzz, families, settings, tutorials, lora, demo, slow, pages
 	$(BIN)/python -m pytest -m '(proof or chaos)$(if $(PART), and $(PART))' --timeout 3600
 
 stack: setup ## a service with Prometheus and Alertmanager, in the background; DO=status, DO=down

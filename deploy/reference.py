@@ -1,12 +1,14 @@
 """Write the generated pages of the documentation: `python -m deploy.reference DIRECTORY`.
 
-`configuration.md` comes from the configuration tree, `command-line.md` from the parser. `make docs`
-writes them before it builds the site.
+`configuration.md` comes from the configuration tree, `command-line.md` from the parser, and the
+pages in `examples/` from the notebooks in `docs/examples`, with the output that is stored in them.
+`make docs` writes them before it builds the site.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ from service.cli.main import app
 from service.config.file import config_schema, sft_schema
 
 Schema = Mapping[str, Any]
+_ROOT = Path(__file__).parents[1]
+_STYLE = re.compile(r"<style.*?</style>\n?", flags=re.DOTALL)
 _SMALLEST, _LARGEST = -(2**31), 2**31 - 1
 _INTRODUCTION = """\
 # Configuration
@@ -51,6 +55,25 @@ def command_line_page() -> str:
     return get_docs_for_click(
         obj=command, ctx=typer.Context(command), name="rayloom", title="The command line"
     )
+
+
+def notebook_page(notebook: Mapping[str, Any]) -> str:
+    """Return a notebook as Markdown: its text, and each cell of code with its stored output."""
+    return "\n\n".join(part for cell in notebook["cells"] for part in _parts(cell))
+
+
+def _parts(cell: Mapping[str, Any]) -> Iterator[str]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "text/html" in data:
+            yield _STYLE.sub("", "".join(data["text/html"]))
+        elif text := "".join(data.get("text/plain", output.get("text", ""))):
+            yield f"```text\n{text.rstrip()}\n```"
 
 
 PAGES = {"configuration.md": configuration_page, "command-line.md": command_line_page}
@@ -118,6 +141,9 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "examples").mkdir(parents=True, exist_ok=True)
     for file, page in PAGES.items():
         (directory / file).write_text(page(), encoding="utf-8")
+    for notebook in (_ROOT / "docs" / "examples").glob("*.ipynb"):
+        text = notebook_page(json.loads(notebook.read_text(encoding="utf-8")))
+        (directory / "examples" / f"{notebook.stem}.md").write_text(text, encoding="utf-8")

@@ -17,14 +17,16 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 GENERATED = ROOT / "build" / "reference"
 _BLOCK = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
-_PAGE = re.compile(r"`(docs/([a-z-]+\.md))`")
+_PAGE = re.compile(r"`(docs/([a-z/-]+)\.(?:md|ipynb))`")
 _CODE = re.compile(r"`[^`]*`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README as the first page, the changelog and the generated reference."""
+    """Add the README as the first page, the changelog, the reference and the notebooks."""
     pages = {"index.md": _read("README.md"), "reference/changelog.md": _read("CHANGELOG.md")}
     pages |= {f"reference/{file.name}": file.read_text("utf-8") for file in GENERATED.glob("*.md")}
+    for file in (GENERATED / "examples").glob("*.md"):
+        pages[f"examples/{file.name}"] = file.read_text("utf-8")
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -40,8 +42,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     up = "../" * page.file.src_uri.count("/")
 
     def link(found: re.Match[str]) -> str:
-        is_page = files.get_file_from_path(found[2]) is not None
-        return f"[`{found[1]}`]({up}{found[2]})" if is_page else found[0]
+        is_page = files.get_file_from_path(f"{found[2]}.md") is not None
+        return f"[`{found[1]}`]({up}{found[2]}.md)" if is_page else found[0]
 
     parts = _BLOCK.split(markdown)
     for part in parts[::2]:

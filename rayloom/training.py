@@ -251,7 +251,8 @@ def evaluate(
         settings: Sections of the configuration.
 
     Returns:
-        The results that the command prints last, such as reward_mean, standard_error and pass_at.
+        The results, such as reward_mean, standard_error and pass_at: the JSON that the command
+        prints last.
 
     Raises:
         ConfigError: If an argument or the configuration is refused; nothing has started.
@@ -458,7 +459,7 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def _run(*arguments: str) -> deque[str]:
-    """Run the command to its end, and print its output.
+    """Run the command to its end, and print its output except a line of JSON.
 
     Returns: its last lines. Raises: ConfigError, TrainingFailed, KeyboardInterrupt.
     """
@@ -469,7 +470,8 @@ def _run(*arguments: str) -> deque[str]:
         while process.returncode is None:
             try:
                 for line in process.stdout:
-                    print(line, end="", flush=True)
+                    if not line.startswith("{"):
+                        print(line, end="", flush=True)
                     last.append(line)
                 process.wait()
             except KeyboardInterrupt:

@@ -40,6 +40,7 @@ PROOF_PARTS = {
     "lora",
     "demo",
     "slow",
+    "pages",
 }
 
 # No deadline: machines that run tests are busy.

@@ -56,6 +56,10 @@ def test_the_navigation_names_each_page_once() -> None:
     generated = {"index.md"} | {
         f"reference/{name}.md" for name in ("configuration", "command-line", "changelog")
     }
+    generated |= {
+        str(path.relative_to(ROOT / "docs").with_suffix(".md"))
+        for path in (ROOT / "docs" / "examples").glob("*.ipynb")
+    }
     assert {page for page in written if not page.startswith("examples/")} == set(pages) - generated
 
 
