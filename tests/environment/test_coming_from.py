@@ -6,11 +6,15 @@ are.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.missing_tools import need_package
+from worlds.run_driver import ROOT
 
 from actors.environment.protocol import Action, RewardError, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
@@ -169,3 +173,27 @@ async def test_what_is_not_here_is_a_missing_score_and_no_zero(name: str, words:
 def test_what_cannot_be_taken_is_refused_before_the_start(name: str, words: str) -> None:
     with pytest.raises(BadEnvironmentOptions, match=words):
         resolve("single_turn", {"reward": name})
+
+
+async def test_a_row_and_a_grader_of_verl_give_its_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    row = json.loads(Path("docs/examples/verl/numbers.jsonl").read_text().splitlines()[0])
+    environment = resolve("single_turn", {"reward": "docs/examples/verl/my.py:score"})()
+    await environment.reset(Task(task_id="a", environment="single_turn", seed=0, data=row))
+    result = await environment.step(Action(text="2"))
+    assert result.reward == pytest.approx(1.1)
+    assert result.reward_components == {"score": pytest.approx(1.1), "acc": 1.0}
+
+
+async def test_an_environment_of_skyrl_plays_a_row_of_its_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need_package("skyrl_gym", "skyrl-gym")
+    monkeypatch.chdir(ROOT)
+    row = json.loads(Path("docs/examples/skyrl/numbers.jsonl").read_text().splitlines()[0])
+    environment = resolve("skyrl_gym", {"id": "docs/examples/skyrl/my.py:NextNumber"})()
+    await environment.reset(Task(task_id="a", environment="skyrl_gym", seed=0, data=row))
+    result = await environment.step(Action(text="2"))
+    assert result.terminated and result.reward == pytest.approx(1.1)
