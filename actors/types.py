@@ -251,6 +251,8 @@ class Task:
     task_id: stable and unique in its source. seed: the seed of all random choices of the
     environment, so that the members of a group play the same game. data: JSON-like values whose
     keys depend on the environment.
+
+    Example: Task(task_id="row-7", environment="my:Doubling", seed=7, data={"start": 3})
     """
 
     task_id: str

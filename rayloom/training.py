@@ -258,6 +258,12 @@ def evaluate(
         ConfigError: If an argument or the configuration is refused; nothing has started.
         TrainingFailed: If the engines do not start, rollouts are missing, or none was scored.
         KeyboardInterrupt: After an interruption, which ends the evaluation.
+
+    Example:
+        ```python
+        numbers = rayloom.evaluate("runs/sums-20261128-101500", samples=8, temperature=1.0)
+        print(numbers["reward_mean"], numbers["pass_at"]["8"])
+        ```
     """
     options = {
         "checkpoint": checkpoint, "model": model, "on": on, "samples": samples,

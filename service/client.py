@@ -64,6 +64,15 @@ class ApiError(Exception):
     status: HTTP status. code: code of the problem for programs; empty if the answer is not a
     problem. problem: the whole problem document. retry_after_s: the answer's Retry-After in
     seconds.
+
+    Example:
+        ```python
+        try:
+            client.cancel("task-1")
+        except ApiError as error:
+            if error.status != 409:  # it is in a training step
+                raise
+        ```
     """
 
     def __init__(
@@ -82,6 +91,13 @@ class Client:
     """A client of the API at one address. Close it, or use it in a `with` statement.
 
     Every method may raise ApiError and NoAnswer.
+
+    Example:
+        ```python
+        with Client("http://127.0.0.1:8000", key="a key, if the service has one") as client:
+            client.submit("guessing", [TaskBody(id="task-1"), TaskBody(id="task-2", num_samples=8)])
+            print(client.wait("task-1").reward)
+        ```
     """
 
     def __init__(

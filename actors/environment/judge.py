@@ -1,5 +1,11 @@
 """A model as judge, over OpenAI's chat completions: a prompt, a number in the reply, its cost.
 
+    question = "From 1 to 10, how helpful is this answer to $prompt? $completion"
+    options = {"url": "http://judge:8000/v1", "model": "m", "prompt": question, "scale": [1, 10]}
+    judge = Judge(judge_options("helpful", options))
+    judgement = await judge.judge("It is 42.", prompt="What is 17 + 25?")
+    print(judgement.score, judgement.num_tokens, judgement.cost)
+
 A failed judgement raises `RewardError` after retries; it is never 0. Equal questions are sent once:
 pending requests are shared, and replies are kept in memory or in an SQLite file that all processes
 on a node share. Called by `single_turn` and `tools` as a reward function, and by a user's own

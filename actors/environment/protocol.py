@@ -2,7 +2,17 @@
 
 An environment plays one episode at a time and never sees token ids: it gets text and returns
 messages. Terminated means that the game has ended; truncated means that the environment cut it
-off. Built-in environments implement `Environment`; `turn_loop` plays them.
+off. Built-in environments implement `Environment`; `turn_loop` plays them, as this code does:
+
+    environment = Doubling()
+    begun = await environment.reset(Task(task_id="a", environment="my:Doubling", seed=4))
+    print(begun.messages[0].content)
+    for text in ("10", "20", "40"):
+        result = await environment.step(Action(text=text))
+        print(result.reward, result.terminated)
+    await environment.close()
+
+`Doubling` is the example of `Environment`. It is trained by `tasks: {environment: my:Doubling}`.
 """
 
 from __future__ import annotations
@@ -134,7 +144,10 @@ def _json_text(tree: Mapping[str, Any], what: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """A tool that the policy may call."""
+    """A tool that the policy may call.
+
+    Example: ToolSchema(name="now", description="Tell the time.", parameters={"type": "object"})
+    """
 
     name: str
     description: str
@@ -191,7 +204,10 @@ class MalformedReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A well-formed call of a declared tool; its arguments satisfy the tool's schema."""
+    """A well-formed call of a declared tool; its arguments satisfy the tool's schema.
+
+    Example: ToolCall(name="search", arguments={"query": "ray", "limit": 5})
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -210,7 +226,10 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One assistant turn."""
+    """One assistant turn.
+
+    Example: Action(text="I look it up.", calls=(ToolCall(name="now", arguments={}),))
+    """
 
     text: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
@@ -219,7 +238,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The beginning of an episode."""
+    """The beginning of an episode.
+
+    Example: Observation(messages=(Message(role="user", content="Guess."),), best_return=1.0)
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSchema, ...] = ()
@@ -311,6 +333,8 @@ class RewardError(Exception):
 
     rescore: returns the step's result with the score, or raises RewardError again, without taking
     the action a second time. None: scoring cannot be retried.
+
+    Example: RewardError("the judge did not answer within 20 s")
     """
 
     def __init__(

@@ -46,6 +46,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path` and apply the overrides `section.key=value`, whose values are YAML.
 
     Raises: ConfigError that names every problem.
+
+    Example:
+        ```python
+        config = load_config(Path("deploy/configs/guessing-cpu.yaml"), ["run.steps=20"])
+        print(config.run.steps, config.algorithm.group_size)
+        ```
     """
     return parse_config(_read_yaml(path), source=str(path), overrides=overrides)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from actors.environment import judge as judges
 from actors.environment.builtin.single_turn import SingleTurnEnvironment
 from actors.environment.judge import Judge, load_judges
 from actors.environment.judge_options import BadJudge, judge_options, score_of
@@ -120,6 +121,18 @@ def without_delay(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr("actors.environment.judge.asyncio.sleep", sleep)
     return waited
+
+
+async def test_the_usage_at_the_head_of_the_module_runs(
+    model: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    indented = [line for line in (judges.__doc__ or "").splitlines() if line.startswith("    ")]
+    code = "\n".join(indented).replace("http://judge:8000/v1", model.url)
+    names: dict[str, Any] = {"Judge": Judge, "judge_options": judge_options}
+    exec(f"async def main():\n{code}\n    return judge", names)
+    model.judges.append(await names["main"]())
+    score, num_tokens, cost = capsys.readouterr().out.split()
+    assert (round(float(score), 3), num_tokens, cost) == (0.778, "110", "0.0")
 
 
 async def test_a_judge_is_asked_with_the_columns_and_its_score_is_scaled(

@@ -1,5 +1,13 @@
 """A dialect: pure functions that translate between a provider's protocol and the gateway's types.
 
+    try:
+        request, style = dialect.read(body, headers)
+        reply = sample(request)  # the session's part
+        answer = dialect.answer(reply, style)
+        stream = dialect.events(reply, style)  # the same answer, if style.streams
+    except Refused as refused:
+        answer, status = dialect.error(refused), refused.code.status
+
 A dialect has no state and does no I/O, so that the ingress's routes are the same for all. It
 accepts any JSON; a parameter that it does not support is refused by its name, never dropped.
 """
