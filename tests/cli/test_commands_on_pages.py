@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from typer._click.exceptions import UsageError
+from worlds.page_commands import NOT_RUN, blocks_of, pages_of_start, reason_not_to_run
 from worlds.runs.run_driver import ROOT
 
 from deploy.reference import configuration_page
@@ -72,3 +73,19 @@ def test_an_option_that_there_is_not_would_be_found() -> None:
     assert len(ALL) > 50
     with pytest.raises(UsageError, match="--datasets"):
         parsed(["train", "--datasets", "a.jsonl"])
+
+
+def test_the_commands_that_a_proof_runs_and_those_that_it_cannot_are_known() -> None:
+    on_start = [
+        command
+        for page in pages_of_start()
+        for block in blocks_of(page)
+        for command in block.commands
+    ]
+    for words in NOT_RUN:
+        assert any(re.search(words, command) for command in on_start), words
+    run = [command for command in on_start if reason_not_to_run(command) is None]
+    assert len(run) > 25 and len(run) > 2 * (len(on_start) - len(run))
+    # Each command begins with a program that there is in the project's directory.
+    programs = {Path(command.split()[0]).name for command in run}
+    assert programs <= {"cd", "curl", "python", "rayloom", "source"}
