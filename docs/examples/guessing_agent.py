@@ -50,7 +50,9 @@ def main() -> None:
     arguments = parser.parse_args()
     key = os.environ.get("RAYLOOM_API_KEY", "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=arguments.url, headers=headers, timeout=600) as api:
+    # No connection is kept idle: httpx may close one that another thread is about to use.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    with httpx.Client(base_url=arguments.url, headers=headers, timeout=600, limits=limits) as api:
 
         def group(index: int) -> float:
             body = {"id": f"{arguments.name}-{index}", "task": {"index": index}}
