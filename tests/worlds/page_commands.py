@@ -120,7 +120,7 @@ class Terminal:
             assert process.wait(timeout=CLIENT_S) == 0, f"{shown}\n{output.read_text()}"
         self.answer = output.read_text()
         # curl ends with 0 after a refusal, too.
-        assert not shown.startswith("curl") or '"detail"' not in self.answer, self.answer
+        assert not re.search(r'"status": ?[45]\d\d\b', self.answer), self.answer
         self.directory = Path((self.root / "directory").read_text().strip() or self.directory)
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> int:
