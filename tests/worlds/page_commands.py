@@ -91,7 +91,7 @@ class Terminal:
     """Steps after which a training is interrupted."""
     directory: Path
     is_activated: bool = False
-    services: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     answer: str = ""
     """What the last command printed."""
 
@@ -112,7 +112,6 @@ class Terminal:
             words = r"the API listens on " if is_service else rf"^step +{step}/"
             self._wait(process, output, words)
             if is_service:
-                self.services.append(process)
                 return
             assert self.interrupt(process) == 130, output.read_text()
         else:
@@ -130,9 +129,9 @@ class Terminal:
 
     def close(self) -> None:
         """End what still runs."""
-        for service in self.services:
-            if service.poll() is None:
-                self.interrupt(service)
+        for process in self.started:
+            if process.poll() is None:
+                self.interrupt(process)
 
     def _filled(self, command: str) -> str:
         """Replace the page's names of a run and of a key by the newest run and the last key."""
@@ -156,6 +155,7 @@ class Terminal:
                 ["bash", "-c", script], cwd=self.directory, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+        self.started.append(process)
         return process, output
 
     def _wait(self, process: subprocess.Popen[bytes], output: Path, words: str) -> None:
