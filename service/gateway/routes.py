@@ -134,7 +134,9 @@ class SessionPort(Protocol):
 
 def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
     """Add the routes of sessions, and the check of their keys before a body is read."""
-    app.state.check_session_key = SessionAdmission(port.check_key, app.state.callers)
+    app.state.check_session_key = SessionAdmission(
+        lambda session_id, digest: port.check_key(session_id, digest), app.state.callers
+    )
     _add_creation(app, run, port, settings)
     _add_lifecycle(app, run, port, app.state.callers)
     for dialect in DIALECTS:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 from typer._click.exceptions import UsageError
-from worlds.page_commands import NOT_RUN, blocks_of, pages_of_start, reason_not_to_run
+from worlds.checks.page_commands import NOT_RUN, blocks_of, pages_of_start, reason_not_to_run
 from worlds.runs.run_driver import ROOT
 
 from deploy.reference import configuration_page

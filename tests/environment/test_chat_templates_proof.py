@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
-from worlds.published_templates import Published, tokenizer_of
+from worlds.models.published_templates import Published, tokenizer_of
 
 from actors.environment.chats import ChatEncoder
 

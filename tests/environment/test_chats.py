@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
-from worlds.chatml import chatml_tokenizer
+from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.chats import BadChat, ChatEncoder, read_chats
 from actors.environment.tasks import BadTaskFile

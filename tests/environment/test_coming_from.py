@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.missing_tools import need_package
-from worlds.run_driver import ROOT
+from worlds.checks.missing_tools import need_package
+from worlds.runs.run_driver import ROOT
 
 from actors.environment.protocol import Action, RewardError, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve

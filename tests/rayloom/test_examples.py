@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds.chat_replies import chat_reply
-from worlds.run_driver import ROOT
+from worlds.builders.chat_replies import chat_reply
+from worlds.runs.run_driver import ROOT
 
 import rayloom
 from actors.environment import protocol

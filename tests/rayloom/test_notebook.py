@@ -10,7 +10,7 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
-from worlds.notebook import code_of, read_notebook, text_of
+from worlds.checks.notebook import code_of, read_notebook, text_of
 
 import rayloom
 from deploy.reference import notebook_page

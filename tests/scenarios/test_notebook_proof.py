@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from worlds.notebook import execute, read_notebook, text_of
+from worlds.checks.notebook import execute, read_notebook, text_of
 
 pytestmark = [pytest.mark.proof, pytest.mark.pages, pytest.mark.timeout(3000)]
 # After the last cell: a kernel's event loop runs while a cell does.

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds.page_commands import (
+from worlds.checks.page_commands import (
     Terminal,
     blocks_of,
     num_steps_of,
@@ -19,7 +19,7 @@ from worlds.page_commands import (
     project,
     reason_not_to_run,
 )
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.pages, pytest.mark.timeout(3600)]
 WITH_COMMANDS = [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 pytestmark = [pytest.mark.proof, pytest.mark.settings, pytest.mark.timeout(1200)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from worlds.settings import rank_settings, step_settings
-from worlds.trainer_world import shared_world
+from worlds.builders.settings import rank_settings, step_settings
+from worlds.parts.trainer_world import shared_world
 
 from actors.environment.chats import ChatEncoder
 from actors.environment.tokenizer import load_tokenizer

@@ -1,6 +1,7 @@
 """The notebook of the documentation, executed in a real kernel.
 
-`PYTHONPATH=.:tests python -m worlds.notebook` executes it and writes its output into the file.
+Execute it and write its output into the file: `PYTHONPATH=.:tests python -m
+worlds.checks.notebook`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import nbformat
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
-from worlds.run_driver import ROOT
+from worlds.runs.run_driver import ROOT
 
 NOTEBOOK = ROOT / "docs" / "examples" / "notebook.ipynb"
 # Of one cell; on a busy machine a training of the notebook takes minutes.

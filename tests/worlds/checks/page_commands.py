@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-from worlds.run_driver import ROOT, START_S
+from worlds.runs.run_driver import ROOT, START_S
 
 BLOCK = re.compile(r"^```(console|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A block that names such a path begins in the project's directory; others continue there, where the
