@@ -23,7 +23,12 @@ from service.config.tree import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coming-from.md"
-COMMANDS = re.findall(r"^\$ cd (\S+)\n\$ rayloom train (.+)$", PAGE.read_text(), re.MULTILINE)
+# Those of TRL and verifiers; the other examples have tests of their own (test_coming_from.py).
+COMMANDS = re.findall(
+    r"^\$ cd (\S+)\n\$ rayloom train (--dataset \S+ --reward \S+(?: --tools \S+)?)$",
+    PAGE.read_text(),
+    re.MULTILINE,
+)
 
 
 def options_of(line: str) -> argparse.Namespace:
