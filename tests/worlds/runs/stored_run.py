@@ -17,7 +17,7 @@ import yaml
 
 from service.launch.run_dir import RunDir
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 FORMAT_9, BEFORE = "run-of-format-9", "run-of-0.1.0"
 
 

@@ -78,7 +78,7 @@ def helm(*arguments: str | Path, binary: Path | None = None) -> str:
 
 def unpack_chart(directory: Path) -> Path:
     """Unpack the chart of the commit before 0.2.0, the first version with a number of its own."""
-    with tarfile.open(Path(__file__).parents[1] / "data" / "chart-of-0.1.0.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parents[2] / "data" / "chart-of-0.1.0.tar.xz") as archive:
         archive.extractall(directory, filter="data")
     return directory / "helm"
 
