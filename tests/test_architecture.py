@@ -25,6 +25,7 @@ PURE_PACKAGES = ("actors/merge/", "actors/trajectory_queue/", "actors/trainer/")
 # The engine's replica; it alone has vLLM, whose import takes eleven seconds.
 VLLM_FILES = {
     "service/inference/engine.py",
+    "service/inference/lora.py",
     "service/inference/parsing.py",
     "service/inference/plugin.py",
     "service/inference/weight_transfer.py",
