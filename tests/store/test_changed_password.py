@@ -87,7 +87,9 @@ def test_a_run_follows_new_users_and_passwords_and_keeps_the_last_one_that_it_co
         store.close()
         for secret in (quote(PASSWORD), "first", "second", "third", "fourth"):
             assert secret not in caplog.text
-        assert caplog.text.count("has changed, its new value is in use") == 2
+        # Once each, also if another test of this process has added a handler.
+        changes = [each for each in caplog.records if "its new value is in use" in each.message]
+        assert len({id(each) for each in changes}) == 2
         assert "the last value stays in use" in caplog.text
     finally:
         as_admin("DROP OWNED BY one, two CASCADE", "DROP ROLE one, two")
