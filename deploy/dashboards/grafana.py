@@ -27,6 +27,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat, QueryEdito
 from pydantic import ConfigDict, TypeAdapter
 
 from actors.statistics import BY_NAME, Unit
+from deploy.rules.source import PLACE_LABELS
 
 SOURCES = Path(__file__).parent
 COLUMNS = 24
@@ -36,11 +37,14 @@ DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 # With this step $__rate_interval is at least four minutes, in which a series that is scraped once a
 # minute has the two points that a rate needs.
 SHORTEST_STEP = "1m"
-# The selector of the run in a dashboard's file, and the selector that replaces it: runs in two
-# namespaces may have the same name. The variable's All also matches series without a namespace, as
-# on a laptop.
+# The selectors of a run and of a Ray cluster in a dashboard's file, and those that replace them:
+# runs of two clusters, namespaces or releases may have the same name. The variables' All also
+# matches series without these labels, as on a laptop.
 RUN = 'run="$run"'
-RUN_OF_NAMESPACE = f'{RUN},namespace=~"$namespace"'
+RAY_CLUSTER = 'ray_io_cluster=~"$ray_cluster"'
+_PLACE = ",".join(f'{label}=~"${label}"' for label in PLACE_LABELS)
+RUN_OF_PLACE = f"{RUN},{_PLACE}"
+RAY_CLUSTER_OF_PLACE = f"{RAY_CLUSTER},{_PLACE}"
 STEP_SECONDS = f"sum(rayloom_train_newest_step_seconds{{{RUN}}})"
 # The windows of [$several_steps], each with its condition on the seconds of the newest step. Six
 # steps of an hour fit a window; before the first step the shortest window is used.
@@ -50,8 +54,8 @@ WINDOWS = {
     "6h": f"and on () {STEP_SECONDS} > 1200",
 }
 RUNBOOKS = "docs/runbooks.md"
-# Series that have namespaces: those of runs, and of Ray clusters that have no run yet.
-_OF_NAMESPACES = '{__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"}'
+# Series that have a place: those of runs, and of Ray clusters that have no run yet.
+_OF_PLACES = '__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"'
 # The units by their names in Grafana.
 UNITS = {
     Unit.NUMBER: "none",
@@ -70,7 +74,7 @@ _ALERTS = {
     "iconColor": "red",
     "target": {
         "refId": "Alerts",
-        "expr": f'ALERTS{{alertstate="firing",{RUN_OF_NAMESPACE}}}',
+        "expr": f'ALERTS{{alertstate="firing",{RUN_OF_PLACE}}}',
         "interval": SHORTEST_STEP,
     },
     "titleFormat": "{{alertname}}",
@@ -94,26 +98,26 @@ HEIGHTS = {Look.NUMBER: 4, Look.NAME: 4, Look.LINES: 8, Look.HEATMAP: 8}
 
 
 class Choice(StrEnum):
-    """A variable of a dashboard besides the data source, the namespace and the run."""
+    """A variable of a dashboard besides the data source, the place and the run."""
 
     ENVIRONMENT = "environment"
     REPLICA = "replica"
-    CLUSTER = "cluster"
+    RAY_CLUSTER = "ray_cluster"
 
 
 # The caption of each choice, and the query for its values.
 CHOICES: Mapping[Choice, tuple[str, str]] = {
     Choice.ENVIRONMENT: (
         "Environment",
-        f"label_values(rayloom_rollouts_total{{{RUN_OF_NAMESPACE}}}, environment)",
+        f"label_values(rayloom_rollouts_total{{{RUN_OF_PLACE}}}, environment)",
     ),
     Choice.REPLICA: (
         "Replica",
-        f"label_values(vllm:num_requests_running{{{RUN_OF_NAMESPACE}}}, replica)",
+        f"label_values(vllm:num_requests_running{{{RUN_OF_PLACE}}}, replica)",
     ),
-    Choice.CLUSTER: (
+    Choice.RAY_CLUSTER: (
         "Ray cluster",
-        'label_values(ray_cluster_active_nodes{namespace=~"$namespace"}, ray_io_cluster)',
+        f"label_values(ray_cluster_active_nodes{{{_PLACE}}}, ray_io_cluster)",
     ),
 }
 
@@ -131,7 +135,7 @@ class Panel:
     queries: Mapping[str, str] = field(default_factory=dict)
     """PromQL by legend. A legend is a name, or labels such as {{label}}.
 
-    [$several_steps] is replaced by one of WINDOWS, and RUN by the run of the chosen namespace.
+    [$several_steps] is replaced by one of WINDOWS; RUN and RAY_CLUSTER get the chosen place.
     """
     look: Look = Look.LINES
     width: int = 8
@@ -154,7 +158,10 @@ class Panel:
         found = {legend: _of_newest_step(name) for legend, name in self.statistics.items()} | {
             legend: _with_window(query) for legend, query in self.queries.items()
         }
-        return {legend: query.replace(RUN, RUN_OF_NAMESPACE) for legend, query in found.items()}
+        return {
+            legend: query.replace(RUN, RUN_OF_PLACE).replace(RAY_CLUSTER, RAY_CLUSTER_OF_PLACE)
+            for legend, query in found.items()
+        }
 
     @property
     def series_unit(self) -> str:
@@ -281,9 +288,8 @@ def _to_others() -> sdk.DashboardLink:
 
 
 def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
-    namespace = _choice("namespace", "Namespace", f"label_values({_OF_NAMESPACES}, namespace)")
     run = _query(
-        "run", "Run", 'label_values(rayloom_train_steps_total{namespace=~"$namespace"}, run)'
+        "run", "Run", f"label_values(rayloom_train_steps_total{{{_PLACE}}}, run)"
     ).description("run.name of its configuration.")
     chosen = [_choice(choice.value, *CHOICES[choice]) for choice in dashboard.choices]
     runbooks = (
@@ -295,11 +301,21 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
     )
     return [
         sdk.DatasourceVariable("datasource").label("Prometheus").type("prometheus"),
-        namespace,
+        *_place_variables(),
         run,
         *chosen,
         runbooks,
     ]
+
+
+def _place_variables() -> list[sdk.QueryVariable]:
+    """Return a variable for each of PLACE_LABELS; each offers what the ones before it leave."""
+    found, selectors = [], [_OF_PLACES]
+    for label in PLACE_LABELS:
+        query = f"label_values({{{','.join(selectors)}}}, {label})"
+        found.append(_choice(label, label.capitalize(), query))
+        selectors.append(f'{label}=~"${label}"')
+    return found
 
 
 def _choice(name: str, label: str, query: str) -> sdk.QueryVariable:

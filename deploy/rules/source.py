@@ -1,5 +1,9 @@
 """Convert rules.yaml to Prometheus' rules, with a scale for all durations.
 
+RUN_LABELS in it becomes the labels that tell runs apart. The chart's PodMonitor gives every series
+`release`, Prometheus' operator gives `namespace`, and `cluster` is for one ruler over several
+clusters; a series without one of them, as on a laptop, is grouped all the same.
+
 Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
 test takes minutes instead of hours; the chart uses scale 1.
@@ -13,6 +17,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "rules.yaml"
 FOLDER = Path(__file__).parents[2] / "helm" / "files" / "rules"
 FILE = "rayloom.yaml"
+PLACE_LABELS = ("cluster", "namespace", "release")
+RUN_LABELS = (*PLACE_LABELS, "run")
 _HEADER = "# Written by `python -m deploy.rules` from deploy/rules/rules.yaml.\n"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"\{(\d+)([smhd])( as seconds)?\}")
@@ -31,6 +37,7 @@ def rules_text(*, scale: float = 1.0) -> str:
 
     source = SOURCE.read_text(encoding="utf-8")
     rules = source[source.index("groups:") :]
+    rules = rules.replace("RUN_LABELS", ", ".join(RUN_LABELS))
     return _HEADER + _DURATION.sub(scaled, rules)
 
 

@@ -79,6 +79,11 @@
 {{- $_ := set $maps (printf "%s.%s" $group $key) (index $.Values $group $key | default dict) }}
 {{- end }}
 {{- end }}
+{{- range $name, $_ := .Values.monitoring.podMonitor.seriesLabels }}
+{{- if or (not (regexMatch "^[a-zA-Z][a-zA-Z0-9_]*$" $name)) (has $name (list "container" "endpoint" "instance" "job" "namespace" "pod" "ray_io_cluster" "release" "run")) }}
+- {{ printf "monitoring.podMonitor.seriesLabels: got the label %s, expected letters, digits and _, and none of the labels that every series has; choose another name" $name | quote }}
+{{- end }}
+{{- end }}
 {{- range $where, $labels := $maps }}
 {{- range $name, $value := $labels }}
 {{- if or (gt (len (toString $value)) 63) (not (regexMatch "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$" (toString $value))) }}

@@ -23,13 +23,14 @@ from deploy.dashboards.__main__ import DASHBOARDS, dashboards
 from deploy.dashboards.grafana import (
     CHOICES,
     COLUMNS,
-    RUN_OF_NAMESPACE,
+    RAY_CLUSTER_OF_PLACE,
+    RUN_OF_PLACE,
     SOURCES,
     WINDOWS,
     Panel,
     load_dashboards,
 )
-from deploy.rules.source import rules_text
+from deploy.rules.source import PLACE_LABELS, RUN_LABELS, rules_text
 from service.inference.vllm_metrics import SHOWN
 
 SPECS = load_dashboards()
@@ -40,7 +41,7 @@ PANELS = [panel for tree in TREES.values() for panel in tree["panels"] if panel[
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 MAX_BYTES = 200 * 1024
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-OF_RAY = '{namespace=~"$namespace",ray_io_cluster=~"$cluster"'
+OF_RAY = "{" + RAY_CLUSTER_OF_PLACE
 
 ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 # Metrics that no panel shows, and why.
@@ -117,23 +118,26 @@ def test_the_variables_are_those_that_the_queries_use(name: str) -> None:
     tree = TREES[name]
     [spec] = [spec for spec in SPECS if spec.uid == name]
     variables = {item["name"]: item for item in tree["templating"]["list"]}
-    assert list(variables) == ["datasource", "namespace", "run", *spec.choices, "runbooks"]
+    assert list(variables) == [
+        "datasource", *PLACE_LABELS, "run", *spec.choices, "runbooks",
+    ]  # fmt: skip
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(tree)))
     assert used - {"__rate_interval", "__all"} == variables.keys()
-    for choice in ("namespace", *spec.choices):
+    for choice in (*PLACE_LABELS, *spec.choices):
         chosen = variables[choice]
         assert chosen["multi"] and chosen["includeAll"] and chosen["current"]["value"] == "$__all"
-        # A laptop's series have no namespace.
+        # A laptop's series have none of the labels of a place.
         assert chosen["allValue"] == ".*"
     for name in ("run", *spec.choices):
-        assert 'namespace=~"$namespace"' in variables[name]["query"]["query"], name
+        for label in PLACE_LABELS:
+            assert f'{label}=~"${label}"' in variables[name]["query"]["query"], name
 
 
-def test_a_dashboard_asks_for_what_its_series_tell_apart_beside_namespace_and_run() -> None:
+def test_a_dashboard_asks_for_what_its_series_tell_apart_beside_place_and_run() -> None:
     assert {spec.uid: set(spec.choices) for spec in SPECS if spec.choices} == {
         "rayloom-rollouts": {"environment"},
         "rayloom-inference": {"replica"},
-        "rayloom-infrastructure": {"cluster"},
+        "rayloom-infrastructure": {"ray_cluster"},
     }
     assert len(CHOICES) == 3
 
@@ -162,7 +166,7 @@ def test_alerts_are_annotations_and_the_others_are_linked(name: str) -> None:
     tree = TREES[name]
     [alerts] = tree["annotations"]["list"]
     assert alerts["enable"] and alerts["datasource"] == SOURCE
-    assert alerts["target"]["expr"] == f'ALERTS{{alertstate="firing",{RUN_OF_NAMESPACE}}}'
+    assert alerts["target"]["expr"] == f'ALERTS{{alertstate="firing",{RUN_OF_PLACE}}}'
     [link] = tree["links"]
     assert link["type"] == "dashboards" and link["tags"] == ["rayloom"] == tree["tags"]
     assert link["includeVars"] and link["keepTime"]
@@ -226,8 +230,8 @@ def test_every_alert_has_a_panel_that_links_to_its_runbook() -> None:
     assert urls == {f"${{runbooks:raw}}#{alert.lower()}" for alert in ALERTS}
 
 
-def test_a_query_asks_for_one_run_of_a_namespace_or_one_cluster() -> None:
-    """The chart's value files name their runs, so that two namespaces may have runs of one name."""
+def test_a_query_asks_for_one_run_of_a_place_or_one_ray_cluster() -> None:
+    """The chart's value files name their runs, so that two releases may have runs of one name."""
 
     def fits(query: str) -> bool:
         ours = re.findall(r"\b(?:rayloom_|vllm:)[a-z0-9_]+(\S*)", query)
@@ -236,9 +240,9 @@ def test_a_query_asks_for_one_run_of_a_namespace_or_one_cluster() -> None:
         return (
             not re.search(r"\b(job|instance)\b", query)
             and bool(names_in(query) or is_shown_by_replicas(query) or rays or alerts)
-            and all(selector.startswith("{" + RUN_OF_NAMESPACE) for selector in ours)
+            and all(selector.startswith("{" + RUN_OF_PLACE) for selector in ours)
             and all(selector.startswith(OF_RAY) for selector in rays)
-            and all(RUN_OF_NAMESPACE in selector for selector in alerts)
+            and all(RUN_OF_PLACE in selector for selector in alerts)
         )
 
     assert [query for query in QUERIES if not fits(query)] == []
@@ -279,7 +283,7 @@ def test_a_query_takes_the_rate_of_what_grows_and_of_nothing_else() -> None:
 
 def test_every_metric_and_label_of_a_query_is_declared() -> None:
     by_series = {name: item.labels for item in declared() for name in item.series} | {
-        name: (*labels, "namespace", "ray_io_cluster") for name, labels in RAYS.items()
+        name: (*labels, *PLACE_LABELS, "ray_io_cluster") for name, labels in RAYS.items()
     }
 
     def unknown(query: str) -> set[str]:
@@ -289,7 +293,7 @@ def test_every_metric_and_label_of_a_query_is_declared() -> None:
         labels = {label for name in names & by_series.keys() for label in by_series[name]}
         if is_shown_by_replicas(query):
             labels |= {"replica", "finished_reason"}
-        used = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", query)) - {"run", "namespace"}
+        used = set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", query)) - set(RUN_LABELS)
         for grouped in re.findall(r"\b(?:by|without|ignoring) \(([^)]*)\)", query):
             used |= {label.strip() for label in grouped.split(",")} - {"le"}
         return (names - by_series.keys()) | (used - labels)
@@ -320,7 +324,8 @@ def test_every_declared_metric_is_shown_or_named_as_not_shown() -> None:
     hidden = {item.name for item in declared() if not asked & set(item.series)}
     assert hidden - {each.metric for each in STATISTICS} == NOT_SHOWN.keys()
     assert {name for query in QUERIES for name in RAYS_NAME.findall(query)} - {
-        "ray_io_cluster"
+        "ray_io_cluster",
+        "ray_cluster",
     } == RAYS.keys()
 
 

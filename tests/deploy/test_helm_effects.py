@@ -213,6 +213,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "monitoring.podMonitor.scrapeTimeout": ("9s", MONITOR),
     "monitoring.podMonitor.labels": ({"a": "b"}, MONITOR),
     "monitoring.podMonitor.dropSeries": ("a", MONITOR),
+    "monitoring.podMonitor.seriesLabels": ({"cluster": "a"}, MONITOR),
     "monitoring.rules.enabled": (True, {}),
     "monitoring.rules.labels": ({"a": "b"}, RULES),
     "monitoring.rules.disabled": (["RayloomEngineMissing"], RULES),

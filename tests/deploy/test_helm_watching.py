@@ -137,7 +137,8 @@ def test_the_monitor_reads_every_port_of_metrics_and_names_the_cluster(mode: str
             {
                 "sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"],
                 "targetLabel": "ray_io_cluster",
-            }
+            },
+            {"targetLabel": "release", "replacement": "demo"},
         ]
     for group, labels in labels_of(manifests).items():
         assert chosen(monitor["spec"]["selector"], labels), group
@@ -155,6 +156,25 @@ def test_series_that_nobody_reads_are_dropped_unless_they_are_wanted() -> None:
 
     assert dropped({}) == ["ray_grpc_server_.*|ray_operation_.*|ray_io_context_.*"]
     assert dropped({"dropSeries": ""}) == []
+
+
+def test_every_series_gets_the_labels_that_are_given_as_they_are_written() -> None:
+    """Prometheus expands $ in a replacement; $$ is one."""
+    labels = {"cluster": "eu-1", "cost": "$1"}
+    monitor = one(rendered(monitored(labels)), "PodMonitor")
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        added = {each["targetLabel"]: each.get("replacement") for each in endpoint["relabelings"]}
+        assert added.items() >= {"cluster": "eu-1", "cost": "$$1", "release": "demo"}.items()
+
+
+@pytest.mark.parametrize("label", ["release", "namespace", "run", "__name__", "a-b"])
+def test_a_label_of_every_series_that_would_hide_one_of_theirs_is_refused(label: str) -> None:
+    with pytest.raises(HelmError, match="seriesLabels"):
+        rendered(monitored({label: "a"}))
+
+
+def monitored(labels: dict[str, str]) -> dict[str, Any]:
+    return {"monitoring": {"podMonitor": {"enabled": True, "seriesLabels": labels}}}
 
 
 def test_each_dashboard_is_a_config_map_that_grafanas_sidecar_finds() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from worlds.servers.promtool import run_test
 
 from actors.metrics import PublishPhase
 from deploy.dashboards.grafana import load_dashboards
+from deploy.rules.source import PLACE_LABELS
 from service.report.document import Phase
 
 HOUR = 3600
@@ -39,7 +40,7 @@ PHASES = {"reset": 2.0, "generate": 30.0, "step": 8.0}
 PUBLISH = {PublishPhase.SEND: 3.0, PublishPhase.CHECK: 1.0, PublishPhase.LOAD: 6.0}
 OUTCOMES = {"completed": 12, "environment_error": 3, "max_turns": 1}
 
-NAMESPACE = "small"
+PLACE = {"cluster": "eu", "namespace": "rl", "release": "small"}
 
 PANELS = {
     (spec.uid.removeprefix("rayloom-"), panel.title): panel.series
@@ -59,12 +60,17 @@ class Number:
 
 
 def a_run(
-    *, step_s: float, scrape_s: int, seconds: int, namespace: str = NAMESPACE, pod: str = "head"
+    *,
+    step_s: float,
+    scrape_s: int,
+    seconds: int,
+    place: Mapping[str, str] = PLACE,
+    pod: str = "head",
 ) -> SyntheticRun:
     """One that plays its rollouts from the begin of a step on, and then waits for the trainer."""
     run = SyntheticRun(
         step_s=step_s, scrape_s=scrape_s, seconds=seconds,
-        labels={"namespace": namespace, "pod": pod},
+        labels={**place, "pod": pod},
     )  # fmt: skip
     done = run.done
 
@@ -421,9 +427,7 @@ def check(
 
 def as_promtool(number: Number, second: float, run: str) -> dict[str, Any]:
     """Two digits are compared: a window's edges lie between two scrapes."""
-    query = fill(
-        PANELS[number.dashboard, number.panel][number.legend], run=run, namespace=NAMESPACE
-    )
+    query = fill(PANELS[number.dashboard, number.panel][number.legend], run=run, place=PLACE)
     if isinstance(number.expected, dict):
         labels = re.findall(r"\{\{(\w+)\}\}", number.legend)
         query = f"sum by ({', '.join(labels)}) ({query})"
@@ -494,25 +498,23 @@ def test_every_query_that_computes_has_its_number() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_a_panel_shows_the_run_of_its_namespace_and_of_the_pod_that_there_is(
-    tmp_path: Path,
-) -> None:
-    """A run of the same name in another namespace, and the pod that this run had before."""
+def test_a_panel_shows_the_run_of_its_place_and_of_the_pod_that_there_is(tmp_path: Path) -> None:
+    """Runs of the same name at other places, and the pod that this run had before."""
     step_s, second, replaced = 2.0, 1800, 900
-    run, before, other = (
-        a_run(step_s=pace, scrape_s=15, seconds=second, namespace=namespace, pod=pod)
-        for pace, namespace, pod in (
-            (step_s, NAMESPACE, "head-2"),
-            (step_s, NAMESPACE, "head-1"),
-            (3.0, "other", "head-1"),
+    run, before, *others = (
+        a_run(step_s=pace, scrape_s=15, seconds=second, place={**PLACE, **place}, pod=pod)
+        for pace, place, pod in (
+            (step_s, {}, "head-2"),
+            (step_s, {}, "head-1"),
+            *((3.0, {label: "other"}, "head-1") for label in PLACE_LABELS),
         )
     )
-    for each, factor in ((run, 1.0), (before, 1.0), (other, 3.0)):
+    for each, factor in ((run, 1.0), (before, 1.0), *((other, 3.0) for other in others)):
         show_the_rest(each, factor)
     run.vanish(since=0, until=replaced)
     before.vanish(since=replaced, until=math.inf)
     numbers = all_numbers(step_s, second)
-    check(run, second, numbers, tmp_path / "test.yaml", others=(before, other))
+    check(run, second, numbers, tmp_path / "test.yaml", others=(before, *others))
 
 
 def test_what_counts_the_time_since_a_step_is_empty_once_the_run_has_ended(tmp_path: Path) -> None:
@@ -521,7 +523,7 @@ def test_what_counts_the_time_since_a_step_is_empty_once_the_run_has_ended(tmp_p
     query = PANELS["overview", "Since the newest step and checkpoint"]["step"]
     looks = [
         {
-            "expr": f"sum({fill(query, run=run.run, namespace=NAMESPACE)})",
+            "expr": f"sum({fill(query, run=run.run, place=PLACE)})",
             "eval_time": when,
             "exp_samples": samples,
         }

@@ -23,7 +23,7 @@ from worlds.checks.metric_names import NAME, declared
 from worlds.servers.promtool import promtool, run_test
 
 from actors.metrics import Part
-from deploy.rules.source import FOLDER, rule_files, rules_text
+from deploy.rules.source import FOLDER, PLACE_LABELS, rule_files, rules_text
 from service.report.document import Phase
 
 HOUR = 3600
@@ -227,6 +227,37 @@ def test_a_run_whose_pod_was_replaced_is_one_run(tmp_path: Path) -> None:
         )
     ]
     check(tmp_path, runs, looks)
+
+
+@pytest.mark.parametrize("label", PLACE_LABELS)
+def test_an_alert_is_of_the_run_that_has_the_fault_and_not_of_its_namesake_elsewhere(
+    tmp_path: Path, label: str
+) -> None:
+    """Runs of one name in two releases, namespaces or clusters; the second has the faults."""
+    place = {"cluster": "eu", "namespace": "rl", "release": "a"}
+    healthy, faulty = (
+        SyntheticRun(step_s=60.0, scrape_s=60, seconds=3 * HOUR, labels={**place, **changed})
+        for changed in ({}, {label: "other"})
+    )
+    # Other counts than the other run's: the sum of both is in balance, and so is the largest.
+    for name in list(faulty.values):
+        if name.startswith("rayloom_ledger_") and "_total" not in name:
+            before = faulty.values[name]
+            faulty.values[name] = lambda t, before=before: 3 * (before(t) or 0.0)
+    lose_half(faulty, HOUR, 2 * HOUR)
+    faulty.vanish(since=2 * HOUR, until=math.inf)
+
+    def at(second: float, *alerts: str) -> list[At]:
+        query = 'count by (alertname) (ALERTS{{alertstate="firing",{}="{}"}})'
+        told = dict.fromkeys(alerts, 1.0)
+        return [
+            At(second, query.format(label, "other"), told, "alertname"),
+            At(second, query.format(label, place[label]), {}, "alertname"),
+        ]
+
+    looks = [*at(HOUR - 60), *at(HOUR + 600, "RayloomRankLost")]
+    looks += at(2 * HOUR + 300, "RayloomTargetDown")
+    check(tmp_path, [healthy, faulty], looks)
 
 
 @pytest.mark.proof

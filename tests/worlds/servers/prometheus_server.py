@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from deploy.dashboards.grafana import SHORTEST_STEP, Choice, load_dashboards
+from deploy.rules.source import PLACE_LABELS
 from worlds.checks.missing_tools import skip_or_fail
 from worlds.servers.ports import free_port
 
@@ -270,12 +271,13 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def fill(expr: str, *, run: str, namespace: str = ".*") -> str:
+def fill(expr: str, *, run: str, place: Mapping[str, str] = {}) -> str:
     """A panel's query as Grafana sends it, with All chosen wherever there is a further choice."""
     # Grafana's own rule, with a shortest step of a minute, which stands for the scrapes' interval.
     assert SHORTEST_STEP == "1m"
     filled = expr.replace("$__rate_interval", f"{4 * 60}s").replace("$run", run)
-    filled = filled.replace("$namespace", namespace)
+    for label in PLACE_LABELS:
+        filled = filled.replace(f"${label}", place.get(label, ".*"))
     for choice in Choice:
         filled = filled.replace(f"${choice.value}", ".*")
     assert "$" not in filled
