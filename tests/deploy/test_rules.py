@@ -291,6 +291,32 @@ def test_rollouts_that_may_last_an_hour_are_waited_for_and_missed_after_that(
     check(tmp_path, [run], looks)
 
 
+def test_what_is_usual_on_preemptible_nodes_is_quiet_and_the_same_of_a_small_run_is_not(
+    tmp_path: Path,
+) -> None:
+    """One engine is lost every ten minutes, one publish an hour, and once a whole node."""
+    runs = []
+    for name, num_engines in (("large", 200), ("small", 2)):
+        run = SyntheticRun(step_s=60.0, scrape_s=60, seconds=4 * HOUR, run=name)
+        run.values["rayloom_engines_expected"] = lambda t, n=num_engines: n
+        run.values["rayloom_engines_ready"] = lambda t, n=num_engines: n - 1
+        run.values["rayloom_environment_actors_expected"] = lambda t, n=num_engines: n
+        for part, value in (
+            (Part.ENGINE, lambda t: t // 400),
+            (Part.ENVIRONMENT_ACTOR, lambda t, n=num_engines: n // 2 if t > HOUR else 0),
+        ):
+            run.values[series("rayloom_replacements_total", part=part.value)] = value
+        run.values["rayloom_publish_failures_total"] = lambda t: t // HOUR
+        runs.append(run)
+    large, small = runs
+    looks = [firing(large, minutes * 60) for minutes in (5, 30, 61, 70, 80, 90, 120, 200, 239)]
+    looks += [
+        firing(small, minutes * 60, "RayloomEngineMissing", "RayloomPartFlapping")
+        for minutes in (70, 120, 239)
+    ]
+    check(tmp_path, runs, looks)
+
+
 Fault = Callable[[SyntheticRun, float, float], None]
 
 
@@ -381,14 +407,14 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomMalformedRewarded": (
         counting("rayloom_malformed_rewarded_total", 0.01), None, 5, 30
     ),
-    "RayloomPublishFailing": (counting("rayloom_publish_failures_total", 0.01), None, 5, 30),
+    "RayloomPublishFailing": (counting("rayloom_publish_failures_total", 0.01), 4, 14, 30),
     "RayloomVersionSkew": (keep_old_weights, 10, 20, 60),
     "RayloomCheckpointOld": (keep_old_checkpoint, 8, 20, 60),
     "RayloomCheckpointFailing": (
         counting("rayloom_checkpoint_failures_total", 0.01), None, 5, 30
     ),
     "RayloomPartFlapping": (
-        counting(series("rayloom_replacements_total", part=Part.ENGINE.value), 0.01), 4, 15, 60
+        counting(series("rayloom_replacements_total", part=Part.ENGINE.value), 0.01), 24, 36, 60
     ),
     "RayloomRankLost": (lose_half, 4, 10, 60),
     "RayloomEngineMissing": (showing("rayloom_engines_ready", 0), 14, 20, 60),

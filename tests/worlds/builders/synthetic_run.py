@@ -197,6 +197,7 @@ class SyntheticRun:
             "rayloom_environment_actors": lambda t: 2,
             "rayloom_environment_actors_expected": lambda t: 2,
             "rayloom_publish_failures_total": lambda t: 0,
+            series("rayloom_publish_seconds_count", phase="load"): self.done,
             "rayloom_checkpoint_failures_total": lambda t: 0,
             series("rayloom_queue_blocked_seconds_total", side="consumer"): (
                 lambda t: STAGES["collect"] * t
