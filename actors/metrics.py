@@ -239,6 +239,10 @@ class RunMetrics:
             "rayloom_checkpoint_bytes",
             "Size of the newest checkpoint's files; absent until this process has written one.",
         )
+        self.checkpoint_free_bytes = registry.gauge(
+            "rayloom_checkpoint_free_bytes",
+            "Free space of the checkpoints' volume after the newest one; absent as its size is.",
+        )
         self.checkpoint_seconds = registry.gauge(
             "rayloom_checkpoint_seconds",
             "Time from copying the ranks' state to the end of writing, for the newest checkpoint.",

@@ -1,8 +1,9 @@
 """Convert rules.yaml to Prometheus' rules, with a scale for all durations.
 
-RUN_LABELS in it becomes the labels that tell runs apart. The chart's PodMonitor gives every series
-`release`, Prometheus' operator gives `namespace`, and `cluster` is for one ruler over several
-clusters; a series without one of them, as on a laptop, is grouped all the same.
+RUN_LABELS in it becomes the labels that tell runs apart, and PLACE_LABELS those of a release. The
+chart's PodMonitor gives every series `release`, Prometheus' operator gives `namespace`, and
+`cluster` is for one ruler over several clusters; a series without one of them, as on a laptop, is
+grouped all the same.
 
 Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
@@ -37,7 +38,8 @@ def rules_text(*, scale: float = 1.0) -> str:
 
     source = SOURCE.read_text(encoding="utf-8")
     rules = source[source.index("groups:") :]
-    rules = rules.replace("RUN_LABELS", ", ".join(RUN_LABELS))
+    for name, labels in (("RUN_LABELS", RUN_LABELS), ("PLACE_LABELS", PLACE_LABELS)):
+        rules = rules.replace(name, ", ".join(labels))
     return _HEADER + _DURATION.sub(scaled, rules)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -357,7 +358,9 @@ class RunRecorder:
     async def checkpoint_written(self, path: Path, *, seconds: float) -> None:
         """Record that all ranks have written their files. seconds: the duration of the write."""
         num_bytes = await asyncio.to_thread(_size_of, path)
+        volume = await asyncio.to_thread(shutil.disk_usage, path)
         self._metrics.run.checkpoint_bytes.set(num_bytes)
+        self._metrics.run.checkpoint_free_bytes.set(volume.free)
         self._metrics.run.checkpoint_seconds.set(seconds)
 
     def checkpoint_failed(self) -> None:

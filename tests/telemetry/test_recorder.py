@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import threading
 import time
 from collections import Counter
@@ -240,6 +241,8 @@ async def test_a_checkpoint_shows_its_size_and_time_or_its_failure(tmp_path: Pat
     await recorder.checkpoint_written(files, seconds=1.5)
     recorder.checkpoint_failed()
     assert value(metrics, "rayloom_checkpoint_bytes") == 500
+    free = value(metrics, "rayloom_checkpoint_free_bytes")
+    assert free is not None and 0 < free <= shutil.disk_usage(tmp_path).total
     assert value(metrics, "rayloom_checkpoint_seconds") == 1.5
     assert value(metrics, "rayloom_checkpoint_failures_total") == 1
 

@@ -94,6 +94,27 @@ class SyntheticRun:
             to=lambda t, before=self.values[admitted]: (before(t) or 0.0) + 2.0,
         )  # fmt: skip
 
+    def show_cluster(self) -> None:
+        """Show Ray's own metrics too, and those of the checkpoints' volume."""
+        self.values |= {
+            "rayloom_checkpoint_bytes": lambda t: 1e9,
+            "rayloom_checkpoint_free_bytes": lambda t: 2e10,
+            series("ray_node_mem_used", RayNodeType="head", ip="1"): lambda t: 3e9,
+            series("ray_node_mem_total", RayNodeType="head", ip="1"): lambda t: 8e9,
+            # A worker may use all of its memory.
+            series("ray_node_mem_used", RayNodeType="worker", ip="2"): lambda t: 7.9e9,
+            series("ray_node_mem_total", RayNodeType="worker", ip="2"): lambda t: 8e9,
+            series("ray_node_disk_utilization_percentage", ip="1"): lambda t: 40,
+            series("ray_object_store_memory", Location="SPILLED"): lambda t: 1e6,
+            "ray_object_store_used_memory": lambda t: 2e9,
+            "ray_object_store_available_memory": lambda t: 2e9,
+            series("ray_cluster_active_nodes", node_type="head"): lambda t: 1,
+            series("ray_cluster_active_nodes", node_type="worker"): lambda t: 9,
+            series("ray_serve_application_status", application="api"): lambda t: 6,
+            # Absent before the first one.
+            "ray_memory_manager_worker_eviction_total": lambda t: None,
+        }
+
     def vanish(self, *, since: float, until: float) -> None:
         """No scrape succeeds for a while."""
         for name in self.values:
