@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,8 @@ TEMPERATURE = 0.8
 class Policy:
     """An engine, the model with adapters that its trainer would hold, and its merged weights."""
 
-    engine: PolicyEngine  # type: ignore[name-defined]  # noqa: F821  # imported after its settings
+    engine: Any
+    """A `PolicyEngine`, which is imported after its settings are in the environment."""
     base: Path
     adapted: PreTrainedModel
     merged: dict[int, PreTrainedModel] = field(default_factory=dict)
@@ -110,10 +112,13 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poli
 
     engine = PolicyEngine(settings, tmp_path_factory.mktemp("engine"))
     await engine.start()
+    context = engine._llm.engine_core.resources.ctx
     found = Policy(engine=engine, base=directory, adapted=adapted)
     await found.publish(seed=1)
     yield found
     engine.shutdown()
+    # vLLM leaves it open, and its collection would fail another test.
+    context.destroy(linger=0)
 
 
 def attach(model: PreTrainedModel) -> None:
