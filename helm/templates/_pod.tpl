@@ -195,6 +195,9 @@ capabilities:
 {{- end }}
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+# Without it Ray reports 0 % for the disk of every pod.
+- name: RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE
+  value: "1"
 - name: VLLM_NO_USAGE_STATS
   value: "1"
 {{- with .group.env }}

@@ -148,6 +148,15 @@ def test_the_monitor_reads_every_port_of_metrics_and_names_the_cluster(mode: str
         assert names & set(METRICS) == (set(METRICS) if group == "head" else {"metrics"})
 
 
+def test_ray_measures_the_disk_of_every_pod() -> None:
+    """Ray's agent gives a made-up 0 % in a pod unless this variable is set there."""
+    templates = pod_templates(rendered({}, *EVERYTHING))
+    for group, template in templates.items():
+        container = template["spec"]["containers"][0]
+        variables = {each["name"]: each.get("value") for each in container["env"]}
+        assert variables["RAY_DASHBOARD_ENABLE_K8S_DISK_USAGE"] == "1", group
+
+
 def test_series_that_nobody_reads_are_dropped_unless_they_are_wanted() -> None:
     def dropped(monitor: dict[str, Any]) -> list[str]:
         values = {"monitoring": {"podMonitor": {"enabled": True, **monitor}}}
