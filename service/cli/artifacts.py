@@ -24,7 +24,7 @@ from service.launch.run_dir import RunDir, run_id_of
 from service.store.errors import LeaseHeld
 from service.store.lineage import Checkpoint
 from service.store.moving import move_run
-from service.store.place import StoreOptions, chosen_url, shown
+from service.store.place import StoreOptions, chosen_url, shown, sqlite_file
 from service.store.run_store import ReadOnlyStore, StoreError
 from service.store.tables import FORMAT
 
@@ -71,7 +71,7 @@ def export_to(
             only_adapter=only_adapter,
         )
     except (CheckpointError, FileExistsError, OSError) as error:
-        raise ConfigError(f"{command}: {error}") from error
+        raise ConfigError(f"{command}: {str(error).removeprefix('export: ')}") from error
 
 
 def checkpoint_of(source: Path, *, command: str) -> Path:
@@ -140,7 +140,7 @@ def move(run: Path, options: StoreOptions) -> str:
         before = run_dir.database_url
         run_id = run_id_of(load_config(run_dir.config_file), run_dir)
         url = chosen_url(run_dir.path, run_id, options)
-        if url == before:
+        if url == before or _is_same_file(url, before):
             raise ConfigError(f"move: the run is in {shown(url)} already; expected another place")
         if not run_dir.has_run():
             raise ConfigError(f"move: there is no run in {shown(before)}, expected one; correct it")
@@ -151,6 +151,12 @@ def move(run: Path, options: StoreOptions) -> str:
         f"moved from {shown(before)} to {shown(url)} in term {term}; the old database can only be "
         f"read now; continue with --resume {run}"
     )
+
+
+def _is_same_file(url: str, other: str) -> bool:
+    """Return whether two URLs name one SQLite file, also by other paths to it."""
+    file, other_file = sqlite_file(url), sqlite_file(other)
+    return file is not None and other_file is not None and file.resolve() == other_file.resolve()
 
 
 def write_reasoning_gym(

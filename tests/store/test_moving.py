@@ -63,6 +63,21 @@ def run_dir(tmp_path: Path) -> RunDir:
     return run_dir
 
 
+def test_a_move_to_another_path_of_the_same_database_is_refused(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAYLOOM_DATABASE_URL", raising=False)
+    link = run_dir.path.with_name("link")
+    link.symlink_to(run_dir.path)
+    before = rows_of(run_dir.database_url)
+    for same in (link, run_dir.path / ".." / run_dir.path.name):
+        with pytest.raises(ConfigError, match="already; expected another place"):
+            move(run_dir.path, StoreOptions(state_dir=same))
+    assert rows_of(run_dir.database_url) == before and not run_dir.store_file.exists()
+    with closing(RunStore(run_dir.database_url)) as store:
+        assert not store.is_fenced()
+
+
 def rows_of(place: str) -> Rows:
     """All rows in their stored form, without the marks of writers."""
     with closing(ReadOnlyStore(place)) as store:
