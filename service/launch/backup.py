@@ -19,8 +19,14 @@ from service.launch.run_dir import RunDir, run_id_of
 from service.store.errors import StoreError
 from service.store.lineage import Checkpoint
 from service.store.moving import copy_run
-from service.store.place import StoreOptions, chosen_url, record, shown, sqlite_url
+from service.store.place import DATABASE, StoreOptions, chosen_url, record, shown, sqlite_url
 from service.store.run_store import ReadOnlyStore
+
+# What both commands write; the database's files have names that begin with the database's.
+_NAMES = {
+    "checkpoints", "config.yaml", "functions", "journal", "model", "session.key", "sources.json",
+    "store.json",
+}  # fmt: skip
 
 
 def back_up(run_dir: RunDir, directory: Path) -> str:
@@ -124,6 +130,13 @@ def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
             f"{command}: {directory} exists, expected a new directory; choose another"
         )
     part = directory.with_name(f"{directory.name}.part")
+    names = {each.name for each in part.iterdir()} if part.is_dir() else set()
+    if others := [name for name in names - _NAMES if not name.startswith(DATABASE)]:
+        raise ConfigError(
+            f"{command}: {part} contains {min(others)}, which this command did not write; expected "
+            "no such directory, or what an interrupted command left; rename it, or choose another "
+            "directory"
+        )
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
@@ -138,5 +151,11 @@ def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
 def _refused(command: str) -> Iterator[None]:
     try:
         yield
-    except (StoreError, OSError) as error:
+    except StoreError as error:
         raise ConfigError(f"{command}: {' '.join(str(error).split())}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{command}: {error.filename or 'a file'} cannot be read or written "
+            f"({error.strerror or error}); expected readable files, and a writable directory with "
+            "enough space; correct it, or choose another directory"
+        ) from error

@@ -78,3 +78,19 @@ def test_a_backup_without_a_readable_checkpoint_and_an_existing_directory_are_re
     with pytest.raises(ConfigError, match="expected a directory that `rayloom backup` wrote"):
         restore(RunDir(path=tmp_path / "no"), RunDir(path=tmp_path / "new"), StoreOptions())
     assert sorted(each.name for each in tmp_path.iterdir()) == ["backup", BEFORE]
+
+
+def test_a_directory_of_the_users_at_the_name_of_the_unfinished_one_is_kept(tmp_path: Path) -> None:
+    run_dir = unpack_run(tmp_path, BEFORE)
+    mine = tmp_path / "backup.part" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(ConfigError, match=r"backup\.part contains mine\.txt"):
+        back_up(run_dir, tmp_path / "backup")
+    with pytest.raises(ConfigError, match=r"mine\.txt.part cannot be read or written \(Not a dir"):
+        back_up(run_dir, mine / "mine.txt")
+    assert mine.read_text() == "mine"
+    # What an interrupted backup leaves.
+    mine.rename(mine.with_name("rayloom.db.part"))
+    assert "1 checkpoints" in back_up(run_dir, tmp_path / "backup")
+    assert not mine.parent.exists()
