@@ -16,6 +16,7 @@ from actors.environment.tokenizer import (
 from actors.trainer.tiny.tokenizer import MAX_POSITIONS, build_tokenizer
 from service.cli.outlet import warn
 from service.config.file import ConfigError
+from service.config.model_files import check_adapters
 from service.config.preflight import check_with_model, check_without_model
 from service.config.tree import Config
 from service.config.trial import Trial
@@ -39,6 +40,12 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
     with tempfile.TemporaryDirectory(prefix="rayloom-check-") as directory:
         build_tokenizer().save_pretrained(directory, save_jinja_files=False)
         check_with_model(config, observations, model_path=directory)
+    if config.trainer.lora is not None:
+        # Imported here, because it imports torch.
+        from actors.trainer.tiny.model import TinyShape, tiny_config
+
+        tiny = tiny_config(TinyShape(), build_tokenizer())
+        check_adapters("model.tiny: the tiny model", tiny, config.trainer.lora)
 
 
 def describe_template(config: Config) -> str:

@@ -179,6 +179,12 @@ def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
                 f"expected the same (except sft.{', sft.'.join(_CHANGEABLE)}), because the order "
                 f"of the chats depends on it; use {run_dir.config_file}, or start a new training"
             )
+    if before.trainer.lora_shape != config.trainer.lora_shape:
+        raise ConfigError(
+            f"--resume {run_dir.path}: trainer.lora differs from that of the training, expected "
+            f"the same, because the checkpoint holds the adapters; use {run_dir.config_file}, or "
+            "start a new training"
+        )
 
 
 def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:

@@ -310,21 +310,33 @@ def _sentence(detail: ErrorDetails, root: type[Config] | type[SftConfig]) -> str
         return f"{location}: unknown key; {_closest(detail['loc'], root)}"
     if detail["type"] == "missing":
         return f"{location}: missing; this key is required"
+    got = f"{location}: got {detail['input']!r}"
+    if detail["type"] == "dataclass_type":
+        known = _settings(_section_at(detail["loc"], root))
+        return f"{got}; expected a map of settings, with keys such as {', '.join(known[:3])}"
+    if detail["type"] in ("tuple_type", "list_type"):
+        return f"{got}; expected a list, such as [a, b]"
+    if detail["type"] == "too_short":
+        return f"{got}; expected a list of at least {detail['ctx']['min_length']} valid values"
     message = _MEMBER.sub(r"\1", detail["msg"][0].lower() + detail["msg"][1:])
     return f"{location}: got {detail['input']!r}; {message}"
 
 
 def _closest(location: tuple[int | str, ...], root: type[Config] | type[SftConfig]) -> str:
-    section: Any = root
-    for part in location[:-1]:
-        # A part that is not a field is a key of a mapping, whose values all have one section type.
-        if part in _settings(section):
-            section = _section_of(get_type_hints(section)[str(part)])
-    known = _settings(section)
+    known = _settings(_section_at(location[:-1], root))
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
     return f"expected one of {', '.join(known)}"
+
+
+def _section_at(location: tuple[int | str, ...], root: type[Config] | type[SftConfig]) -> Any:
+    section: Any = root
+    for part in location:
+        # A part that is not a field is a key of a mapping, whose values all have one section type.
+        if part in _settings(section):
+            section = _section_of(get_type_hints(section)[str(part)])
+    return section
 
 
 def _settings(section: Any) -> list[str]:
@@ -332,8 +344,10 @@ def _settings(section: Any) -> list[str]:
 
 
 def _section_of(annotation: Any) -> Any:
-    """Return the dataclass of an annotation: the annotation itself, or one of its arguments."""
-    return next(each for each in (annotation, *get_args(annotation)) if is_dataclass(each))
+    """Return the dataclass of an annotation: the annotation itself, or one inside it; else None."""
+    if is_dataclass(annotation):
+        return annotation
+    return next(filter(None, map(_section_of, get_args(annotation))), None)
 
 
 def _truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:

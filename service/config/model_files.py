@@ -93,7 +93,7 @@ def check_architecture(
         reason = str(error).removeprefix("trainer: ")
         raise ConfigError(f"{key}: {directory} cannot be trained: {reason}") from error
     if lora is not None:
-        _check_adapters(directory, config, lora, key=key)
+        check_adapters(f"{key}: {directory}", config, lora)
     reasons = [] if inference is None else list(unserved(config, inference, dtype=dtype))
     if inference is not None and lora is not None and not lora.publish_merged:
         reasons += unserved_adapters(config, inference)
@@ -101,13 +101,18 @@ def check_architecture(
         raise ConfigError(f"{key}: {directory} cannot be served: {reasons[0]}")
 
 
-def _check_adapters(directory: Path, config: Any, lora: LoraSettings, *, key: str) -> None:
+def check_adapters(model: str, config: Any, lora: LoraSettings) -> None:
+    """Check that a model has the layers of its adapters.
+
+    Args: model: name of the model for errors. config: transformers' settings of its architecture.
+    Raises: ConfigError.
+    """
     from actors.trainer.lora import target_names
 
     try:
         target_names(config, lora)
     except NotImplementedError as error:
-        raise ConfigError(f"{key}: {directory} cannot be trained: {error}") from error
+        raise ConfigError(f"{model} cannot be trained: {error}") from error
 
 
 def check_architecture_once(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actors.trainer.settings import LoraSettings
 from service.config.tree import Config
 
 # Sections in which the checkpoint and the order of the tasks depend on every key.
@@ -33,10 +34,18 @@ def refused_changes(before: Config, now: Config) -> list[str]:
         )
     if before.trainer.lora_shape != now.trainer.lora_shape:
         found.append(
-            "trainer.lora differs from the run's own; expected the same (only publish_merged may "
+            f"trainer.lora is {_shown(now.trainer.lora_shape)}, the run has "
+            f"{_shown(before.trainer.lora_shape)}; expected the same (only publish_merged may "
             "change), because the checkpoint holds the adapters"
         )
     return [*found, *_refused_of_algorithm(before, now)]
+
+
+def _shown(lora: LoraSettings | None) -> str:
+    if lora is None:
+        return "null"
+    targets = "null" if lora.targets is None else f"[{', '.join(lora.targets)}]"
+    return f"{{rank: {lora.rank}, alpha: {lora.alpha:g}, targets: {targets}}}"
 
 
 def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:

@@ -223,6 +223,13 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
         ({"rollouts": {"episode_deadline_s": float("nan")}}, ["episode_deadline_s", "finite"]),
         ({"algorithm": {"min_group_size": 0}}, ["algorithm.min_group_size", "got 0"]),
         ({"algorithm": {"max_lag": -1}}, ["algorithm.max_lag", "got -1"]),
+        ({"trainer": {"lora": [16]}}, ["trainer.lora: got [16]; expected a map", "rank, alpha"]),
+        ({"trainer": {"lora": {"targets": "q_proj"}}}, ["targets: got 'q_proj'; expected a list"]),
+        (
+            {"trainer": {"lora": {"targets": []}}},
+            ["targets: got []; expected a list of at least 1"],
+        ),
+        ({"evaluation": {"sets": {"a": 5}}}, ["evaluation.sets.a: got 5; expected a map"]),
         ({"algorithm": {"max_variance_refills": -1}}, ["max_variance_refills", "got -1"]),
         ({"algorithm": {"window_groups": 0, "max_lag": 1}}, ["window_groups", "got 0"]),
         ({"algorithm": {"reward": {"missing_end_penalty": -1}}}, ["missing_end_penalty", "got -1"]),

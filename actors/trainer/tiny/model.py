@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from actors.trainer.tiny.built import (
     MARKER,
@@ -104,18 +109,11 @@ def build_tiny_model(
     return TinyModelReport(directory=directory, was_reused=False, **report)
 
 
-def _write_model(
-    directory: Path,
-    shape: TinyShape,
-    warmup: WarmupConfig,
-    *,
-    seed: int,
-    tie_word_embeddings: bool,
-    on_step: Callable[[int, float], None] | None,
-) -> dict[str, Any]:
-    """Create, warm up and save the model; return the report's fields except the directory's."""
-    tokenizer = build_tokenizer()
-    config = Qwen3Config(
+def tiny_config(
+    shape: TinyShape, tokenizer: PreTrainedTokenizerFast, *, tie_word_embeddings: bool = True
+) -> Qwen3Config:
+    """Return the settings of the model's architecture."""
+    return Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -130,6 +128,20 @@ def _write_model(
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
+
+
+def _write_model(
+    directory: Path,
+    shape: TinyShape,
+    warmup: WarmupConfig,
+    *,
+    seed: int,
+    tie_word_embeddings: bool,
+    on_step: Callable[[int, float], None] | None,
+) -> dict[str, Any]:
+    """Create, warm up and save the model; return the report's fields except the directory's."""
+    tokenizer = build_tokenizer()
+    config = tiny_config(shape, tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=shape.embedding_std)
     losses = warm_up(model, tokenizer, warmup, seed=seed, on_step=on_step)
