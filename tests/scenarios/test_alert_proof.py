@@ -6,10 +6,12 @@ days or a defect are tried by promtool alone (`tests/deploy/test_rules.py`).
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from worlds.agents.submitting_client import SubmittingClient
 from worlds.checks.missing_tools import skip_or_fail
 from worlds.runs.run_driver import ENGINE, START_S, STEP_S, running, small_config
 from worlds.servers.json_server import answering
+from worlds.servers.nodes import Node, network, require_nodes
 from worlds.servers.ports import free_port
 from worlds.servers.prometheus_server import LIFE_S, Target, scraping_all
 
@@ -127,3 +130,150 @@ def test_alerts_reach_a_webhook_when_their_faults_begin_and_when_they_end(
             working.join(timeout=60)
     assert "RayloomLedgerOutOfBalance" not in told.states
     assert "RayloomRunFailed" not in told.states
+
+
+# A driver that keeps its fault until its standard input ends.
+FAULT = """
+import sys
+import numpy
+import ray
+from ray import serve
+ray.init(address="auto", log_to_driver=False, logging_level="error")
+{begin}
+print("begun", flush=True)
+sys.stdin.read()
+{end}
+"""
+# Three times what a node's object store holds.
+SPILL = FAULT.format(begin="kept = [ray.put(numpy.ones(2**21)) for _ in range(24)]", end="")
+FAIL_TO_DEPLOY = FAULT.format(
+    begin="""
+@serve.deployment(ray_actor_options={"num_cpus": 0}, max_constructor_retry_count=1)
+class Broken:
+    def __init__(self):
+        raise ValueError("it never starts")
+try:
+    serve.run(Broken.bind(), name="broken", route_prefix="/broken")
+except RuntimeError as error:
+    print(error, file=sys.stderr)
+else:
+    raise AssertionError("it started")
+""",
+    end='serve.delete("broken")',
+)
+RUN_OUT_OF_MEMORY = FAULT.format(
+    begin="""
+@ray.remote(num_cpus=0, resources={"short": 1}, max_retries=0)
+def wait():
+    import time
+    time.sleep(600)
+try:
+    ray.get(wait.remote())
+except ray.exceptions.OutOfMemoryError as error:
+    print(error, file=sys.stderr)
+""",
+    end="",
+)
+
+
+@contextmanager
+def fault(node: Node, script: str) -> Iterator[None]:
+    """Have a driver on the node do as the script says, until the end of the block."""
+    process = subprocess.Popen(
+        [*node.entrance, "timeout", str(LIFE_S), sys.executable, "-c", script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        # After lines of Ray Serve's own.
+        assert "begun\n" in process.stdout, f"the driver ended with {process.wait()}"
+        yield
+        process.stdin.close()
+        assert process.wait(timeout=START_S) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@contextmanager
+def small_volume(directory: Path) -> Iterator[None]:
+    """Mount a file system of its own there, until the end of the block."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", directory], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+@contextmanager
+def filled(volume: Path, *, left_bytes: int) -> Iterator[None]:
+    """Fill a volume except for `left_bytes`, until the end of the block."""
+    ballast = volume / "ballast"
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(volume).free - left_bytes)
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@pytest.mark.nodes
+def test_alerts_on_what_is_below_the_run_reach_a_webhook(tmp_path: Path, small_model: str) -> None:
+    """Objects are spilled, an application of Ray Serve fails to deploy, a node is short of memory,
+    the checkpoints' volume is full, and a node is lost."""
+    require_nodes()
+    volume, told = tmp_path / "volume", Told()
+    # Ray's memory monitor finds it short of memory from the first worker on.
+    is_short = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
+    with (
+        small_volume(volume),
+        network(tmp_path) as net,
+        alertmanager(tmp_path, told) as receiver,
+    ):
+        roles = {f"rayloom_{role}": 1.0 for role in ("control", "inference", "trainer")}
+        port = "--metrics-export-port=8080"
+        head = net.add(cpus=3, resources=roles, options=[port])
+        _, second = (
+            net.add(cpus=1, resources={"rayloom_environments": 1}, options=[port]) for _ in range(2)
+        )
+        net.add(cpus=0, resources={"short": 1}, environ=is_short, options=[port])
+        net.start()
+        config = small_config(
+            tmp_path,
+            small_model,
+            run={"steps": 100_000, "evaluate_every": 100_000, "journal_steps": 10},
+            trainer={"num_ranks": 1},
+            rollouts={"num_actors": 2, "turn_deadline_s": 60, "frozen_after_s": 20},
+            metrics={"host": head.address},
+        )
+        targets = [Target(address=f"{each.address}:8080", labels={}) for each in net.nodes]
+        line = ["--address", f"{head.address}:6379"]
+        with running(config, volume / "run", line, entrance=head.entrance) as run:
+            targets.append(Target(address=run.metrics_address(limit_s=START_S), labels={}))
+            with scraping_all(
+                targets, tmp_path / "prometheus", run="small",
+                rules=rules_text(scale=SCALE), alertmanager=receiver,
+            ):  # fmt: skip
+                run.wait_for_step(5, limit_s=START_S)
+                with fault(head, SPILL):
+                    told.wait_for("firing", "RayloomObjectStoreSpilling", limit_s=START_S)
+                with fault(head, FAIL_TO_DEPLOY):
+                    told.wait_for("firing", "RayloomServeUnhealthy", limit_s=START_S)
+                with fault(head, RUN_OUT_OF_MEMORY):
+                    told.wait_for("firing", "RayloomOutOfMemory", limit_s=START_S)
+                one = max((volume / "run" / "checkpoints").glob("step-*"))
+                size = sum(each.stat().st_size for each in one.rglob("*"))
+                # Room for the next one, and then for less than one and a half.
+                with filled(volume, left_bytes=2 * size):
+                    told.wait_for("firing", "RayloomCheckpointVolumeFull", limit_s=START_S)
+                second.kill()
+                told.wait_for("firing", "RayloomNodesMissing", limit_s=START_S)
+                second.start()
+                told.wait_for(
+                    "resolved", "RayloomObjectStoreSpilling", "RayloomServeUnhealthy",
+                    "RayloomOutOfMemory", "RayloomCheckpointVolumeFull", "RayloomNodesMissing",
+                    limit_s=START_S,
+                )  # fmt: skip
