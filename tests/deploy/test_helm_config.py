@@ -33,6 +33,8 @@ ENTRIES: dict[str, Any] = {
 OTHERS: dict[str, Any] = {
     "rollouts.stop": ["END"],
     "trainer.betas": [0.8, 0.85],
+    # The only value that it can have.
+    "trainer.lora.dropout": 0.0,
     "algorithm.loss.token_band": [0.5, 1.5],
     "algorithm.loss.sequence_band": [0.5, 1.5],
     "algorithm.reward.clip": [-2.5, 2.5],
