@@ -107,7 +107,7 @@ def test_a_release_of_the_version_before_is_upgraded_without_a_change_that_kuber
 
 
 STEPS: Values = {"config": {"run": {"steps": 7}}}
-IMAGE: Values = {"image": {"tag": "0.2.0-cpu"}}
+IMAGE: Values = {"image": {"tag": "9.9.9-cpu"}}
 
 
 @both_helms
