@@ -86,9 +86,9 @@ def test_a_release_is_installed_upgraded_rolled_back_and_uninstalled(
     release.apply("upgrade", {})
     assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
 
-    pods = {"image": {"tag": "0.2.0-cpu"}}
+    pods = {"image": {"tag": "9.9.9-cpu"}}
     release.apply("upgrade", pods)
-    assert "0.2.0-cpu" in json.dumps(release.ray()["spec"])
+    assert "9.9.9-cpu" in json.dumps(release.ray()["spec"])
     assert release.secrets() == keys
     release.run("rollback", "1")
     assert release.ray()["spec"] == first["spec"] and release.secrets() == keys
@@ -151,7 +151,7 @@ def test_the_server_refuses_what_it_does_not_know(server: ApiServer, tmp_path: P
 def test_what_runs_is_not_changed_by_halves_nor_replaced(server: ApiServer, pinned: Pinned) -> None:
     release = Release(server, pinned, "service")
     release.apply("install", {})
-    both: Values = {"image": {"tag": "0.2.0-cpu"}, "config": {"run": {"steps": 7}}}
+    both: Values = {"image": {"tag": "9.9.9-cpu"}, "config": {"run": {"steps": 7}}}
     with pytest.raises(HelmError, match="both its configuration and its pods change"):
         release.apply("upgrade", both)
     release.mode = "cluster"
