@@ -20,7 +20,7 @@ from service.gateway.bodies import NewSession
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENT = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST_FILES = {"one rollout": 45, "a session's request": 10}
-# A file of at most so many lines is a small one, which a walk need not name.
+# A walk need not name a file of at most this number of lines.
 SMALL = 150
 
 

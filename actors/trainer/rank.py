@@ -65,9 +65,10 @@ class ScoredMinibatch:
 
     minibatch: Minibatch
     old: Sequence[Tensor | None]
-    """Of the old policy; None if the loss does not need them or the current policy is still old."""
+    """Log-probabilities by the old policy; None if the loss does not need them, or if the current
+    policy is still the old one."""
     reference: Sequence[Tensor | None]
-    """Of the reference; None if the loss does not need them."""
+    """Log-probabilities by the reference; None if the loss does not need them."""
 
 
 class TrainerRank:

@@ -137,6 +137,14 @@ AnswerOption = Annotated[
     ),
 ]
 Temperature = Annotated[float | None, typer.Option(min=0, help="sampling temperature")]
+TargetUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"),
+]
+TargetDirectory = Annotated[
+    str | None,
+    typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
+]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
 
@@ -700,7 +708,8 @@ def try_out(
         float | None, typer.Option(min=0, max=1, help="sample from this share of the probability")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="sample from so many tokens; only with vLLM's API")
+        int | None,
+        typer.Option(help="sample from this number of the likeliest tokens; only with vLLM's API"),
     ] = None,
     min_p: Annotated[
         float | None,
@@ -788,16 +797,8 @@ def export(
 @app.command()
 def move(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"
-        ),
-    ] = None,
-    state_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
-    ] = None,
+    database_url: TargetUrl = None,
+    state_dir: TargetDirectory = None,
 ) -> None:
     """Move the database of a run that has ended to PostgreSQL or SQLite.
 
@@ -825,16 +826,8 @@ def backup(
 def restore(
     directory: Annotated[Path, typer.Argument(metavar="BACKUP", help="that `backup` wrote")],
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="must not exist")],
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"
-        ),
-    ] = None,
-    state_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
-    ] = None,
+    database_url: TargetUrl = None,
+    state_dir: TargetDirectory = None,
 ) -> None:
     """Make a run directory from a backup, to continue with --resume."""
     place = _path("--state-dir", state_dir)

@@ -70,8 +70,8 @@ def prepare_environment(config: Config) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
-        # Each process of Ray writes two files; so many old ones of each are kept. Without the first
-        # variable the files of workers grow without a limit.
+        # Each process of Ray writes two files. Each rotates at this size, and two old files of it
+        # are kept. Without the first variable the files of workers grow without a limit.
         "RAY_ROTATION_MAX_BYTES": str(16 * MIB),
         "RAY_ROTATION_BACKUP_COUNT": "2",
         DOOR_VARIABLE: DOOR,

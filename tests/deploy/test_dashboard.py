@@ -47,7 +47,7 @@ ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 # Metrics that no panel shows, and why.
 NOT_SHOWN = {
     "rayloom_build_info": "it says nothing over time",
-    "rayloom_secret_read_failures": "0 but for a mounted file that is broken; the log says so too",
+    "rayloom_secret_read_failures": "0 unless a mounted file is broken, which the log reports too",
     "rayloom_run_paused": "the phase is shown, which is paused while anything is",
     "rayloom_run_phase_timestamp_seconds": "an alert begins to count from it",
     "rayloom_policy_age_versions": "the newest step's is shown, right at any pace",

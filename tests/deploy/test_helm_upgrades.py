@@ -82,7 +82,7 @@ def test_a_release_of_the_version_before_is_upgraded_without_a_change_that_kuber
     after = upgraded(before, {"mode": mode, "suspend": True})
 
     def fixed(manifests: Sequence[Manifest]) -> dict[tuple[str, str], Any]:
-        """What an API server refuses to change, by kind and name."""
+        """Return the fields that an API server refuses to change, by kind and name."""
         kept: dict[tuple[str, str], Any] = {}
         for each in manifests:
             spec = each.get("spec", {})

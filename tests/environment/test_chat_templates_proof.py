@@ -41,7 +41,7 @@ def tokenizer(family: str) -> PreTrainedTokenizerFast:
 def spans(
     family: str, messages: list[dict[str, Any]], **options: Any
 ) -> tuple[PreTrainedTokenizerFast, list[tuple[list[int], list[list[int]]]]]:
-    """Of each sample the ids, and the runs of trained ids."""
+    """Return the tokenizer, and for each sample its ids and its runs of trained ids."""
     found = tokenizer(family)
     end = found.convert_tokens_to_ids(FAMILIES[family])
     encoder = ChatEncoder(found, stop_token_ids=[end], template_options=options)

@@ -151,7 +151,7 @@ def train(where: str, *, key: str, pod: Pod) -> None:
 
 
 def key_of(pod: Pod) -> str:
-    """As the pod's processes read it."""
+    """Return the key of the API from the file that the pod's processes read."""
     first = pod.processes()[0]
     return Path(f"/proc/{first.pid}/root{first.environ()['RAYLOOM_API_KEY_FILE']}").read_text()
 

@@ -93,7 +93,7 @@ class Terminal:
     is_activated: bool = False
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     answer: str = ""
-    """What the last command printed."""
+    """The output of the last command."""
 
     def start_block(self, block: Block) -> None:
         """Begin in the project's directory if the block says so; write the file that it shows."""
