@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 
 log = logging.getLogger("rayloom.secrets")
 
-# Between two readings of a file.
+# Least time between two readings of a file, in seconds.
 FRESH_S = 2.0
-# No key and no URL is as long.
+# Longer than any key or URL.
 MAX_BYTES = 64 << 10
 
 Value = TypeVar("Value")

@@ -1,8 +1,8 @@
 """Copy a run's rows to another database, of either kind, and move a run there.
 
 Invariants: the copy is one transaction (SQLite: one rename), so that a new database has all rows or
-does not exist; the old database refuses every write from before the first row is read, so that the
-copy misses nothing; which database is the run's changes with the record in its directory, last. A
+does not exist; the old database refuses every write before the first row is read, so that the copy
+misses nothing; the record in the run's directory, which names its database, is replaced last. A
 move that is killed therefore leaves the run in the old database, and the same move again ends it.
 Called by the commands `move`, `backup` and `restore`.
 """
