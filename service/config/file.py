@@ -42,18 +42,18 @@ _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
 _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path` and apply the overrides `section.key=value`, whose values are YAML.
 
     Raises: ConfigError that names every problem.
 
     Example:
         ```python
-        config = load_config(Path("deploy/configs/guessing-cpu.yaml"), ["run.steps=20"])
+        config = load_config("deploy/configs/guessing-cpu.yaml", ["run.steps=20"])
         print(config.run.steps, config.algorithm.group_size)
         ```
     """
-    return parse_config(_read_yaml(path), source=str(path), overrides=overrides)
+    return parse_config(_read_yaml(Path(path)), source=str(path), overrides=overrides)
 
 
 def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> Config:

@@ -6,7 +6,6 @@ import ast
 import inspect
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ def test_the_example_of_load_config_runs(
 ) -> None:
     monkeypatch.chdir(ROOT)
     [code] = blocks(rayloom.load_config)
-    exec(code, {**namespace(), "Path": Path})
+    exec(code, namespace())
     assert capsys.readouterr().out == "20 16\n"
 
 
