@@ -163,7 +163,7 @@ def world(
         )
         found: Any = Found(actor)
         app = create_app(found, settings)
-        add_sessions(app, found, GatewayClient(found.gateway), settings)
+        add_sessions(app, found, GatewayClient(found.gateway).sessions, settings)
         yield World(app=app, gateway=_process("ray::Gateway"))
         del running
     finally:

@@ -8,30 +8,19 @@ in the store: if the actor dies, its successor takes its rollouts again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
+from actors.environment.policy import PolicyClient
 from actors.environment.rendering import load_renderer
 from actors.metrics import GatewayMetrics
 from actors.trajectory_queue.exchange import RolloutExchange
 from actors.trajectory_queue.settings import ExchangeSettings
 from actors.types import SESSION, UPLOADED, RolloutAssignment, Trajectory
-from service.access.keys import Caller
-from service.gateway.calls import ChatCall, Finish, SessionView
-from service.gateway.chat import ChatReply, Refused
+from service.gateway.chat import Refused
 from service.gateway.commits import GroupCommit
-from service.gateway.generation import Generation
 from service.gateway.sessions import GatewaySettings, Sessions
-from service.gateway.uploads import Uploads, policy_facts
-from service.intake.uploads import (
-    GroupPolicy,
-    PolicyFacts,
-    Upload,
-    UploadGroup,
-    UploadReply,
-    UploadView,
-)
+from service.gateway.uploads import Uploads
 from service.store.database import PATIENCE_S
 from service.store.keys import read_keys
 from service.store.run_store import RunStore
@@ -44,10 +33,7 @@ STORE_HOLD_S = PATIENCE_S / 2
 
 
 class Gateway:
-    """An asynchronous Ray actor; its calls are those of `Sessions`, `Uploads` and `Generation`.
-
-    Refusals are returned instead of raised, since Ray logs raised errors.
-    """
+    """An asynchronous Ray actor, which `service.gateway.client` calls."""
 
     def __init__(
         self,
@@ -79,8 +65,6 @@ class Gateway:
             history=settings.rollouts.history,
             chat_template=settings.chat_template,
         )
-        self._facts = policy_facts(settings, renderer)
-        self._uploads = Uploads(settings, store=UploadStore(store), term=term)
         self._sessions = Sessions(
             settings,
             renderer=renderer,
@@ -90,7 +74,14 @@ class Gateway:
             metrics=self._metrics,
             read_keys=lambda: read_keys(store),
         )
-        self._generation = Generation(make_policy, take_turn=self._sessions.take_turn)
+        self._uploads = Uploads(
+            settings,
+            renderer=renderer,
+            store=UploadStore(store),
+            term=term,
+            make_policy=make_policy,
+            take_turn=self._sessions.take_turn,
+        )
         self._exchange = RolloutExchange(
             self._play,
             actor_id=actor_id,
@@ -141,67 +132,15 @@ class Gateway:
         self._sessions.close()
         await self._commits.close()
 
-    async def chat(self, call: ChatCall) -> ChatReply | Refused:
-        return await _answer(self._sessions.chat(call))
+    async def ask(self, part: str, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of `Sessions` or `Uploads` and return its answer.
 
-    async def check_key(self, session_id: str, key_digest: str) -> Refused | None:
-        refused: Refused | None = await _answer(self._sessions.check_key(session_id, key_digest))
-        return refused
+        Return a refusal instead of raising it, since Ray logs raised errors.
 
-    async def num_prompt_tokens(self, call: ChatCall) -> int | Refused:
-        return await _answer(self._sessions.num_prompt_tokens(call))
-
-    async def abandon(self, session_id: str, request_id: str) -> None:
-        await self._sessions.abandon(session_id, request_id)
-
-    async def finish(
-        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
-    ) -> SessionView | Refused:
-        return await _answer(self._sessions.finish(session_id, key_digest, finish, client))
-
-    async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
-    ) -> SessionView | Refused:
-        return await _answer(self._sessions.give_reward(session_id, key_digest, given, client))
-
-    async def discard(
-        self, session_id: str, sees: str | None = None
-    ) -> SessionView | Refused | None:
-        return await _answer(self._sessions.discard(session_id, sees))
-
-    async def claim(
-        self, submission_id: str, name: str, sees: str | None = None
-    ) -> int | Refused | None:
-        return await _answer(self._sessions.claim(submission_id, name, sees))
-
-    async def close_group(
-        self, submission_id: str, sees: str | None = None
-    ) -> int | Refused | None:
-        return await _answer(self._sessions.close_group(submission_id, sees))
-
-    async def view(self, session_id: str, sees: str | None = None) -> SessionView | Refused | None:
-        return await _answer(self._sessions.view(session_id, sees))
-
-    async def policy_facts(self) -> PolicyFacts:
-        return self._facts
-
-    async def upload(
-        self, uploads: Sequence[Upload], policies: Sequence[GroupPolicy], **limits: int
-    ) -> UploadReply | Refused:
-        return await _answer(self._uploads.add(uploads, policies, **limits))
-
-    async def uploaded(self, name: str) -> UploadView | Refused | None:
-        return await _answer(self._uploads.view(name))
-
-    async def drop_group(self, group: str) -> UploadGroup | Refused | None:
-        return await _answer(self._uploads.drop(group))
-
-    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply | Refused:
-        return await _answer(self._generation.generate(request, key_name))
-
-
-async def _answer(work: Any) -> Any:
-    try:
-        return await work
-    except Refused as refused:
-        return refused
+        Args: part: "sessions" or "uploads".
+        """
+        called = {"sessions": self._sessions, "uploads": self._uploads}[part]
+        try:
+            return await getattr(called, method)(*arguments, **named)
+        except Refused as refused:
+            return refused

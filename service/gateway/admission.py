@@ -34,7 +34,7 @@ class SessionAdmission:
     """The check of session keys; implements `service.api.guards.CheckSessionKey`."""
 
     def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
-        """Check keys with `check_key` (`SessionPort.check_key`)."""
+        """Check keys with `check_key` (`Sessions.check_key`)."""
         self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:

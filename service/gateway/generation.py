@@ -1,21 +1,20 @@
 """Token ids in, token ids out: turns for agent loops that render their own prompts.
 
-What is sampled here is not stored, and trained only if it is uploaded (`service.gateway.uploads`).
-The API's replicas check bodies before they call the gateway.
+The API's replicas check a body and write the answer here; the gateway samples
+(`service.gateway.uploads`). The sampled tokens are not stored, and trained only if they are
+uploaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
+from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import RolloutSettings
 from service.api.problems import Problem
-from service.gateway.sampling import Engine
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
 from service.gateway.upload_checks import Fault, Violation, read_ids
 from service.intake.uploads import PolicyFacts
@@ -82,26 +81,6 @@ def generate_answer(reply: GenerateReply, *, packed: bool) -> GenerateAnswer:
         cache_salt=reply.cache_salt,
         replica=reply.replica,
     )
-
-
-class Generation:
-    """Sampling without a session, in the gateway; belongs to one event loop."""
-
-    def __init__(
-        self, make_policy: Callable[[], PolicyClient], *, take_turn: Callable[[str], None]
-    ) -> None:
-        """Make an engine. take_turn: counts a turn of a key, as `Sessions.take_turn` does."""
-        self._engine = Engine(make_policy)
-        self._take_turn = take_turn
-
-    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """Sample the tokens that follow a prompt. Raises: Refused.
-
-        key_name: name of the client's key; empty for the first admin key or without a key.
-        """
-        self._take_turn(key_name)
-        _, reply = await self._engine.sample(request, param="token_ids")
-        return reply
 
 
 def _packed(column: NDArray[Any], dtype: str) -> Packed:

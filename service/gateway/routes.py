@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Path, Query, Request, Response
@@ -53,7 +53,7 @@ from service.gateway.bodies import (
     SessionsAnswer,
     SessionsBody,
 )
-from service.gateway.calls import ChatCall, Finish, SessionView
+from service.gateway.calls import ChatCall, SessionView
 from service.gateway.chat import ChatReply, RefusalCode, Refused
 from service.gateway.description import described
 from service.gateway.dialects import DIALECTS, dialect_at
@@ -67,6 +67,10 @@ from service.gateway.dialects.dialect import (
 from service.gateway.keys import session_of_key
 from service.intake.listing import SessionFilter
 from service.intake.session import SessionStatus, session_id
+
+if TYPE_CHECKING:
+    # Its module needs a tokenizer, which a replica of the API does not load.
+    from service.gateway.sessions import Sessions
 
 # A stream begins with its first heartbeat; until then an error has its own HTTP status.
 FIRST_HEARTBEAT_S = 1.0
@@ -90,50 +94,11 @@ THREAD_BYTES = 1 << 18
 Answer = TypeVar("Answer")
 
 
-class SessionPort(Protocol):
-    """The gateway's calls for sessions. Each may raise Refused and RunUnavailable."""
+def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSettings) -> None:
+    """Add the routes of sessions, and the check of their keys before a body is read.
 
-    async def chat(self, call: ChatCall) -> ChatReply: ...
-
-    async def num_prompt_tokens(self, call: ChatCall) -> int:
-        """Count the prompt tokens of a request's turn; sample nothing."""
-        ...
-
-    async def check_key(self, session_id: str, key_digest: str) -> None:
-        """Check a session's key. Raises: Refused if it is neither of its keys."""
-        ...
-
-    def abandon(self, session_id: str, request_id: str) -> None:
-        """Report that the client may not have got its answer."""
-        ...
-
-    async def finish(
-        self, session_id: str, key_digest: str, finish: Finish, client: Caller | None = None
-    ) -> SessionView:
-        """End a session. client: a caller that uses its own key instead of the session's."""
-        ...
-
-    async def give_reward(
-        self, session_id: str, key_digest: str, given: Finish, client: Caller | None = None
-    ) -> SessionView:
-        """Give a finished session its reward. client: as in `finish`."""
-        ...
-
-    async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
-        """End a session untrained. sees: as `Caller.sees`; what it hides is None, also below."""
-        ...
-
-    async def view(self, session_id: str, sees: str | None = None) -> SessionView | None: ...
-
-    async def claim(self, submission_id: str, name: str, sees: str | None = None) -> int | None:
-        """Claim a session of a group that the caller has created or joined."""
-        ...
-
-    async def close_group(self, submission_id: str, sees: str | None = None) -> int | None: ...
-
-
-def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
-    """Add the routes of sessions, and the check of their keys before a body is read."""
+    Args: port: the gateway's sessions (`service.gateway.client`).
+    """
     app.state.check_session_key = SessionAdmission(
         lambda session_id, digest: port.check_key(session_id, digest), app.state.callers
     )
@@ -148,7 +113,7 @@ def add_sessions(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSe
     _add_unknown(app)
 
 
-def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpSettings) -> None:
+def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSettings) -> None:
     @app.post(
         f"{PREFIX}/sessions",
         tags=["sessions"],
@@ -223,7 +188,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: SessionPort, settings: HttpS
         return CloseAnswer(given_up=given_up)
 
 
-def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Callers) -> None:
+def _add_lifecycle(app: FastAPI, run: RunPort, port: Sessions, callers: Callers) -> None:
     @app.get(f"{PREFIX}/sessions", tags=["sessions"])
     async def sessions(
         request: Request,
@@ -293,7 +258,8 @@ def _add_lifecycle(app: FastAPI, run: RunPort, port: SessionPort, callers: Calle
         if caller is None or not caller.secret:
             return None
         callers.count(caller)
-        return caller
+        # No raw key leaves the replica that it was sent to.
+        return replace(caller, secret="")
 
 
 async def native(work: Awaitable[Answer]) -> Answer:
@@ -315,7 +281,7 @@ def _shown(name: str, view: SessionView | None, caller: Caller) -> SessionAnswer
     return SessionAnswer.of(view, caller)
 
 
-def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings) -> None:
+def _add_dialect(app: FastAPI, dialect: Dialect, port: Sessions, settings: HttpSettings) -> None:
     """Add a dialect's routes: the session is in the path, or in a header or the key."""
 
     async def bound(request: Request, name: str) -> Response:
@@ -334,9 +300,7 @@ def _add_dialect(app: FastAPI, dialect: Dialect, port: SessionPort, settings: Ht
         )(route)
 
 
-def _add_counting(
-    app: FastAPI, dialect: Dialect, port: SessionPort, settings: HttpSettings
-) -> None:
+def _add_counting(app: FastAPI, dialect: Dialect, port: Sessions, settings: HttpSettings) -> None:
     """Add the route that counts a prompt's tokens in a dialect."""
 
     async def bound(request: Request, name: str) -> Response:
@@ -421,7 +385,7 @@ def _add_unknown(app: FastAPI) -> None:
 
 
 async def _chat(
-    dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
+    dialect: Dialect, port: Sessions, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     try:
         call, style = await _asked(dialect, settings, request, name)
@@ -452,7 +416,7 @@ async def _chat(
 
 
 async def _count(
-    dialect: Dialect, port: SessionPort, settings: HttpSettings, request: Request, name: str
+    dialect: Dialect, port: Sessions, settings: HttpSettings, request: Request, name: str
 ) -> Response:
     assert dialect.counted is not None
     try:
@@ -497,7 +461,7 @@ class _Stream(StreamingResponse):
         dialect: Dialect,
         style: AnswerStyle,
         work: asyncio.Task[ChatReply],
-        abandon: Callable[[], None],
+        abandon: Callable[[], Awaitable[None]],
     ) -> None:
         """Make the stream. abandon: called if the client is gone before the last event."""
         super().__init__(
@@ -517,7 +481,7 @@ class _Stream(StreamingResponse):
             if not self._work.done():
                 self._work.cancel()
             elif not self._is_whole:
-                self._abandon()
+                await self._abandon()
 
     async def _events(self) -> AsyncIterator[bytes]:
         while not self._work.done():

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
-from actors.environment.policy import GenerateReply, GenerateRequest
+from actors.environment.policy import GenerateRequest
 from service.access.keys import Caller
 from service.api.callers import caller_of
 from service.api.ports import PREFIX, RunPort
@@ -44,35 +44,14 @@ from service.intake.uploads import (
     UploadGroup,
     UploadRefusal,
     UploadReply,
-    UploadView,
 )
+
+if TYPE_CHECKING:
+    # It needs a tokenizer, which a replica of the API does not load.
+    from service.gateway.uploads import Uploads
 
 UPLOADS = f"{PREFIX}/trajectories"
 Answer = TypeVar("Answer")
-
-
-class UploadPort(Protocol):
-    """The gateway's calls for uploads. Each may raise Refused and RunUnavailable."""
-
-    async def policy_facts(self) -> PolicyFacts: ...
-
-    async def upload(
-        self,
-        uploads: Sequence[Upload],
-        policies: Sequence[GroupPolicy],
-        *,
-        policy_version: int,
-        max_members: int,
-        max_waiting_mib: int,
-    ) -> UploadReply: ...
-
-    async def uploaded(self, name: str) -> UploadView | None: ...
-
-    async def drop_group(self, group: str) -> UploadGroup | None: ...
-
-    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
-        """Sample the tokens after a prompt. key_name: of the caller's key; empty: it has none."""
-        ...
 
 
 class PolicyAnswer(StrictBody):
@@ -174,14 +153,17 @@ _REFUSED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_uploads(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
-    """Add the routes of uploads and of token-in, token-out sampling."""
+def add_uploads(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettings) -> None:
+    """Add the routes of uploads and of token-in, token-out sampling.
+
+    Args: port: the gateway's uploads (`service.gateway.client`).
+    """
     _add_trajectories(app, run, port, settings)
     _add_lookups(app, run, port, settings)
     _add_generate(app, port, settings)
 
 
-def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
+def _add_trajectories(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettings) -> None:
     service = settings.service
 
     @app.post(UPLOADS, tags=_TAGS, responses=_REFUSED, openapi_extra=_either_format(UploadBody))
@@ -193,7 +175,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
         read = partial(_read_upload, raw, packed, facts, settings, caller)
         uploads, policies = await _off_loop(raw, read)
         reply = await native(
-            port.upload(
+            port.add(
                 uploads,
                 policies,
                 policy_version=readiness.policy_version,
@@ -209,7 +191,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
     async def show(request: Request, name: KnownId) -> TrajectoryAnswer:
         """Return an accepted trajectory, without its tokens."""
         caller = caller_of(request)
-        found = await native(port.uploaded(caller.whole(name)))
+        found = await native(port.view(caller.whole(name)))
         if found is None:
             raise Problem(
                 404,
@@ -235,7 +217,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
     async def drop(request: Request, group: KnownId) -> GroupAnswer:
         """Delete the trajectories of an incomplete group; their ids are free again."""
         caller = caller_of(request)
-        found = await native(port.drop_group(caller.whole(group)))
+        found = await native(port.drop(caller.whole(group)))
         if found is None:
             raise Problem(404, "unknown-group", f"this run has no group {group!r} of trajectories")
         if found.is_closed:
@@ -248,7 +230,7 @@ def _add_trajectories(app: FastAPI, run: RunPort, port: UploadPort, settings: Ht
         return GroupAnswer.of(found, caller)
 
 
-def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSettings) -> None:
+def _add_lookups(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettings) -> None:
     @app.get(f"{PREFIX}/policy", tags=_TAGS)
     async def policy() -> PolicyAnswer:
         """Return what a client must know to sample for this run."""
@@ -264,7 +246,7 @@ def _add_lookups(app: FastAPI, run: RunPort, port: UploadPort, settings: HttpSet
         )
 
 
-def _add_generate(app: FastAPI, port: UploadPort, settings: HttpSettings) -> None:
+def _add_generate(app: FastAPI, port: Uploads, settings: HttpSettings) -> None:
     @app.post(
         f"{PREFIX}/generate",
         tags=_TAGS,

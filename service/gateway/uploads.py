@@ -1,5 +1,7 @@
 """Accept uploaded trajectories, and deliver them when their groups are admitted.
 
+Also sample turns for agent loops that render their own prompts; such turns are not stored.
+
 Invariants: an accepted trajectory is stored before the answer; a delivered one is read from the
 store, so that another gateway can deliver it again after a crash. Nothing here depends on Ray: the
 actor (`service.gateway.actor`) forwards its calls.
@@ -9,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.rendering import ChatRenderer
 from actors.limits import MIB
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import UNDONE, Outcome, RolloutAssignment, Sample, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
+from service.gateway.sampling import Engine
 from service.gateway.sessions import GatewaySettings
 from service.gateway.upload_content import decoded_content
 from service.intake.uploads import (
@@ -41,14 +45,40 @@ AGAIN_S = 1.0
 
 
 class Uploads:
-    """The uploads of a run; belongs to one event loop."""
+    """The uploads and direct samples of a run; belongs to one event loop."""
 
-    def __init__(self, settings: GatewaySettings, *, store: UploadStore, term: int) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        renderer: ChatRenderer,
+        store: UploadStore,
+        term: int,
+        make_policy: Callable[[], PolicyClient],
+        take_turn: Callable[[str], None],
+    ) -> None:
+        """Make the uploads of a run. take_turn: counts a turn of a key, as `Sessions.take_turn`."""
         self._settings = settings
+        self._facts = policy_facts(settings, renderer)
         self._store = store
         self._term = term
+        self._engine = Engine(make_policy)
+        self._take_turn = take_turn
         # A separate thread: turns are stored meanwhile.
         self._thread = StoreThread()
+
+    async def policy_facts(self) -> PolicyFacts:
+        """Return the policy's facts, by which uploads are checked."""
+        return self._facts
+
+    async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
+        """Sample the tokens that follow a prompt. Raises: Refused.
+
+        Args: key_name: name of the client's key; empty for the first admin key or without a key.
+        """
+        self._take_turn(key_name)
+        _, reply = await self._engine.sample(request, param="token_ids")
+        return reply
 
     async def add(
         self,

@@ -54,8 +54,8 @@ class ApiIngress:
         app = create_app(run, self._settings, metrics=metrics, lifespan=pushing)
         gateway = GatewayClient(run.gateway)
         add_control(app, run)
-        add_sessions(app, run, gateway, self._settings)
-        add_uploads(app, run, gateway, self._settings)
+        add_sessions(app, run, gateway.sessions, self._settings)
+        add_uploads(app, run, gateway.uploads, self._settings)
         add_page(app, run)
         return app
 

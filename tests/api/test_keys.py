@@ -286,7 +286,7 @@ async def test_a_client_uploads_what_its_tenant_alone_sees_and_drops(run: Tenant
         assert held.status_code == 429 and held.json()["code"] == "quota"
     assert len(await run.service.admit()) == 2
     played = [
-        await run.uploads.uploads.play(each)
+        await run.uploads.play(each)
         for each in take_all(run.service.queue, environments=(UPLOADED,))
     ]
     assert {each.task_id for each in played} == {"owner~g", "owner~h"}

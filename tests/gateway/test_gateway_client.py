@@ -32,7 +32,7 @@ class Run:
 
     is_replaced: asyncio.Event = field(default_factory=asyncio.Event)
     has_died: asyncio.Event = field(default_factory=asyncio.Event)
-    told: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)
+    told: asyncio.Queue[tuple[Any, ...]] = field(default_factory=asyncio.Queue)
 
     async def gateway(self) -> Any:
         if self.has_died.is_set() and not self.is_replaced.is_set():
@@ -40,19 +40,16 @@ class Run:
         return self
 
     @property
-    def chat(self) -> Method:
-        return Method(self._chat)
+    def ask(self) -> Method:
+        return Method(self._ask)
 
-    @property
-    def abandon(self) -> Method:
-        return Method(self._abandon)
-
-    async def _chat(self, call: ChatCall) -> Any:
-        self.has_died.set()
-        raise ActorDiedError
-
-    async def _abandon(self, session_id: str, request_id: str) -> None:
-        self.told.put_nowait((session_id, request_id))
+    async def _ask(self, part: str, method: str, *arguments: Any) -> Any:
+        assert part == "sessions"
+        if method == "chat":
+            self.has_died.set()
+            raise ActorDiedError
+        assert method == "abandon"
+        self.told.put_nowait(arguments)
 
 
 def call(deadline_s: float) -> ChatCall:
@@ -67,7 +64,7 @@ async def test_who_is_not_answered_is_gone_for_the_next_gateway_too(goes: bool) 
     """Case 19: the gateway that died may have stored the turn as one that was shown."""
     run = Run()
     client = GatewayClient(run.gateway)
-    asking = asyncio.create_task(client.chat(call(60.0 if goes else 0.6)))
+    asking = asyncio.create_task(client.sessions.chat(call(60.0 if goes else 0.6)))
     await within(5.0, run.has_died.wait())
     if goes:
         asking.cancel()

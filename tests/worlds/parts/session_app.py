@@ -39,9 +39,9 @@ from worlds.parts.local_port import LocalPort
 class _Port(LocalPort):
     async def chat(self, call: ChatCall) -> ChatReply:
         try:
-            return await super().chat(call)
+            return await self.sessions.chat(call)
         except asyncio.CancelledError:
-            self.abandon(call.session_id, call.request_id)
+            await self.abandon(call.session_id, call.request_id)
             raise
 
 

@@ -27,7 +27,7 @@ from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
 from service.store.controls import AdminCall
 from worlds.parts.local_run import LocalRun, LocalSessions
-from worlds.parts.local_uploads import LocalUploads
+from worlds.parts.local_uploads import local_uploads
 from worlds.parts.submission_service import Service
 
 FIRST_KEY = "0123456789abcdef"
@@ -52,7 +52,7 @@ class TenantRun(LocalRun):
 
     def __post_init__(self) -> None:
         self.port = LocalSessions(self.service, SETTINGS.sessions)
-        self.uploads = LocalUploads(
+        self.uploads = local_uploads(
             self.service,
             self.port.gateway_settings,
             make_policy=lambda: self.port.policy,

@@ -30,7 +30,7 @@ from worlds.builders.queue_builders import take_all
 from worlds.builders.trajectory_builders import linear_turns, make_trajectory
 from worlds.parts.gateway_world import Policy
 from worlds.parts.local_run import LocalRun
-from worlds.parts.local_uploads import LocalUploads
+from worlds.parts.local_uploads import local_uploads
 from worlds.parts.submission_service import Service
 
 URL, GENERATE = "/api/v1/trajectories", "/api/v1/generate"
@@ -75,11 +75,10 @@ class UploadWorld:
 
     async def begin(self) -> UploadWorld:
         self.service = await Service(self.directory, settings=self.http.service).begin()
-        port = LocalUploads(self.service, SETTINGS, make_policy=lambda: self.policy)
-        self.uploads = port.uploads
+        self.uploads = local_uploads(self.service, SETTINGS, make_policy=lambda: self.policy)
         run = _Run(self.service)
         app = create_app(run, self.http)
-        add_uploads(app, run, port, self.http)
+        add_uploads(app, run, self.uploads, self.http)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://localhost"
         )

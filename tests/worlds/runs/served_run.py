@@ -32,7 +32,7 @@ from service.store.thread import StoreThread
 from worlds.parts.control_world import AskedControl, ScriptedEngines, ScriptedTerm
 from worlds.parts.local_page import LocalPage
 from worlds.parts.local_run import LocalRun, LocalSessions
-from worlds.parts.local_uploads import LocalUploads
+from worlds.parts.local_uploads import local_uploads
 from worlds.parts.submission_service import Service
 
 START_LIMIT_S = 30.0
@@ -120,7 +120,7 @@ def served(
         await service.begin()
         sessions = LocalSessions(service, settings=held)
         add_sessions(app, run, sessions, settings)
-        uploads = LocalUploads(
+        uploads = local_uploads(
             service, sessions.gateway_settings, make_policy=lambda: sessions.policy
         )
         add_uploads(app, run, uploads, settings)
