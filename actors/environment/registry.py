@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
@@ -30,10 +31,12 @@ from actors.environment.protocol import Environment
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
 from actors.environment.user_names import missing_module
+from actors.options import read
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
-# Called with the options as keyword arguments; a class is its own factory.
+# Called with a dataclass of options if its only argument is annotated with one, else with the
+# options as keyword arguments; a class is its own factory.
 EnvironmentFactory = Callable[..., Environment]
 
 _factories: dict[str, EnvironmentFactory] = {
@@ -85,13 +88,34 @@ def known_names() -> list[str]:
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """Find an environment and bind its options.
 
-    Args: name: a registered name, an entry point's name or "module:Class". options: keyword
-    arguments of the environment.
+    Args: name: a registered name, an entry point's name or "module:Class". options: the fields of
+    the environment's dataclass of options, or keyword arguments.
     Returns: a callable that makes a fresh environment.
     Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError if an optional package that the
     environment needs is missing (the message has the remedy).
     """
-    factory = _find(name)
+    try:
+        make = _bound(name, _find(name), options)
+        made = make()
+        _check_methods(made)
+        if options.get(GROUP_REWARD):
+            _check_method(made, "score_group", ("task", "completions"))
+        data_schema_of(made)
+    except BadDataSchema as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}; correct the class") from error
+    except (BadEnvironmentOptions, UnknownEnvironment):
+        raise
+    except (TypeError, ValueError) as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
+    return make
+
+
+def _bound(
+    name: str, factory: EnvironmentFactory, options: Mapping[str, Any]
+) -> Callable[[], Environment]:
+    """Raise BadOptions, or BadEnvironmentOptions for keyword arguments that it does not take."""
+    if (kind := options_of(factory)) is not None:
+        return partial(factory, read(kind, options, where="options"))
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
@@ -100,18 +124,22 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
             f"environment {name!r}: {error}; got options {sorted(options)}, expected {accepted}; "
             "correct its options in the configuration"
         ) from None
-    make = partial(factory, **options)
+    return partial(factory, **options)
+
+
+def options_of(factory: EnvironmentFactory) -> type[Any] | None:
+    """Return the dataclass of an environment's options: the type of its only argument, `options`.
+
+    None if the options are keyword arguments.
+    """
+    made_by = getattr(factory, "__init__") if inspect.isclass(factory) else factory  # noqa: B009
     try:
-        made = make()
-        _check_methods(made)
-        if options.get(GROUP_REWARD):
-            _check_method(made, "score_group", ("task", "completions"))
-        data_schema_of(made)
-    except BadDataSchema as error:
-        raise BadEnvironmentOptions(f"environment {name!r}: {error}; correct the class") from error
-    except (TypeError, ValueError) as error:
-        raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
-    return make
+        kind = get_type_hints(made_by).get("options")
+        names = list(inspect.signature(factory).parameters)
+    except (AttributeError, NameError, TypeError, ValueError):
+        # Annotations of third-party code, which need not be importable.
+        return None
+    return kind if names == ["options"] and inspect.isclass(kind) and is_dataclass(kind) else None
 
 
 def _check_methods(made: object) -> None:

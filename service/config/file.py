@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.environment.tokenizer import RAW
+from actors.options import adapter_of, sentence, truths_read_as_numbers
 from service.config.disagreements import disagreements, trainer_disagreements
 from service.config.sft import SftConfig
 from service.config.tree import Config
@@ -31,15 +30,13 @@ class ConfigError(Exception):
 _logger = logging.getLogger(__name__)
 # Most values in a file or an override. The longest configuration in this repository has a hundred.
 MAX_VALUES = 100_000
-_TREE = TypeAdapter(Config)
-_SFT = TypeAdapter(SftConfig)
+_TREE = adapter_of(Config)
+_SFT = adapter_of(SftConfig)
 _Root = TypeVar("_Root", Config, SftConfig)
 # Distinguishes the text of a template from a path.
 _SIGN = "{{"
 # Settings of `evaluation` that `rollouts` does not have.
 _KEEPING = ("top_p", "top_k", "min_p", "structured_outputs")
-# A member of an enumeration, as pydantic shows it if only some members are allowed.
-_MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -102,7 +99,7 @@ def _parsed(
     except ValidationError as error:
         problems = [_sentence(detail, root) for detail in error.errors(include_url=False)]
     else:
-        problems = list(_truths_read_as_numbers(tree, config)) or list(check(config))
+        problems = list(truths_read_as_numbers(tree, config)) or list(check(config))
         if not problems:
             return _with_template(config)
     lines = "\n".join(f"  - {problem}" for problem in problems)
@@ -298,66 +295,13 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
 
 
 def _sentence(detail: ErrorDetails, root: type[Config] | type[SftConfig]) -> str:
-    location = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "unexpected_keyword_argument":
-        if detail["loc"][-2:-1] == ("rollouts",) and detail["loc"][-1] in _KEEPING:
-            return (
-                f"{location}: training samples among all tokens, because the trainer's "
-                "log-probability is over all of them and the engine's would be over those that are "
-                f"kept, so that their ratio would be wrong; leave it out, or set "
-                f"evaluation.{detail['loc'][-1]}"
-            )
-        return f"{location}: unknown key; {_closest(detail['loc'], root)}"
-    if detail["type"] == "missing":
-        return f"{location}: missing; this key is required"
-    got = f"{location}: got {detail['input']!r}"
-    if detail["type"] == "dataclass_type":
-        known = _settings(_section_at(detail["loc"], root))
-        return f"{got}; expected a map of settings, with keys such as {', '.join(known[:3])}"
-    if detail["type"] in ("tuple_type", "list_type"):
-        return f"{got}; expected a list, such as [a, b]"
-    if detail["type"] == "too_short":
-        return f"{got}; expected a list of at least {detail['ctx']['min_length']} valid values"
-    message = _MEMBER.sub(r"\1", detail["msg"][0].lower() + detail["msg"][1:])
-    return f"{location}: got {detail['input']!r}; {message}"
-
-
-def _closest(location: tuple[int | str, ...], root: type[Config] | type[SftConfig]) -> str:
-    known = _settings(_section_at(location[:-1], root))
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"expected one of {', '.join(known)}"
-
-
-def _section_at(location: tuple[int | str, ...], root: type[Config] | type[SftConfig]) -> Any:
-    section: Any = root
-    for part in location:
-        # A part that is not a field is a key of a mapping, whose values all have one section type.
-        if part in _settings(section):
-            section = _section_of(get_type_hints(section)[str(part)])
-    return section
-
-
-def _settings(section: Any) -> list[str]:
-    return [field.name for field in fields(section)]
-
-
-def _section_of(annotation: Any) -> Any:
-    """Return the dataclass of an annotation: the annotation itself, or one inside it; else None."""
-    if is_dataclass(annotation):
-        return annotation
-    return next(filter(None, map(_section_of, get_args(annotation))), None)
-
-
-def _truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:
-    """Yield a sentence for each true or false that was parsed as 1 or 0."""
-    if isinstance(given, Mapping):
-        for key, value in given.items():
-            found = read[key] if isinstance(read, Mapping) else getattr(read, key)
-            yield from _truths_read_as_numbers(value, found, f"{location}.{key}")
-    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
-        for number, (value, found) in enumerate(zip(given, read, strict=True)):
-            yield from _truths_read_as_numbers(value, found, f"{location}.{number}")
-    elif isinstance(given, bool) and not isinstance(read, bool):
-        yield f"{location[1:]}: got {given}; expected a number"
+    *sections, name = detail["loc"]
+    is_unknown = detail["type"] == "unexpected_keyword_argument"
+    if is_unknown and sections[-1:] == ["rollouts"] and name in _KEEPING:
+        return (
+            f"rollouts.{name}: training samples among all tokens, because the trainer's "
+            "log-probability is over all of them and the engine's would be over those that are "
+            "kept, so that their ratio would be wrong; leave it out, or set "
+            f"evaluation.{name}"
+        )
+    return sentence(root, detail)

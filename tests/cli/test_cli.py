@@ -19,7 +19,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "group-of-one": ({"algorithm": {"group_size": 1}}, "expected at least 2"),
     "no-model": ({"model": {"tiny": None, "path": "/no/such/model"}}, "is not there"),
     "no-host": ({"metrics": {"host": "no.such.host.invalid"}}, "metrics.host"),
-    "no-room": ({"model": {"max_context_tokens": 12}}, "greater than or equal to 32"),
+    "no-room": ({"model": {"max_context_tokens": 12}}, "32 or more"),
     # torch counts the GPUs, so that this one comes last.
     "no-gpus": ({"inference": {"gpus_per_replica": 64.0}}, "64 GPUs"),
 }

@@ -223,13 +223,13 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
         ({"rollouts": {"episode_deadline_s": float("nan")}}, ["episode_deadline_s", "finite"]),
         ({"algorithm": {"min_group_size": 0}}, ["algorithm.min_group_size", "got 0"]),
         ({"algorithm": {"max_lag": -1}}, ["algorithm.max_lag", "got -1"]),
-        ({"trainer": {"lora": [16]}}, ["trainer.lora: got [16]; expected a map", "rank, alpha"]),
-        ({"trainer": {"lora": {"targets": "q_proj"}}}, ["targets: got 'q_proj'; expected a list"]),
+        ({"trainer": {"lora": [16]}}, ["trainer.lora: got [16], expected a map", "rank, alpha"]),
+        ({"trainer": {"lora": {"targets": "q_proj"}}}, ["targets: got 'q_proj', expected a list"]),
         (
             {"trainer": {"lora": {"targets": []}}},
-            ["targets: got []; expected a list of at least 1"],
+            ["targets: got [], expected a list of at least 1"],
         ),
-        ({"evaluation": {"sets": {"a": 5}}}, ["evaluation.sets.a: got 5; expected a map"]),
+        ({"evaluation": {"sets": {"a": 5}}}, ["evaluation.sets.a: got 5, expected a map"]),
         ({"algorithm": {"max_variance_refills": -1}}, ["max_variance_refills", "got -1"]),
         ({"algorithm": {"window_groups": 0, "max_lag": 1}}, ["window_groups", "got 0"]),
         ({"algorithm": {"reward": {"missing_end_penalty": -1}}}, ["missing_end_penalty", "got -1"]),
@@ -243,7 +243,7 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
         ),
         (
             {"algorithm": {"reward": {"kl": {"coefficient": 1, "estimator": "k2"}}}},
-            ["algorithm.reward.kl.estimator", "got 'k2'", "should be 'k1' or 'k3'"],
+            ["algorithm.reward.kl.estimator", "got 'k2'", "expected 'k1' or 'k3'"],
         ),
         (
             {"rollouts": {"outcomes": {"agent_error": {"disposition": "drop", "max_retris": 1}}}},
@@ -451,7 +451,7 @@ def test_engines_forget_their_cached_prefixes_at_a_publish_where_there_is_no_lag
         ({"sets": {"a": {"file": "f.jsonl", "dataset": "d"}}}, "are both set"),
         ({"sets": {"a": {"split": "test"}}}, "or columns without a dataset"),
         ({"sets": {"a": {"file": "f.jsonl", "subset": "main"}}}, "or columns without a dataset"),
-        ({"sets": {"a b": {}}}, "should match pattern"),
+        ({"sets": {"a b": {}}}, "expected a text that matches"),
     ],
 )
 def test_evaluations_that_mean_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -545,7 +545,7 @@ def test_a_mixture_that_does_not_agree_is_refused(changes: dict[str, Any], words
 def test_a_part_that_cannot_begin_is_named() -> None:
     asked = mixture()
     asked["mixture"]["hard"]["tasks"]["options"] = {"low": 9, "high": 3}
-    with pytest.raises(ConfigError, match=r"mixture\.hard: tasks\.environment: .*low=9"):
+    with pytest.raises(ConfigError, match=r"mixture\.hard: tasks\.environment: .*low: got 9"):
         first_observations(parse_config(asked, source="test"))
 
 

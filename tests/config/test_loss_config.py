@@ -66,7 +66,7 @@ def test_groups_without_a_signal_are_trained_where_a_term_of_the_loss_is_not_zer
         ({"clip_low": 0}, ["algorithm.loss.clip_low", "got 0"]),
         ({"clip_low": 1.5}, ["algorithm.loss.clip_low", "got 1.5"]),
         ({"clip_high": 0.0}, ["algorithm.loss.clip_high", "got 0"]),
-        ({"dual_clip": 1.0}, ["algorithm.loss.dual_clip", "greater than 1"]),
+        ({"dual_clip": 1.0}, ["algorithm.loss.dual_clip", "more than 1"]),
         ({"ratio_cap": 0.0}, ["algorithm.loss.ratio_cap", "got 0"]),
         ({"correction_cap": math.inf}, ["algorithm.loss.correction_cap", "got inf"]),
         ({"sapo_tau_negative": -1.0}, ["algorithm.loss.sapo_tau_negative", "got -1"]),

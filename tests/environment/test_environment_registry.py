@@ -1,10 +1,12 @@
 """Environments by name, by path and by entry point, with their options checked at once."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from actors.environment.builtin.guessing import GuessingEnvironment
+from actors.environment.builtin.guessing import GuessingEnvironment, GuessingOptions
+from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.registry import (
     BadEnvironmentOptions,
     UnknownEnvironment,
@@ -12,6 +14,7 @@ from actors.environment.registry import (
     register,
     resolve,
 )
+from actors.types import Task
 
 
 def test_built_in_environments_are_known_by_name() -> None:
@@ -55,16 +58,55 @@ def test_a_path_to_a_class_is_an_environment() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hihg": 9}, "expected low, high, max_guesses"),
-        ({"low": 9}, "expected 0 <= low <= high"),
-        ({"low": "one"}, "not supported"),
+        ({"hihg": 9}, "options.hihg: unknown key; did you mean 'high'?"),
+        ({"size": 9}, "options.size: unknown key; expected one of low, high, max_guesses"),
+        ({"low": 9}, "options.low: got 9, expected at most high, which is 7"),
+        ({"low": "one"}, "options.low: got 'one', expected a whole number"),
+        ({"low": True}, "options.low: got True, expected a number"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(
     options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(BadEnvironmentOptions, match=message):
+    with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
         resolve("guessing", options)
+
+
+class Plain:
+    """An environment whose options are keyword arguments."""
+
+    def __init__(self, *, size: int = 3) -> None:
+        self.size = size
+
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=(Message(role=Role.USER, content=str(self.size)),))
+
+    async def step(self, action: Action) -> StepResult:
+        return StepResult(terminated=True)
+
+    async def close(self) -> None:
+        return None
+
+
+class Described(Plain):
+    """An environment of a user with a dataclass of options."""
+
+    def __init__(self, options: GuessingOptions) -> None:
+        super().__init__(size=options.high)
+
+
+def test_keyword_arguments_are_options_too() -> None:
+    assert isinstance(made := resolve(f"{__name__}:Plain", {"size": 4})(), Plain)
+    assert made.size == 4
+    with pytest.raises(BadEnvironmentOptions, match=r"unexpected keyword.*expected size"):
+        resolve(f"{__name__}:Plain", {"sise": 4})
+
+
+def test_a_users_own_options_are_read_like_those_of_the_built_in_ones() -> None:
+    assert isinstance(made := resolve(f"{__name__}:Described", {"high": 4})(), Described)
+    assert made.size == 4
+    with pytest.raises(BadEnvironmentOptions, match=r"options\.high: got -1, expected 0 or more"):
+        resolve(f"{__name__}:Described", {"high": -1})
 
 
 def test_a_name_is_given_once() -> None:
@@ -72,7 +114,7 @@ def test_a_name_is_given_once() -> None:
     register("test_registry_game", GuessingEnvironment)
     assert isinstance(resolve("test_registry_game", {})(), GuessingEnvironment)
     with pytest.raises(ValueError, match="registered already"):
-        register("guessing", lambda: GuessingEnvironment())
+        register("guessing", lambda: GuessingEnvironment(GuessingOptions()))
     for bad in ("", "a:b"):
         with pytest.raises(ValueError, match="without a colon"):
             register(bad, GuessingEnvironment)

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.environment.builtin.guessing import GuessingEnvironment, best_win_rate, parse_guess
+from actors.environment.builtin.guessing import (
+    GuessingEnvironment,
+    GuessingOptions,
+    best_win_rate,
+    parse_guess,
+)
 from actors.environment.protocol import Action, StepResult
+from actors.options import BadOptions, read
 from actors.types import Task
 
 
@@ -18,7 +24,7 @@ def _task(seed: int) -> Task:
 
 
 async def _play(seed: int, *texts: str, **options: Any) -> list[StepResult]:
-    environment = GuessingEnvironment(**options)
+    environment = GuessingEnvironment(GuessingOptions(**options))
     await environment.reset(_task(seed))
     return [await environment.step(Action(text=text)) for text in texts]
 
@@ -32,7 +38,7 @@ async def _secret(seed: int) -> int:
 
 
 async def _binary_search(seed: int, *, low: int, high: int, max_guesses: int) -> float:
-    environment = GuessingEnvironment(low=low, high=high, max_guesses=max_guesses)
+    environment = GuessingEnvironment(GuessingOptions(low=low, high=high, max_guesses=max_guesses))
     await environment.reset(_task(seed))
     total = 0.0
     while True:
@@ -48,7 +54,7 @@ async def _binary_search(seed: int, *, low: int, high: int, max_guesses: int) ->
 
 
 async def test_the_invitation_names_the_numbers_and_the_guesses() -> None:
-    start = await GuessingEnvironment(low=1, high=7, max_guesses=3).reset(_task(0))
+    start = await GuessingEnvironment(GuessingOptions(low=1, high=7, max_guesses=3)).reset(_task(0))
     assert start.messages[0].content == "Guess my number from 1 to 7. You have 3 guesses."
     assert start.best_return == 1.0
     assert start.tools == ()
@@ -83,7 +89,7 @@ async def test_a_number_that_the_hints_have_ruled_out_costs_where_a_cost_is_set(
 
 
 async def test_each_game_begins_with_all_numbers_possible() -> None:
-    environment = GuessingEnvironment(max_guesses=2, ruled_out_cost=0.5)
+    environment = GuessingEnvironment(GuessingOptions(max_guesses=2, ruled_out_cost=0.5))
     for _ in range(2):
         await environment.reset(_task(5))
         secret = await _secret(5)
@@ -199,5 +205,5 @@ def test_no_text_breaks_the_reading(text: str) -> None:
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        GuessingEnvironment(**options)
+    with pytest.raises(BadOptions, match="expected"):
+        read(GuessingOptions, options, where="options")

@@ -28,7 +28,7 @@ from worlds.builders.episode_builders import (
 from worlds.builders.trajectory_builders import whole_turns
 
 from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
-from actors.environment.builtin.guessing import GuessingEnvironment
+from actors.environment.builtin.guessing import GuessingEnvironment, GuessingOptions
 from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.environment.rendering import ChatRenderer, Extension
@@ -350,7 +350,7 @@ async def test_many_episodes_at_once_do_not_disturb_each_other() -> None:
     plays = [
         play_episode(
             ASSIGNMENT,
-            make_environment=partial(GuessingEnvironment, max_guesses=1),
+            make_environment=partial(GuessingEnvironment, GuessingOptions(max_guesses=1)),
             policy=FakePolicy(replies[i % 7], delay_s=0.001 * (i % 5)),
             renderer=renderer(),
             settings=SETTINGS,

@@ -79,7 +79,7 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(rayloom.ConfigError, match=r"run\.steps: got -2; input should be"):
+    with pytest.raises(rayloom.ConfigError, match=r"run\.steps: got -2, expected"):
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="expected one of them: a run continues"):
         rayloom.train(resume=tmp_path, dataset=ROWS)

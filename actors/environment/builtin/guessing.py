@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le, Lt
 
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
+from actors.limits import STRICT, Fraction
 from actors.types import Task
 
 INVITATION = "Guess my number from {low} to {high}. You have {max_guesses} guesses."
@@ -43,6 +48,32 @@ def parse_guess(text: str) -> int | None:
     return None if match is None else int(match.group())
 
 
+Number = Annotated[int, Ge(0), Lt(10**9)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuessingOptions:
+    """Options of `guessing`: the range of the secret, and the cost of guesses."""
+
+    __pydantic_config__ = STRICT
+
+    low: Number = 1
+    """The smallest number."""
+    high: Number = 7
+    """The largest number."""
+    max_guesses: Annotated[int, Ge(1), Le(64)] = 3
+    """Guesses until the game is lost."""
+    ruled_out_cost: Fraction = 0.0
+    """Subtracted from the reward for a guess that the hints exclude."""
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(
+                f"low: got {self.low}, expected at most high, which is {self.high}; exchange or "
+                "lower them"
+            )
+
+
 class GuessingEnvironment:
     """A game with the numbers low to high and max_guesses guesses.
 
@@ -53,43 +84,33 @@ class GuessingEnvironment:
 
     data_schema = NO_DATA
 
-    def __init__(
-        self, *, low: int = 1, high: int = 7, max_guesses: int = 3, ruled_out_cost: float = 0.0
-    ) -> None:
-        if not 0 <= low <= high < 10**9:
-            raise ValueError(
-                f"guessing: got low={low}, high={high}; expected 0 <= low <= high < 10^9; "
-                "exchange or lower them"
-            )
-        if not 1 <= max_guesses <= 64:
-            raise ValueError(f"guessing: got max_guesses={max_guesses}; expected 1 to 64")
-        if not 0.0 <= ruled_out_cost <= 1.0:
-            raise ValueError(f"guessing: got ruled_out_cost={ruled_out_cost}; expected 0 to 1")
-        self._low = low
-        self._high = high
-        self._max_guesses = max_guesses
-        self._ruled_out_cost = ruled_out_cost
-        self._secret = low
+    def __init__(self, options: GuessingOptions) -> None:
+        self._options = options
+        self._secret = options.low
         # The range that the hints leave.
-        self._lowest, self._highest = low, high
+        self._lowest, self._highest = options.low, options.high
         self._guesses_left = 0
 
     async def reset(self, task: Task) -> Observation:
-        self._secret = random.Random(task.seed).randint(self._low, self._high)
-        self._guesses_left = self._max_guesses
-        self._lowest, self._highest = self._low, self._high
-        best = best_win_rate(self._high - self._low + 1, max_guesses=self._max_guesses)
+        self._secret = random.Random(task.seed).randint(self._options.low, self._options.high)
+        self._guesses_left = self._options.max_guesses
+        self._lowest, self._highest = self._options.low, self._options.high
+        best = best_win_rate(
+            self._options.high - self._options.low + 1, max_guesses=self._options.max_guesses
+        )
         return Observation(messages=(self._say(INVITATION),), best_return=best)
 
     async def step(self, action: Action) -> StepResult:
         self._guesses_left -= 1
         guess = parse_guess(action.text)
-        is_malformed = guess is None or not self._low <= guess <= self._high
+        is_malformed = guess is None or not self._options.low <= guess <= self._options.high
         is_hit = guess == self._secret
         is_over = is_hit or self._guesses_left <= 0
         components = {"hit": float(is_hit)}
-        if self._ruled_out_cost:
-            components["ruled_out"] = -self._ruled_out_cost if self._is_ruled_out(guess) else 0.0
+        if self._options.ruled_out_cost:
+            components["ruled_out"] = (
+                -self._options.ruled_out_cost if self._is_ruled_out(guess) else 0.0
+            )
         return StepResult(
             messages=() if is_over else (self._answer(guess, is_malformed=is_malformed),),
             reward=sum(components.values()),
@@ -113,10 +134,12 @@ class GuessingEnvironment:
 
     def _is_ruled_out(self, guess: int | None) -> bool:
         """Whether a number of the range cannot be the secret, by the hints so far."""
-        if guess is None or not self._low <= guess <= self._high:
+        if guess is None or not self._options.low <= guess <= self._options.high:
             return False
         return not self._lowest <= guess <= self._highest
 
     def _say(self, text: str) -> Message:
-        content = text.format(low=self._low, high=self._high, max_guesses=self._max_guesses)
+        content = text.format(
+            low=self._options.low, high=self._options.high, max_guesses=self._options.max_guesses
+        )
         return Message(role=Role.USER, content=content)
