@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 # Expected values, by the types of pydantic's errors.
@@ -48,6 +48,13 @@ _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 
 Options = TypeVar("Options")
 
+_USER_CODE = "user code"
+_FILE = "file"
+UserCode = Annotated[str, _USER_CODE]
+"""A name of user code, as FILE.py:NAME or module:NAME; a name without a colon is a built-in one."""
+DataFile = Annotated[str, _FILE]
+"""A path of a file that a run reads."""
+
 
 class BadOptions(ValueError):
     """Values do not fit a dataclass of options; the text names every problem."""
@@ -77,6 +84,17 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
         if not problems:
             return found
     raise BadOptions("; ".join(problems))
+
+
+def holding(part: str) -> AfterValidator:
+    """Return a check for an annotated type: the text must contain `part`."""
+
+    def check(text: str) -> str:
+        if part not in text:
+            raise ValueError(f"got {text!r}, expected a text with {part}")
+        return text
+
+    return AfterValidator(check)
 
 
 def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:

@@ -34,6 +34,7 @@ from pydantic import ValidationError as BadValue
 from actors.environment import workers
 from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
+from actors.environment.tool_turns import BadArguments
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
 from actors.user_code import bounded, in_thread
 
@@ -48,10 +49,6 @@ _OWN = frozenset({"reset", "close", "get_reward"})
 
 class BadTool(ValueError):
     """There is no such tool, or its form cannot be described to a policy."""
-
-
-class BadArguments(Exception):
-    """The policy's arguments do not fit; the message is one short sentence for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

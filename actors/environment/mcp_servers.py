@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from actors.environment import server_keeper
 from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
+from actors.environment.tool_turns import ToolFailed
 from actors.environment.variables import expanded
 from actors.user_code import CallTimedOut, describe
 
@@ -42,10 +43,6 @@ class BadServer(ValueError):
 
 class ServerLost(Exception):
     """A server does not answer; it may or may not have executed the call."""
-
-
-class ToolFailed(Exception):
-    """A tool reports that the call failed; the message is for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from actors.environment.builtin.calculator import (
     CALCULATOR,
     BadExpression,
     CalculatorEnvironment,
+    CalculatorOptions,
     evaluate,
     format_number,
 )
@@ -22,6 +23,7 @@ from actors.environment.protocol import (
     ToolSchema,
 )
 from actors.environment.tool_calls import parse_tool_calls
+from actors.options import BadOptions, read
 from actors.types import Task
 
 TASK = Task(task_id="t", environment="calculator", seed=11)
@@ -37,7 +39,7 @@ def _action(text: str) -> Action:
 
 
 async def _start(**options: object) -> tuple[CalculatorEnvironment, str]:
-    environment = CalculatorEnvironment(**options)  # type: ignore[arg-type]
+    environment = CalculatorEnvironment(CalculatorOptions(**options))  # type: ignore[arg-type]
     start = await environment.reset(TASK)
     question = start.messages[0].content
     assert question.startswith("What is ") and question.endswith("?")
@@ -119,7 +121,9 @@ async def test_a_flood_of_calls_is_malformed_and_answered_in_part() -> None:
 
 
 async def test_questions_depend_on_the_seed_and_keep_to_the_options() -> None:
-    environment = CalculatorEnvironment(low=3, high=5, num_operands=3, operators="*-")
+    environment = CalculatorEnvironment(
+        CalculatorOptions(low=3, high=5, num_operands=3, operators="*-")
+    )
     questions = set()
     for seed in range(50):
         start = await environment.reset(Task(task_id="t", environment="calculator", seed=seed))
@@ -279,5 +283,5 @@ def test_a_flag_is_not_an_integer() -> None:
     "options", [{"low": 9, "high": 1}, {"operators": "/"}, {"operators": ""}, {"num_operands": 1}]
 )
 def test_impossible_options_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        CalculatorEnvironment(**options)  # type: ignore[arg-type]
+    with pytest.raises(BadOptions, match="expected"):
+        read(CalculatorOptions, options, where="options")

@@ -20,6 +20,7 @@ from actors.environment.builtin.code_search.environment import (
     NO_CALL,
     NO_CALLS_LEFT,
     CodeSearchEnvironment,
+    CodeSearchOptions,
     canonical_path,
     grade_files,
 )
@@ -47,7 +48,7 @@ async def start(tmp_path: Path) -> AsyncIterator[object]:
     made = []
 
     async def started(data: dict[str, object] = DATA, **options: object) -> CodeSearchEnvironment:
-        environment = CodeSearchEnvironment(root=str(tmp_path), **options)  # type: ignore[arg-type]
+        environment = CodeSearchEnvironment(CodeSearchOptions(root=str(tmp_path), **options))  # type: ignore[arg-type]
         made.append(environment)
         await environment.reset(Task(task_id="t", environment="code_search", seed=0, data=data))
         return environment
@@ -195,7 +196,7 @@ def test_options_are_held_to_their_bounds() -> None:
         {"root": ".", "call_limit_s": 0}, {"root": ".", "max_malformed": -1},
     ]  # fmt: skip
     for options in wrong:
-        with pytest.raises(BadEnvironmentOptions, match="expected"):
+        with pytest.raises(BadEnvironmentOptions, match=r"options\..*(expected|required)"):
             resolve("code_search", options)
 
 
@@ -214,7 +215,7 @@ async def test_a_malformed_end_is_not_rewarded_and_one_that_were_is_an_alarm(
     task = Task(task_id="t", environment="code_search", seed=0, data=DATA)
     trajectory = await play_episode(
         replace(ASSIGNMENT, task=task),
-        make_environment=lambda: kind(root=str(tmp_path), max_malformed=1),
+        make_environment=lambda: kind(CodeSearchOptions(root=str(tmp_path), max_malformed=1)),
         policy=FakePolicy(reply(call("list_files") + "<|im_end|>"), reply("no call<|im_end|>")),
         renderer=renderer(),
         settings=replace(SETTINGS, max_tokens_per_turn=200),
@@ -271,7 +272,7 @@ async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
     out = tmp_path / "own.parquet"
     write_code_search(repository, out, source=QuestionSource.COMMITS, count=1, max_files=len(FILES))
     (task,) = read_tasks(out)
-    environment = CodeSearchEnvironment(root=str(tmp_path))
+    environment = CodeSearchEnvironment(CodeSearchOptions(root=str(tmp_path)))
     await environment.reset(task)
     done = await step(environment, call("answer", files=sorted(FILES)))
     await environment.close()

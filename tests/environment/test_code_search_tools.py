@@ -27,7 +27,7 @@ from actors.environment.builtin.code_search.repositories import BadRepository, s
 from actors.environment.builtin.code_search.tools import CodeTools, ToolSettings, _Pool
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"max_repository_bytes": 2**20, "max_entries": 50}
+SMALL = {"max_repository_mib": 1, "max_entries": 50}
 
 
 @pytest.fixture
@@ -305,18 +305,18 @@ async def test_what_is_unpacked_makes_room_when_nobody_uses_it(root: Path) -> No
     content = tar_entry("zeros", bytes(2**20))
     for number in range(11):
         tar_gz(root / f"{number}.tar.gz", content)
-    async with tools(root, max_repository_bytes=2**20) as used:
+    async with tools(root, max_repository_mib=1) as used:
         first = await used.open("0.tar.gz")
         places = []
         for number in range(1, 11):
-            async with tools(root, max_repository_bytes=2**20) as search:
+            async with tools(root, max_repository_mib=1) as search:
                 places.append(await search.open(f"{number}.tar.gz"))
         # Eight times what one may hold: the one in use, and the newest.
         assert [Path(place).is_dir() for place in (first, *places)] == [True] + [False] * 3 + [
             True
         ] * 7
         assert not (await used.call(first, "list_files", {})).is_error
-        async with tools(root, max_repository_bytes=2**20) as search:
+        async with tools(root, max_repository_mib=1) as search:
             again = await search.open("1.tar.gz")
             assert (await search.call(again, "list_files", {})).text == "zeros"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from worlds.checks.missing_tools import need_package
 
-from actors.environment.builtin.gymnasium_env import GymnasiumEnvironment
+from actors.environment.builtin.gymnasium_env import GymnasiumEnvironment, GymnasiumOptions
 from actors.environment.protocol import Action, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.task_data import DataCheck, data_schema_of
@@ -35,7 +35,9 @@ async def _play(environment: GymnasiumEnvironment, *answers: str) -> list[StepRe
 
 
 async def test_a_lake_is_shown_as_text_and_crossed() -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", kwargs=STILL, best_return=1.0)
+    environment = GymnasiumEnvironment(
+        GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL, best_return=1.0)
+    )
     start = await environment.reset(_task())
     assert start.best_return == 1.0
     assert start.messages[0].content == (
@@ -53,7 +55,7 @@ async def test_a_lake_is_shown_as_text_and_crossed() -> None:
     "answer", ["down", " Down.\n", "<think>left</think>DOWN", "I go <answer>down</answer> now"]
 )
 async def test_an_action_is_taken_by_its_name(answer: str) -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", kwargs=STILL)
+    environment = GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL))
     await environment.reset(_task())
     (result,) = await _play(environment, answer)
     assert result.messages[0].content.startswith("  (Down)")
@@ -61,7 +63,9 @@ async def test_an_action_is_taken_by_its_name(answer: str) -> None:
 
 
 async def test_an_answer_that_is_no_action_moves_nothing_and_ends_after_some() -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", kwargs=STILL, max_malformed=2)
+    environment = GymnasiumEnvironment(
+        GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL, max_malformed=2)
+    )
     await environment.reset(_task())
     results = await _play(environment, "go down", "", "down", "1", "x", "y")
     assert [result.is_malformed for result in results] == [True, True, False, True, True, True]
@@ -74,11 +78,13 @@ async def test_an_answer_that_is_no_action_moves_nothing_and_ends_after_some() -
 
 async def test_names_and_prompts_may_be_given() -> None:
     environment = GymnasiumEnvironment(
-        id="FrozenLake-v1",
-        kwargs=STILL,
-        actions=["1", "2", "3", "4"],
-        prompt="{observation}|{actions}",
-        step_prompt="now:{observation}",
+        GymnasiumOptions(
+            id="FrozenLake-v1",
+            kwargs=STILL,
+            actions=["1", "2", "3", "4"],
+            prompt="{observation}|{actions}",
+            step_prompt="now:{observation}",
+        )
     )
     start = await environment.reset(_task())
     assert start.messages[0].content == "[S]FFF\nFHFH\nFFFH\nHFFG|1, 2, 3, 4"
@@ -88,7 +94,7 @@ async def test_names_and_prompts_may_be_given() -> None:
 
 
 async def test_a_task_may_name_its_own_game() -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", kwargs=STILL)
+    environment = GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1", kwargs=STILL))
     start = await environment.reset(_task(kwargs={"desc": ["SG"]}))
     assert start.messages[0].content.startswith("[S]G\n")
     (result,) = await _play(environment, "right")
@@ -97,7 +103,9 @@ async def test_a_task_may_name_its_own_game() -> None:
 
 
 async def test_a_time_limit_truncates() -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", kwargs={**STILL, "max_episode_steps": 2})
+    environment = GymnasiumEnvironment(
+        GymnasiumOptions(id="FrozenLake-v1", kwargs={**STILL, "max_episode_steps": 2})
+    )
     await environment.reset(_task())
     first, second = await _play(environment, "left", "left")
     assert not first.truncated
@@ -107,7 +115,7 @@ async def test_a_time_limit_truncates() -> None:
 
 async def test_the_same_seed_is_the_same_game() -> None:
     async def played(seed: int) -> tuple[str, ...]:
-        environment = GymnasiumEnvironment(id="Blackjack-v1")
+        environment = GymnasiumEnvironment(GymnasiumOptions(id="Blackjack-v1"))
         start = await environment.reset(_task(seed))
         (result,) = await _play(environment, "hit")
         await environment.close()
@@ -148,7 +156,7 @@ async def test_texts_are_observed_and_answered_as_they_are() -> None:
 
     text = gymnasium.spaces.Text(20, charset="abehloy \x1b[0m\udc80")
     id = _register("Parrot", text, gymnasium.spaces.Text(5))
-    environment = GymnasiumEnvironment(id=id)
+    environment = GymnasiumEnvironment(GymnasiumOptions(id=id))
     start = await environment.reset(_task())
     assert start.messages[0].content == "hello"
     results = await _play(environment, "abc", "too long a text", "bye")
@@ -164,7 +172,9 @@ async def test_numbers_within_each_other_are_told() -> None:
     from gymnasium import spaces
 
     seen = spaces.Dict({"n": spaces.Discrete(5), "v": spaces.Tuple([spaces.MultiDiscrete([9, 9])])})
-    environment = GymnasiumEnvironment(id=_register("Numbers", seen, spaces.Discrete(2, start=3)))
+    environment = GymnasiumEnvironment(
+        GymnasiumOptions(id=_register("Numbers", seen, spaces.Discrete(2, start=3)))
+    )
     start = await environment.reset(_task())
     assert start.messages[0].content.startswith("{'n': 1, 'v': ([1, 3],)}\nActions: 3, 4.")
     await environment.close()
@@ -180,7 +190,7 @@ async def test_spaces_that_are_no_text_are_refused() -> None:
         ("C", seen, box, "got actions of Box"),
         ("D", seen, spaces.Discrete(101), "at most 100"),
     ):
-        environment = GymnasiumEnvironment(id=_register(name, observed, actions))
+        environment = GymnasiumEnvironment(GymnasiumOptions(id=_register(name, observed, actions)))
         with pytest.raises(ValueError, match=message):
             await environment.reset(_task())
         await environment.close()
@@ -188,7 +198,7 @@ async def test_spaces_that_are_no_text_are_refused() -> None:
 
 @pytest.mark.parametrize("actions", [["left"], ["a", "b", "c", "A"], ["a", "b", "c", " ."]])
 async def test_names_that_do_not_fit_the_actions_are_refused(actions: list[str]) -> None:
-    environment = GymnasiumEnvironment(id="FrozenLake-v1", actions=actions)
+    environment = GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1", actions=actions))
     with pytest.raises(ValueError, match=r"tasks\.options\.actions"):
         await environment.reset(_task())
     await environment.close()
@@ -197,11 +207,14 @@ async def test_names_that_do_not_fit_the_actions_are_refused(actions: list[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"id": "Chess-v9"}, "got id='Chess-v9', expected a registered environment"),
+        ({"id": "Chess-v9"}, "id: got 'Chess-v9', expected a registered environment"),
         ({"id": "no_such_module:Chess-v9"}, "no_such_module"),
-        ({}, "missing a required argument: 'id'"),
+        ({}, "options.id: missing"),
         ({"id": "FrozenLake-v1", "prompt": "go"}, "prompt: got 'go'"),
-        ({"id": "FrozenLake-v1", "malformed_penalty": -1}, "malformed_penalty=-1"),
+        (
+            {"id": "FrozenLake-v1", "malformed_penalty": -1},
+            "malformed_penalty: got -1, expected 0",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -210,7 +223,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_data_are_checked_before_they_are_played() -> None:
-    check = DataCheck(data_schema_of(GymnasiumEnvironment(id="FrozenLake-v1")))
+    check = DataCheck(data_schema_of(GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1"))))
     assert check.problem({}) == check.problem({"kwargs": {"map_name": "8x8"}}) == ""
     assert "unknown fields map_name" in check.problem({"map_name": "8x8"})
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 from websockets.asyncio.server import ServerConnection, serve
 
-from actors.environment.builtin.openenv_env import OpenEnvEnvironment
+from actors.environment.builtin.openenv_env import OpenEnvEnvironment, OpenEnvOptions
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -125,7 +125,7 @@ async def served(**settings: Any) -> AsyncIterator[Server]:
 
 def _made(server: Server, **options: Any) -> OpenEnvEnvironment:
     given = {"action_field": "number", "observation_field": "text", **options}
-    return OpenEnvEnvironment(url=server.url, **given)
+    return OpenEnvEnvironment(OpenEnvOptions(url=server.url, **given))
 
 
 def _task(seed: int = 3, **data: Any) -> Task:
@@ -150,7 +150,7 @@ async def _with_tools(
 ) -> list[StepResult]:
     """Play an episode of calls."""
     given = {"tools": True, "prompt": "Guess.", **options}
-    environment = OpenEnvEnvironment(url=server.url, **given)
+    environment = OpenEnvEnvironment(OpenEnvOptions(url=server.url, **given))
     try:
         start = await environment.reset(_task(mode=mode))
         assert [tool.name for tool in start.tools] == ["guess"]
@@ -258,7 +258,9 @@ async def test_a_failure_of_the_server_is_no_reward_of_0(
 
 async def test_the_policy_calls_the_environments_mcp_tools() -> None:
     async with served(tools=[GUESS]) as server:
-        environment = OpenEnvEnvironment(url=server.url, tools=True, prompt="Guess.")
+        environment = OpenEnvEnvironment(
+            OpenEnvOptions(url=server.url, tools=True, prompt="Guess.")
+        )
         start = await environment.reset(_task())
         (tool,) = start.tools
         assert (tool.name, tool.description) == ("guess", "Guess the number.")
@@ -375,12 +377,15 @@ async def test_headers_may_hold_a_variable(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "got url='localhost:8000', expected the address"),
-        ({}, "missing a required argument: 'url'"),
+        ({"url": "localhost:8000"}, "url: got 'localhost:8000', expected the address"),
+        ({}, "options.url: missing"),
         ({"url": "ws://h", "prompt": "go"}, "prompt: got 'go'"),
         ({"url": "ws://h", "tools": True, "step_prompt": "go"}, "step_prompt: got 'go'"),
         ({"url": "ws://h", "tools": True, "action_field": "number"}, "expected one way to act"),
-        ({"url": "ws://h", "malformed_penalty": -1}, "malformed_penalty=-1"),
+        (
+            {"url": "ws://h", "malformed_penalty": -1},
+            "malformed_penalty: got -1, expected 0",
+        ),
         ({"url": "ws://h", "headers": {"A": "$NOT_SET_ANYWHERE"}}, "NOT_SET_ANYWHERE is not set"),
     ],
 )

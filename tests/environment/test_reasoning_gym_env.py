@@ -4,6 +4,7 @@ import pytest
 
 from actors.environment.builtin.reasoning_gym_env import (
     ReasoningGymEnvironment,
+    ReasoningGymOptions,
     extract_answer,
     generate_tasks,
 )
@@ -29,7 +30,7 @@ def _task(family: str = "chain_sum", *, answer: str = "7", question: str = "3 + 
 
 
 async def _score(task: Task, text: str, **options: object) -> float:
-    environment = ReasoningGymEnvironment(**options)  # type: ignore[arg-type]
+    environment = ReasoningGymEnvironment(ReasoningGymOptions(**options))  # type: ignore[arg-type]
     await environment.reset(task)
     result = await environment.step(Action(text=text))
     assert result.terminated and not result.truncated
@@ -60,7 +61,7 @@ def test_the_answer_is_the_last_closed_one_or_the_whole_text(text: str, answer: 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_the_true_answer_scores_one_and_nonsense_does_not(family: str) -> None:
     for task in generate_tasks(family, 3, seed=5):
-        environment = ReasoningGymEnvironment()
+        environment = ReasoningGymEnvironment(ReasoningGymOptions())
         await environment.reset(task)
         truth = environment._item["answer"]
         assert await _score(task, f"<answer>{truth}</answer>") == 1.0
@@ -71,7 +72,7 @@ async def test_an_item_made_again_from_its_seed_is_the_stored_one() -> None:
     (stored,) = generate_tasks("chain_sum", 1, seed=5)
     data = {"family": "chain_sum", "seed": 5}
     again = Task(task_id="t", environment="reasoning_gym", seed=9, data=data)
-    start = await ReasoningGymEnvironment().reset(again)
+    start = await ReasoningGymEnvironment(ReasoningGymOptions()).reset(again)
     assert start.messages[0].content == stored.data["question"]
     assert start.best_return == 1.0
 
@@ -95,7 +96,7 @@ async def test_an_answer_that_the_scorer_cannot_read_scores_nothing() -> None:
 
 async def test_a_scorer_that_fails_on_the_truth_too_is_a_missing_score() -> None:
     task = _task("prime_factorization", answer="not a factorization")
-    environment = ReasoningGymEnvironment()
+    environment = ReasoningGymEnvironment(ReasoningGymOptions())
     await environment.reset(task)
     with pytest.raises(RewardError) as caught:
         await environment.step(Action(text="abc"))
@@ -105,7 +106,7 @@ async def test_a_scorer_that_fails_on_the_truth_too_is_a_missing_score() -> None
 
 
 async def test_several_attempts_return_the_best_score() -> None:
-    environment = ReasoningGymEnvironment(max_attempts=3)
+    environment = ReasoningGymEnvironment(ReasoningGymOptions(max_attempts=3))
     await environment.reset(_task())
     first = await environment.step(Action(text="<answer>the 7 of it</answer>"))
     assert 0 < first.reward < 1 and not first.terminated
@@ -118,20 +119,20 @@ async def test_several_attempts_return_the_best_score() -> None:
 
 
 async def test_a_hit_ends_the_task_before_the_last_attempt() -> None:
-    environment = ReasoningGymEnvironment(max_attempts=3)
+    environment = ReasoningGymEnvironment(ReasoningGymOptions(max_attempts=3))
     await environment.reset(_task())
     assert (await environment.step(Action(text="7"))).terminated
 
 
 async def test_the_instruction_follows_the_question() -> None:
-    environment = ReasoningGymEnvironment(instruction="Only the number.")
+    environment = ReasoningGymEnvironment(ReasoningGymOptions(instruction="Only the number."))
     start = await environment.reset(_task())
     assert start.messages[0].content == "3 + 4?\nOnly the number."
 
 
 @pytest.mark.parametrize("data", [{}, {"family": "no_such"}, {"family": 3}])
 async def test_a_task_without_a_known_family_is_refused(data: dict[str, object]) -> None:
-    environment = ReasoningGymEnvironment()
+    environment = ReasoningGymEnvironment(ReasoningGymOptions())
     with pytest.raises(ValueError, match="family"):
         await environment.reset(Task(task_id="t", environment="r", seed=0, data=data))
 

@@ -25,6 +25,7 @@ from actors.environment.builtin.retrieval_qa.corpus import (
 from actors.environment.builtin.retrieval_qa.environment import (
     Grade,
     RetrievalQaEnvironment,
+    RetrievalQaOptions,
     grade_answer,
     normalised,
 )
@@ -103,7 +104,7 @@ def test_an_answer_is_scored_against_the_truth_that_fits_best(
 
 
 def test_a_search_finds_what_shares_words_best_first(corpus: str) -> None:
-    index = index_of(CorpusOptions(path=corpus))
+    index = index_of(CorpusOptions(corpus=corpus))
 
     def found(query: str, most: int = 10) -> list[str]:
         return [document.id for document in index.search(query, most=most)]
@@ -124,7 +125,7 @@ def test_equal_documents_keep_their_order() -> None:
 
 
 def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> None:
-    settings = CorpusOptions(path=corpus)
+    settings = CorpusOptions(corpus=corpus)
     first = index_of(settings)
     assert index_of(settings) is first
     _written(Path(corpus), [*ROWS, {"id": "e", "text": "Elephants."}])
@@ -134,7 +135,7 @@ def test_an_index_is_made_once_and_again_where_the_file_changed(corpus: str) -> 
 def test_a_corpus_may_be_parquet_with_columns_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "corpus.parquet"
     pq.write_table(pa.Table.from_pylist([{"docid": 4, "contents": "Lima lies in Peru."}]), path)
-    settings = CorpusOptions(path=str(path), id_column="docid", text_column="contents")
+    settings = CorpusOptions(corpus=str(path), id_column="docid", text_column="contents")
     assert [document.id for document in index_of(settings).search("peru", most=3)] == ["4"]
 
 
@@ -154,18 +155,18 @@ def test_a_corpus_that_cannot_be_used_is_refused(
     tmp_path: Path, rows: list[Any], message: str
 ) -> None:
     with pytest.raises(BadCorpus, match=message):
-        index_of(CorpusOptions(path=_written(tmp_path / "corpus.jsonl", rows)))
+        index_of(CorpusOptions(corpus=_written(tmp_path / "corpus.jsonl", rows)))
 
 
 def test_a_corpus_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCorpus, match=r"tasks\.options\.corpus: .* cannot be read"):
-        index_of(CorpusOptions(path=str(tmp_path / "none.jsonl")))
+        index_of(CorpusOptions(corpus=str(tmp_path / "none.jsonl")))
     with pytest.raises(BadCorpus, match=r"got suffix '\.txt'"):
-        index_of(CorpusOptions(path=_written(tmp_path / "corpus.txt", ROWS)))
+        index_of(CorpusOptions(corpus=_written(tmp_path / "corpus.txt", ROWS)))
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{")
     with pytest.raises(BadCorpus, match="not JSON"):
-        index_of(CorpusOptions(path=str(broken)))
+        index_of(CorpusOptions(corpus=str(broken)))
 
 
 def _call(name: str, **arguments: Any) -> ToolCall:
@@ -175,7 +176,7 @@ def _call(name: str, **arguments: Any) -> ToolCall:
 async def _played(
     corpus: str, answer: str, *calls: ToolCall, data: Any = ASKED, **options: Any
 ) -> StepResult:
-    environment = RetrievalQaEnvironment(corpus=corpus, **options)
+    environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus, **options))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=data))
     if calls:
         await environment.step(Action(text="", calls=calls))
@@ -183,7 +184,7 @@ async def _played(
 
 
 async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(corpus: str) -> None:
-    environment = RetrievalQaEnvironment(corpus=corpus)
+    environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     playing.set(RolloutSettings(max_calls_per_turn=2))
     calls = tuple(_call("search", query="Rome") for _ in range(3))
@@ -192,7 +193,9 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed(corpus: st
 
 
 async def test_an_episode_searches_reads_and_answers(corpus: str) -> None:
-    environment = RetrievalQaEnvironment(corpus=corpus, snippet_chars=20, max_calls=4)
+    environment = RetrievalQaEnvironment(
+        RetrievalQaOptions(corpus=corpus, snippet_chars=20, max_calls=4)
+    )
     start = await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     assert start.messages[0].content == "Capital of Italy?\nSearch, then answer in few words."
     assert [tool.name for tool in start.tools] == ["search", "read"]
@@ -239,7 +242,7 @@ async def test_support_counts_where_it_was_shown_and_is_known(corpus: str) -> No
 
 
 async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: str) -> None:
-    environment = RetrievalQaEnvironment(corpus=corpus, max_malformed=1)
+    environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus, max_malformed=1))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     broken = MalformedCall(reason=MalformedReason.INVALID_JSON, message="no JSON.")
     result = await environment.step(Action(text="", calls=(broken,)))
@@ -250,7 +253,7 @@ async def test_calls_that_cannot_be_read_or_are_too_many_are_malformed(corpus: s
 
 
 async def test_a_number_of_documents_beyond_all_bounds_is_brought_within(corpus: str) -> None:
-    environment = RetrievalQaEnvironment(corpus=corpus)
+    environment = RetrievalQaEnvironment(RetrievalQaOptions(corpus=corpus))
     await environment.reset(Task(task_id="t", environment="e", seed=0, data=ASKED))
     calls = tuple(_call("search", query="Norway", k=k) for k in (-5, 0, 10**9))
     result = await environment.step(Action(text="", calls=calls))
@@ -278,7 +281,7 @@ async def test_generated_questions_are_answered_by_their_documents() -> None:
     assert facts == generated_facts(50) and len({fact.document.text for fact in facts}) == 50
     for seed in (0, 7, 49, 2**30 + 3):
         fact = facts[seed % 50]
-        environment = RetrievalQaEnvironment(num_generated=50, k=1)
+        environment = RetrievalQaEnvironment(RetrievalQaOptions(num_generated=50, k=1))
         await environment.reset(Task(task_id="t", environment="e", seed=seed, data={}))
         search = _call("search", query=fact.question)
         found = await environment.step(Action(text="", calls=(search,)))
@@ -295,7 +298,7 @@ async def test_episodes_search_at_once(corpus: str) -> None:
 
 
 def test_data_are_checked_before_they_are_played() -> None:
-    check = DataCheck(data_schema_of(RetrievalQaEnvironment()))
+    check = DataCheck(data_schema_of(RetrievalQaEnvironment(RetrievalQaOptions())))
     assert check.problem({}) == check.problem(ASKED) == ""
     assert check.problem({"question": "?", "answers": "Rome"}) == ""
     assert check.problem({"question": "?"}) == "data: answers missing; give it"
@@ -306,11 +309,11 @@ def test_data_are_checked_before_they_are_played() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward": "bleu"}, "got reward='bleu'; expected one of f1, exact_match"),
-        ({"k": 21}, "got k=21"),
-        ({"num_generated": 201}, "expected 1 to 200"),
-        ({"max_malformed": -1}, "max_malformed=-1"),
-        ({"documents": "x"}, "expected corpus, id_column"),
+        ({"reward": "bleu"}, "options.reward: got 'bleu', expected 'f1' or 'exact_match'"),
+        ({"k": 21}, "options.k: got 21, expected at most 20"),
+        ({"num_generated": 201}, "options.num_generated: got 201, expected at most 200"),
+        ({"max_malformed": -1}, "options.max_malformed: got -1, expected 0 or more"),
+        ({"documents": "x"}, "options.documents: unknown key; expected one of corpus"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

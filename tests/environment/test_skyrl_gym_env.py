@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worlds.checks.missing_tools import need_package
 
-from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment
+from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment, SkyRLGymOptions
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.task_data import DataCheck, data_schema_of
@@ -63,7 +63,7 @@ async def _answered(environment: SkyRLGymEnvironment, text: str) -> StepResult:
 
 @pytest.mark.parametrize(("text", "reward"), [("#### 7", 1.0), ("7", 0.0), ("#### 8", 0.0)])
 async def test_an_answer_is_scored_by_the_environment(text: str, reward: float) -> None:
-    environment = SkyRLGymEnvironment(id="gsm8k")
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k"))
     start = await environment.reset(_task(**SUM))
     assert start.messages[0].content == "What is 3+4?"
     result = await _answered(environment, text)
@@ -73,7 +73,7 @@ async def test_an_answer_is_scored_by_the_environment(text: str, reward: float) 
 
 
 async def test_several_turns_are_played() -> None:
-    environment = SkyRLGymEnvironment(id="gsm8k_multi_turn")
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k_multi_turn"))
     await environment.reset(_task(**SUM, max_turns=3))
     first = await _answered(environment, "well")
     assert not first.terminated and "#### ANSWER" in first.messages[0].content
@@ -100,7 +100,7 @@ async def test_an_environment_of_ones_own_is_found_and_configured() -> None:
 
 
 async def test_a_message_of_the_assistant_is_refused() -> None:
-    environment = SkyRLGymEnvironment(**COUNTING)
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(**COUNTING))
     await environment.reset(_task(prompt="Go.", start=3))
     with pytest.raises(ValueError, match="got a message of role 'assistant'"):
         await environment.step(Action(text="odd"))
@@ -109,11 +109,11 @@ async def test_a_message_of_the_assistant_is_refused() -> None:
 
 async def test_data_that_the_environment_lacks_end_the_reset() -> None:
     with pytest.raises(AssertionError, match="reward_spec"):
-        await SkyRLGymEnvironment(id="gsm8k").reset(_task(prompt="What is 3+4?"))
+        await SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k")).reset(_task(prompt="What is 3+4?"))
 
 
 def test_data_are_checked_before_they_are_played() -> None:
-    check = DataCheck(data_schema_of(SkyRLGymEnvironment(id="gsm8k")))
+    check = DataCheck(data_schema_of(SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k"))))
     assert check.problem(SUM) == ""
     assert check.problem({}) == "data: prompt missing; give it"
 
@@ -121,9 +121,9 @@ def test_data_are_checked_before_they_are_played() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"id": "nothing"}, r"got id='nothing', expected one of aime, .*gsm8k"),
+        ({"id": "nothing"}, r"id: got 'nothing', expected one of aime, .*gsm8k"),
         ({"id": "tests/environment/test_skyrl_gym_env.py:nothing"}, "has no attribute 'nothing'"),
-        ({}, "missing a required argument: 'id'"),
+        ({}, "options.id: missing"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

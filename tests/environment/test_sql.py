@@ -14,6 +14,7 @@ import pytest
 
 from actors.environment.builtin.sql.environment import (
     SqlEnvironment,
+    SqlOptions,
     is_correct,
     orders_rows,
     query_of,
@@ -209,7 +210,7 @@ GIVEN = {"question": "How many?", "schema": SCRIPT, "query": "SELECT count(*) FR
 
 
 async def _final(task: Task, answer: str, **options: Any) -> StepResult:
-    environment = SqlEnvironment(**{"max_queries": 0, **options})
+    environment = SqlEnvironment(SqlOptions(**{"max_queries": 0, **options}))
     try:
         await environment.reset(task)
         result = await environment.step(Action(text=answer))
@@ -250,7 +251,7 @@ async def test_true_rows_may_be_given_and_an_empty_truth_is_never_found() -> Non
     assert (await _final(_task(**given, rows=rows, is_ordered=True), query)).reward == 0.0
     empty = _task(**given, query="SELECT a FROM t WHERE a > 9")
     assert (await _final(empty, "SELECT a FROM t WHERE a > 9")).reward == 0.0
-    environment = SqlEnvironment()
+    environment = SqlEnvironment(SqlOptions())
     assert (await environment.reset(empty)).best_return == 0.0
     await environment.close()
 
@@ -260,7 +261,7 @@ async def test_a_tasks_script_reads_no_other_database(tmp_path: Path) -> None:
     with closing(sqlite3.connect(other)) as connection, connection:
         connection.execute("CREATE TABLE s AS SELECT 'a secret' AS v")
     script = f"ATTACH '{other}' AS x; CREATE TABLE t AS SELECT v FROM x.s;"
-    environment = SqlEnvironment()
+    environment = SqlEnvironment(SqlOptions())
     with pytest.raises(ValueError, match="too many attached databases"):
         await environment.reset(_task(question="?", schema=script, query="SELECT v FROM t"))
     await environment.close()
@@ -273,7 +274,7 @@ async def test_the_order_counts_where_the_true_query_orders() -> None:
 
 
 async def test_an_episode_looks_and_answers() -> None:
-    environment = SqlEnvironment(max_queries=2, max_rows=2, sample_rows=1)
+    environment = SqlEnvironment(SqlOptions(max_queries=2, max_rows=2, sample_rows=1))
     start = await environment.reset(_task(**GIVEN))
     assert start.messages[0].content == (
         "CREATE TABLE t (a INTEGER, b TEXT);\n-- 1 | x\nHow many?\n"
@@ -296,7 +297,7 @@ async def test_an_episode_looks_and_answers() -> None:
 
 
 async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
-    environment = SqlEnvironment()
+    environment = SqlEnvironment(SqlOptions())
     await environment.reset(_task(**GIVEN))
     look = ToolCall(name="run_sql", arguments={"query": "SELECT a FROM t"})
     playing.set(RolloutSettings(max_calls_per_turn=2))
@@ -306,7 +307,7 @@ async def test_more_calls_in_a_turn_than_the_run_allows_are_malformed() -> None:
 
 
 async def test_calls_that_cannot_be_read_cost_and_end_the_task() -> None:
-    environment = SqlEnvironment(max_malformed=1)
+    environment = SqlEnvironment(SqlOptions(max_malformed=1))
     await environment.reset(_task(**GIVEN))
     broken = MalformedCall(reason=MalformedReason.INVALID_JSON, message="no JSON.")
     first = await environment.step(Action(text="", calls=(broken,)))
@@ -368,7 +369,7 @@ async def test_generated_questions_are_answered_by_their_queries_alone(
 
 
 def test_data_are_checked_before_they_are_played() -> None:
-    check = DataCheck(data_schema_of(SqlEnvironment()))
+    check = DataCheck(data_schema_of(SqlEnvironment(SqlOptions())))
     assert check.problem({}) == check.problem(GIVEN) == ""
     assert check.problem({"query": "SELECT 1"}) == "data: question missing; give it"
     assert "schema missing" in check.problem({"question": "?", "query": "SELECT 1"})
@@ -380,12 +381,12 @@ def test_data_are_checked_before_they_are_played() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": 4}, "got level=4; expected 1 to 3"),
-        ({"database_path": "x.db"}, "expected a path with {database}"),
-        ({"max_queries": -1}, "max_queries=-1"),
-        ({"limit_s": 0}, "limit_s=0"),
-        ({"executable_bonus": 1.0}, "executable_bonus=1.0"),
-        ({"rows": 1}, "expected root, database_path, level"),
+        ({"level": 4}, "options.level: got 4, expected at most 3"),
+        ({"database_path": "x.db"}, "expected a text with {database}"),
+        ({"max_queries": -1}, "options.max_queries: got -1, expected 0 or more"),
+        ({"limit_s": 0}, "options.limit_s: got 0, expected more than 0"),
+        ({"executable_bonus": 1.0}, "options.executable_bonus: got 1.0, expected less than 1"),
+        ({"rows": 1}, "options.rows: unknown key; did you mean 'max_rows'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

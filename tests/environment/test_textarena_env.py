@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from worlds.checks.missing_tools import need_package
 
-from actors.environment.builtin.textarena_env import TextArenaEnvironment
+from actors.environment.builtin.textarena_env import TextArenaEnvironment, TextArenaOptions
 from actors.environment.protocol import Action, Observation, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.types import Task
@@ -55,7 +55,7 @@ async def _guessed(environment: TextArenaEnvironment, seed: int) -> list[StepRes
 
 
 async def test_a_game_for_one_is_played_to_its_end() -> None:
-    environment = TextArenaEnvironment(**GUESS, best_return=1.0)
+    environment = TextArenaEnvironment(TextArenaOptions(**GUESS, best_return=1.0))
     start = await environment.reset(_task(5))
     assert start.best_return == 1.0
     (prompt,) = start.messages
@@ -71,7 +71,7 @@ async def test_a_game_for_one_is_played_to_its_end() -> None:
 
 
 async def test_a_refused_move_is_told_and_a_second_in_a_row_ends_the_game() -> None:
-    environment = TextArenaEnvironment(**GUESS)
+    environment = TextArenaEnvironment(TextArenaOptions(**GUESS))
     await environment.reset(_task(0))
     results = [await environment.step(Action(text=text)) for text in ("4", "[2]", "[9]", "")]
     assert "invalid move" in results[0].messages[0].content
@@ -83,7 +83,7 @@ async def test_a_refused_move_is_told_and_a_second_in_a_row_ends_the_game() -> N
 
 async def test_the_seed_decides_also_where_games_are_played_at_once() -> None:
     async def length(seed: int) -> int:
-        return len(await _guessed(TextArenaEnvironment(**GUESS), seed))
+        return len(await _guessed(TextArenaEnvironment(TextArenaOptions(**GUESS)), seed))
 
     seeds = [*range(12), 2**31 + 1] * 2
     state = random.getstate()
@@ -93,7 +93,9 @@ async def test_the_seed_decides_also_where_games_are_played_at_once() -> None:
 
 
 async def _against(opponent: str, seed: int, *moves: str) -> tuple[Observation, list[StepResult]]:
-    environment = TextArenaEnvironment(game="TicTacToe-v0", opponent=f"{HERE}:{opponent}")
+    environment = TextArenaEnvironment(
+        TextArenaOptions(game="TicTacToe-v0", opponent=f"{HERE}:{opponent}")
+    )
     start = await environment.reset(_task(seed))
     results = [await environment.step(Action(text=move)) for move in moves]
     await environment.close()
@@ -103,7 +105,9 @@ async def _against(opponent: str, seed: int, *moves: str) -> tuple[Observation, 
 async def test_games_that_draw_from_numpy_follow_the_seed_too() -> None:
     boards = [
         [
-            (await TextArenaEnvironment(game="Sokoban-v0").reset(_task(seed))).messages
+            (
+                await TextArenaEnvironment(TextArenaOptions(game="Sokoban-v0")).reset(_task(seed))
+            ).messages
             for seed in (1, 2)
         ]
         for _ in range(2)
@@ -142,14 +146,14 @@ async def test_an_opponent_that_breaks_the_rules_loses() -> None:
 
 async def test_a_game_for_two_needs_an_opponent() -> None:
     with pytest.raises(AssertionError, match="players has to be 2"):
-        await TextArenaEnvironment(game="TicTacToe-v0").reset(_task(0))
+        await TextArenaEnvironment(TextArenaOptions(game="TicTacToe-v0")).reset(_task(0))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"game": "Nothing-v0"}, "got game='Nothing-v0', expected a name of its registry"),
-        ({}, "missing a required argument: 'game'"),
+        ({"game": "Nothing-v0"}, "game: got 'Nothing-v0', expected a name of its registry"),
+        ({}, "options.game: missing"),
         ({"game": "TicTacToe-v0", "opponent": "first_free"}, "expected FILE.py:NAME"),
         ({"game": "TicTacToe-v0", "opponent": f"{HERE}:HERE"}, "a str, expected a function"),
     ],

@@ -27,7 +27,11 @@ from worlds.builders.episode_builders import (
 )
 from worlds.builders.trajectory_builders import whole_turns
 
-from actors.environment.builtin.calculator import CALCULATOR, CalculatorEnvironment
+from actors.environment.builtin.calculator import (
+    CALCULATOR,
+    CalculatorEnvironment,
+    CalculatorOptions,
+)
 from actors.environment.builtin.guessing import GuessingEnvironment, GuessingOptions
 from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
@@ -265,7 +269,7 @@ async def test_cancelling_the_task_gives_a_trajectory_all_the_same(
 
 
 async def test_the_calculator_is_played_through_its_tool() -> None:
-    start = await CalculatorEnvironment().reset(ASSIGNMENT.task)
+    start = await CalculatorEnvironment(CalculatorOptions()).reset(ASSIGNMENT.task)
     expression = start.messages[0].content.removeprefix("What is ").removesuffix("?")
     answer = str(sum(map(int, expression.split("+"))))
     call = '{"name": "calculator", "arguments": {"expression": "' + expression + '"}}'
@@ -274,7 +278,7 @@ async def test_the_calculator_is_played_through_its_tool() -> None:
         reply(f"<tool_call>{call}</tool_call><|im_end|>"),
         reply(answer),
     )
-    trajectory = await play(CalculatorEnvironment(), policy)
+    trajectory = await play(CalculatorEnvironment(CalculatorOptions()), policy)
     assert trajectory.outcome is Outcome.COMPLETED
     assert [turn.reward for turn in trajectory.turns] == [-0.1, 0.0, 1.0]
     last = tokenizer().decode(whole_turns(trajectory)[-1].prompt_token_ids.tolist())
@@ -321,7 +325,7 @@ async def test_a_reply_stands_in_the_chat_as_it_was_read_and_a_broken_one_as_it_
     sound = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     broken = f"{sound}<tool_call>{{"
     policy = Thinking(*(reply(f"{text}<|im_end|>") for text in (sound, broken, "2")))
-    await play(CalculatorEnvironment(), policy, chat=Remembering(tokenizer()))
+    await play(CalculatorEnvironment(CalculatorOptions()), policy, chat=Remembering(tokenizer()))
     call = ToolCall(name="calculator", arguments={"expression": "1+1"}, id="call-0")
     assert replies == [
         Message(role=Role.ASSISTANT, content="", reasoning="a sum", tool_calls=(call,)),
@@ -340,7 +344,7 @@ async def test_a_client_that_does_not_parse_is_found_out() -> None:
         async def generate(self, request: GenerateRequest) -> GenerateReply:
             return replace(await super().generate(request), parsed=None)
 
-    trajectory = await play(CalculatorEnvironment(), Careless())
+    trajectory = await play(CalculatorEnvironment(CalculatorOptions()), Careless())
     assert trajectory.outcome is Outcome.INFRASTRUCTURE_ERROR
     assert "the reply is not parsed" in trajectory.detail and not trajectory.turns
 

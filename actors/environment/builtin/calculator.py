@@ -17,11 +17,13 @@ import operator
 import random
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
-from actors.environment.malformed import ERROR, MalformedTurns
+from annotated_types import Ge, Le
+
 from actors.environment.protocol import (
     Action,
-    MalformedCall,
     Message,
     Observation,
     Role,
@@ -29,9 +31,10 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.settings import playing
 from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
+from actors.environment.tool_turns import BadArguments, Penalty, ToolTurns, TurnOptions
+from actors.limits import STRICT
 from actors.types import Task
 
 QUESTION = "What is {expression}?"
@@ -59,104 +62,84 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 }
 
 
+Operand = Annotated[int, Ge(0), Le(999)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorOptions(TurnOptions):
+    """Options of `calculator`: the expressions, and the reward for a call."""
+
+    __pydantic_config__ = STRICT
+
+    low: Operand = 1
+    """The smallest number."""
+    high: Operand = 9
+    """The largest number."""
+    num_operands: Annotated[int, Ge(2), Le(4)] = 2
+    """Number of numbers in an expression."""
+    operators: str = "+"
+    """The operators to draw from: one or more of + - *."""
+    tool_bonus: Penalty = 0.0
+    """Reward for an answer after a call that computed the right value."""
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low: got {self.low}, expected at most high, which is {self.high}")
+        if not self.operators or not set(self.operators) <= set("+-*"):
+            raise ValueError(
+                f"operators: got {self.operators!r}, expected one or more of + - *, such as '+-'"
+            )
+
+
 class CalculatorEnvironment:
     """Questions of `num_operands` numbers from low to high, joined by random `operators`."""
 
     data_schema = NO_DATA
 
-    def __init__(
-        self,
-        *,
-        low: int = 1,
-        high: int = 9,
-        num_operands: int = 2,
-        operators: str = "+",
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-        tool_bonus: float = 0.0,
-    ) -> None:
-        if not 0 <= low <= high <= 999:
-            raise ValueError(
-                f"calculator: got low={low}, high={high}; expected 0 <= low <= high <= 999"
-            )
-        if not 2 <= num_operands <= 4:
-            raise ValueError(f"calculator: got num_operands={num_operands}; expected 2 to 4")
-        if not operators or not set(operators) <= set("+-*"):
-            raise ValueError(
-                f"calculator: got operators={operators!r}; expected one or more of + - *, such as "
-                "'+-'"
-            )
-        if max_malformed < 0:
-            raise ValueError(f"calculator: got max_malformed={max_malformed}; expected 0 or more")
-        if not (0 <= malformed_penalty < 10 and 0 <= tool_bonus < 10):
-            raise ValueError(
-                f"calculator: got malformed_penalty={malformed_penalty}, tool_bonus={tool_bonus}; "
-                "expected both from 0 to 10"
-            )
-        self._operands = range(low, high + 1)
-        self._num_operands = num_operands
-        self._operators = operators
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
-        self._tool_bonus = tool_bonus
+    def __init__(self, options: CalculatorOptions) -> None:
+        self._options = options
+        self._turns = ToolTurns(
+            self._compute,
+            at_most=options.max_malformed,
+            penalty=options.malformed_penalty,
+            name=CALCULATOR.name,
+        )
         self._truth = 0.0
         self._has_computed_truth = False
 
     async def reset(self, task: Task) -> Observation:
         dice = random.Random(task.seed)
-        expression = str(dice.choice(self._operands))
-        for _ in range(self._num_operands - 1):
-            expression += dice.choice(self._operators) + str(dice.choice(self._operands))
+        operands = range(self._options.low, self._options.high + 1)
+        expression = str(dice.choice(operands))
+        for _ in range(self._options.num_operands - 1):
+            expression += dice.choice(self._options.operators) + str(dice.choice(operands))
         self._truth = evaluate(expression)
-        self._malformed.begin_anew()
+        self._turns.begin_episode()
         self._has_computed_truth = False
         question = Message(role=Role.USER, content=QUESTION.format(expression=expression))
         return Observation(
-            messages=(question,), tools=(CALCULATOR,), best_return=1.0 + self._tool_bonus
+            messages=(question,), tools=(CALCULATOR,), best_return=1.0 + self._options.tool_bonus
         )
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return self._answer_calls(action.calls)
+            return await self._turns.answered(action.calls)
         answer = visible_text(action.text)
         if not _FINAL_ANSWER.fullmatch(answer):
-            return self._malformed.result((Message(role=Role.USER, content=NOT_A_NUMBER),))
+            return self._turns.result((Message(role=Role.USER, content=NOT_A_NUMBER),))
         return self._grade(float(answer))
 
     async def close(self) -> None:
         return None
 
-    def _answer_calls(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:
-        answers = []
-        num_malformed = max(0, len(calls) - playing.get().max_calls_per_turn)
-        for call in calls[: playing.get().max_calls_per_turn]:
-            try:
-                content = self._compute(call)
-            except BadExpression as error:
-                num_malformed += 1
-                content = ERROR.format(message=error)
-            answers.append(
-                Message(
-                    role=Role.TOOL,
-                    content=content,
-                    name=CALCULATOR.name,
-                    tool_call_id=call.id if isinstance(call, ToolCall) else None,
-                )
-            )
-        if num_malformed:
-            return self._malformed.result(tuple(answers))
-        self._malformed.begin_anew()
-        return StepResult(messages=tuple(answers))
-
-    def _compute(self, call: ToolCall | MalformedCall) -> str:
-        if isinstance(call, MalformedCall):
-            raise BadExpression(call.message)
+    async def _compute(self, call: ToolCall) -> str:
         value = evaluate(call.arguments["expression"])
         self._has_computed_truth |= self._is_truth(value)
         return format_number(value)
 
     def _grade(self, answer: float) -> StepResult:
         correct = float(self._is_truth(answer))
-        used_tool = self._tool_bonus if self._has_computed_truth else 0.0
+        used_tool = self._options.tool_bonus if self._has_computed_truth else 0.0
         return StepResult(
             reward=correct + used_tool,
             reward_components={"correct": correct, "used_tool": used_tool},
@@ -168,7 +151,7 @@ class CalculatorEnvironment:
         return abs(value - self._truth) < 1e-6
 
 
-class BadExpression(Exception):
+class BadExpression(BadArguments):
     """The expression cannot be evaluated; the message is one short sentence for the policy."""
 
 

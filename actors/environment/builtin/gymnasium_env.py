@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 from actors.environment.builtin.reasoning_gym_env import extract_answer
-from actors.environment.malformed import MalformedTurns
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.tool_turns import MalformedTurns, TurnOptions
+from actors.limits import STRICT
+from actors.options import holding
 from actors.types import Task
 from actors.user_code import in_thread
 
@@ -65,13 +67,28 @@ class _Move:
     is_truncated: bool = False
 
 
-class GymnasiumEnvironment:
-    """An environment of gymnasium.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymnasiumOptions(TurnOptions):
+    """Options of `gymnasium`: the environment, and how the policy sees it."""
 
-    id, kwargs: arguments of `gymnasium.make`. actions: names of a Discrete space's actions, in
-    order. prompt: the first message, with {observation} and {actions}; step_prompt: later
-    messages. best_return: the highest possible return, if known.
-    """
+    __pydantic_config__ = STRICT
+
+    id: str
+    """A registered environment, such as FrozenLake-v1, or module:Name-v0."""
+    kwargs: Mapping[str, Any] | None = None
+    """Further arguments of `gymnasium.make`."""
+    actions: tuple[str, ...] | None = None
+    """Names of a Discrete space's actions, in order; null: known names, or numbers."""
+    prompt: Annotated[str, holding("{observation}")] | None = None
+    """Text of the first message, with {observation} and {actions}; null: a general text."""
+    step_prompt: Annotated[str, holding("{observation}")] = "{observation}"
+    """Text of later messages."""
+    best_return: float | None = None
+    """The highest possible return; null: unknown."""
+
+
+class GymnasiumEnvironment:
+    """One game."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
@@ -82,51 +99,29 @@ class GymnasiumEnvironment:
         "additionalProperties": False,
     }
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        kwargs: Mapping[str, Any] | None = None,
-        actions: Sequence[str] | None = None,
-        prompt: str | None = None,
-        step_prompt: str = "{observation}",
-        best_return: float | None = None,
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-    ) -> None:
-        if max_malformed < 0 or not 0 <= malformed_penalty < 10:
-            raise ValueError(
-                f"gymnasium: got max_malformed={max_malformed}, "
-                f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to below 10"
-            )
-        for name, template in (("prompt", prompt), ("step_prompt", step_prompt)):
-            if template is not None and "{observation}" not in template:
-                raise ValueError(
-                    f"gymnasium: {name}: got {template!r}, expected a text with {{observation}}"
-                )
+    def __init__(self, options: GymnasiumOptions) -> None:
         gym = import_gymnasium()
         try:
-            spec = gym.spec(id)
+            spec = gym.spec(options.id)
         except (gym.error.Error, ImportError) as error:
             raise ValueError(
-                f"gymnasium: got id={id!r}, expected a registered environment, such as "
+                f"id: got {options.id!r}, expected a registered environment, such as "
                 f"FrozenLake-v1, or module:Name-v0 ({error})"
             ) from error
-        self._game = _Game(spec, kwargs or {}, actions)
-        self._prompt = prompt
-        self._step_prompt = step_prompt
-        self._best_return = best_return
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
+        self._options = options
+        self._game = _Game(spec, options.kwargs or {}, options.actions)
+        self._malformed = MalformedTurns(
+            at_most=options.max_malformed, penalty=options.malformed_penalty
+        )
 
     async def reset(self, task: Task) -> Observation:
         self._malformed.begin_anew()
         move = await in_thread(partial(self._game.begin, task.seed, task.data))
         names = ", ".join(self._game.names)
-        prompt = self._prompt or (PROMPT if names else TEXT_PROMPT)
+        prompt = self._options.prompt or (PROMPT if names else TEXT_PROMPT)
         content = prompt.replace("{actions}", names).replace("{observation}", move.text)
-        return Observation(
-            messages=(Message(role=Role.USER, content=content),), best_return=self._best_return
-        )
+        first = Message(role=Role.USER, content=content)
+        return Observation(messages=(first,), best_return=self._options.best_return)
 
     async def step(self, action: Action) -> StepResult:
         answer = extract_answer(action.text)
@@ -137,7 +132,7 @@ class GymnasiumEnvironment:
             return self._malformed.result((Message(role=Role.USER, content=content),))
         self._malformed.begin_anew()
         is_over = move.is_terminated or move.is_truncated
-        content = self._step_prompt.replace("{observation}", move.text)
+        content = self._options.step_prompt.replace("{observation}", move.text)
         return StepResult(
             messages=() if is_over else (Message(role=Role.USER, content=content),),
             reward=move.reward,

@@ -18,14 +18,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from actors.environment.function_tools import tidy
-from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -39,7 +38,10 @@ from actors.environment.protocol import (
 )
 from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
+from actors.environment.tool_turns import ERROR, MalformedTurns, TurnOptions
 from actors.environment.variables import expanded
+from actors.limits import STRICT, NotNegative
+from actors.options import holding
 from actors.types import Task
 from actors.user_code import describe
 
@@ -58,119 +60,110 @@ _MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
 _TRANSPORT = "transport_error"
 
 
-class OpenEnvEnvironment:
-    """An environment of an OpenEnv server.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenEnvOptions(TurnOptions):
+    """Options of `openenv`: the server, the policy's actions and what the policy sees."""
 
-    url: http(s):// or ws(s)://. headers: sent to the server; `$NAME` is an environment variable.
-    action_field: field of the action that holds the policy's text; None: the text is the action,
-    as JSON. action: its other fields. tools: the policy calls the environment's MCP tools instead.
-    observation_field: field to show to the policy, such as `text` or `metadata.text`; None: all
-    fields, as JSON. prompt, step_prompt: the first and later messages, with {observation}.
-    reset: arguments of the server's reset besides the seed and the task's data. wait_s: seconds to
-    wait for a free session.
-    """
+    __pydantic_config__ = STRICT
+
+    url: str
+    """Address of the server: http://, https://, ws:// or wss://."""
+    action_field: str | None = ACTION_FIELD
+    """Field of the action for the policy's text; null: the text is the action, as JSON."""
+    action: Mapping[str, Any] | None = None
+    """Other fields of the action."""
+    tools: bool = False
+    """Whether the policy calls the environment's MCP tools instead."""
+    observation_field: str | None = None
+    """Field to show to the policy, such as text or metadata.text; null: all fields, as JSON."""
+    prompt: str = "{observation}"
+    """Text of the first message, with {observation}, which is optional with tools."""
+    step_prompt: Annotated[str, holding("{observation}")] = "{observation}"
+    """Text of later messages."""
+    reset: Mapping[str, Any] | None = None
+    """Arguments of the environment's reset, besides the seed and a task's data."""
+    headers: Mapping[str, str] | None = None
+    """HTTP headers for the server; $NAME is an environment variable."""
+    wait_s: NotNegative = 30.0
+    """Seconds to wait for a free session."""
+    best_return: float | None = None
+    """The highest possible return; null: unknown."""
+
+    def __post_init__(self) -> None:
+        scheme, _, place = self.url.partition("://")
+        if scheme not in ("http", "https", "ws", "wss") or not place:
+            raise ValueError(
+                f"url: got {self.url!r}, expected the address of a server, such as "
+                "http://localhost:8000"
+            )
+        if self.tools and (self.action or self.action_field != ACTION_FIELD):
+            raise ValueError(
+                "tools: got tools together with action or action_field, expected one way to act: "
+                "calls of the environment's tools, or an action made of the policy's text"
+            )
+        # The first observation of an environment with tools is often empty.
+        if not self.tools and "{observation}" not in self.prompt:
+            raise ValueError(f"prompt: got {self.prompt!r}, expected a text with {{observation}}")
+
+
+class OpenEnvEnvironment:
+    """One session of a server."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
         "description": "arguments of the environment's reset, besides the seed",
     }
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        action_field: str | None = ACTION_FIELD,
-        action: Mapping[str, Any] | None = None,
-        tools: bool = False,
-        observation_field: str | None = None,
-        prompt: str = "{observation}",
-        step_prompt: str = "{observation}",
-        reset: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-        wait_s: float = 30.0,
-        best_return: float | None = None,
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-    ) -> None:
-        scheme, _, place = url.partition("://")
-        if scheme not in ("http", "https", "ws", "wss") or not place:
-            raise ValueError(
-                f"openenv: got url={url!r}, expected the address of a server, such as "
-                "http://localhost:8000"
-            )
-        if max_malformed < 0 or not 0 <= malformed_penalty < 10 or wait_s < 0:
-            raise ValueError(
-                f"openenv: got max_malformed={max_malformed}, wait_s={wait_s}, "
-                f"malformed_penalty={malformed_penalty}; expected 0 or more, and a penalty below 10"
-            )
-        if tools and (action or action_field != ACTION_FIELD):
-            raise ValueError(
-                "openenv: got tools together with action or action_field, expected one way to act: "
-                "calls of the environment's tools, or an action made of the policy's text"
-            )
-        # The first observation of an environment with tools is often empty.
-        shown = (
-            {"step_prompt": step_prompt}
-            if tools
-            else {"prompt": prompt, "step_prompt": step_prompt}
-        )
-        for name, template in shown.items():
-            if "{observation}" not in template:
-                raise ValueError(
-                    f"openenv: {name}: got {template!r}, expected a text with {{observation}}"
-                )
+    def __init__(self, options: OpenEnvOptions) -> None:
+        scheme, _, place = options.url.partition("://")
         address = f"{scheme.replace('http', 'ws')}://{place.rstrip('/')}/ws"
-        expanded_headers = {
+        headers = {
             name: expanded(text, what=f"tasks.options.headers.{name}")
-            for name, text in (headers or {}).items()
+            for name, text in (options.headers or {}).items()
         }
-        self._session = OpenEnvSession(address, expanded_headers)
-        self._action_field = action_field
-        self._action = dict(action or {})
-        self._has_tools = tools
-        self._observation_field = observation_field
-        self._prompt = prompt
-        self._step_prompt = step_prompt
-        self._reset = dict(reset or {})
-        self._wait_s = wait_s
-        self._best_return = best_return
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
+        self._options = options
+        self._session = OpenEnvSession(address, headers)
+        self._malformed = MalformedTurns(
+            at_most=options.max_malformed, penalty=options.malformed_penalty
+        )
         self._was_rewarded = False
 
     async def reset(self, task: Task) -> Observation:
         self._malformed.begin_anew()
         self._was_rewarded = False
         # Most generators take seeds below 2^32.
-        data = {"seed": task.seed % 2**31, **self._reset, **task.data}
-        answer = await self._session.begin(data, wait_s=self._wait_s)
+        data = {"seed": task.seed % 2**31, **(self._options.reset or {}), **task.data}
+        answer = await self._session.begin(data, wait_s=self._options.wait_s)
         if answer.get("done"):
             raise ValueError("openenv: the episode ended at its reset")
-        content = self._prompt
+        content = self._options.prompt
         if "{observation}" in content:
             content = content.replace("{observation}", self._shown(answer))
         return Observation(
             messages=(Message(role=Role.USER, content=content),),
-            tools=await self._listed() if self._has_tools else (),
-            best_return=self._best_return,
+            tools=await self._listed() if self._options.tools else (),
+            best_return=self._options.best_return,
         )
 
     async def step(self, action: Action) -> StepResult:
         """Play a turn. Raises: RewardError if the episode ends without any reward."""
-        if self._has_tools:
+        if self._options.tools:
             return await self._call(action.calls)
         text = visible_text(action.text)
-        said = _read_object(text) if self._action_field is None else {self._action_field: text}
+        name = self._options.action_field
+        said = _read_object(text) if name is None else {name: text}
         if said is None:
             return self._refusal(NO_OBJECT)
         try:
-            answer = await self._session.step({**self._action, **said})
+            answer = await self._session.step({**(self._options.action or {}), **said})
         except Refused as refused:
             if not self._is_policys(refused.faults):
                 raise failed("step", INVALID, refused) from refused
             return self._refusal(NO_ACTION.format(why=refused))
         self._malformed.begin_anew()
         is_over = bool(answer.get("done"))
-        content = "" if is_over else self._step_prompt.replace("{observation}", self._shown(answer))
+        seen = "" if is_over else self._shown(answer)
+        content = self._options.step_prompt.replace("{observation}", seen)
         return self._scored([answer], (Message(role=Role.USER, content=content),))
 
     async def close(self) -> None:
@@ -234,7 +227,7 @@ class OpenEnvEnvironment:
             answers.append(answer)
             content, is_malformed = _result_of(answer.get("observation") or {})
             num_malformed += is_malformed
-            content = self._step_prompt.replace("{observation}", content)
+            content = self._options.step_prompt.replace("{observation}", content)
             messages.append(
                 Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
             )
@@ -254,8 +247,8 @@ class OpenEnvEnvironment:
     def _shown(self, answer: Mapping[str, Any]) -> str:
         """Return the observation as text. Raises: ValueError if it lacks `observation_field`."""
         seen: Any = answer.get("observation")
-        if self._observation_field is not None:
-            for name in self._observation_field.split("."):
+        if self._options.observation_field is not None:
+            for name in self._options.observation_field.split("."):
                 if not isinstance(seen, Mapping) or name not in seen:
                     fields = sorted(seen) if isinstance(seen, Mapping) else "none"
                     raise ValueError(
@@ -269,8 +262,8 @@ class OpenEnvEnvironment:
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the policy's text causes all faults, and no configured field does."""
-        return self._action_field is None or all(
-            place_of(fault) == self._action_field and fault.get("type") not in _WRONG_FIELDS
+        return self._options.action_field is None or all(
+            place_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
         )
 

@@ -18,6 +18,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from actors.environment.protocol import (
     StepResult,
 )
 from actors.environment.tool_calls import visible_text
+from actors.limits import STRICT, Positive
 from actors.types import Task
 from actors.user_code import describe
 
@@ -105,8 +107,22 @@ def make_dataset(family: str, *, config: Mapping[str, Any], seed: int, size: int
         raise ValueError(f"reasoning_gym: bad config for family {family}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningGymOptions:
+    """Options of `reasoning_gym`: the prompt and the answers of a task."""
+
+    __pydantic_config__ = STRICT
+
+    max_attempts: Positive = 1
+    """Maximum number of answers to one question."""
+    instruction: str = ""
+    """Text that is appended to the question."""
+    max_answer_chars: Positive = 2_000
+    """Maximum number of characters in an answer; a longer answer scores 0."""
+
+
 class ReasoningGymEnvironment:
-    """One question with up to `max_attempts` answers; `instruction` is appended to the question."""
+    """One question with up to `max_attempts` answers."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
@@ -123,18 +139,9 @@ class ReasoningGymEnvironment:
         "additionalProperties": False,
     }
 
-    def __init__(
-        self, *, max_attempts: int = 1, instruction: str = "", max_answer_chars: int = 2_000
-    ) -> None:
-        if max_attempts < 1 or max_answer_chars < 1:
-            raise ValueError(
-                f"reasoning_gym: got max_attempts={max_attempts}, "
-                f"max_answer_chars={max_answer_chars}; expected both to be 1 or more"
-            )
+    def __init__(self, options: ReasoningGymOptions) -> None:
         import_reasoning_gym()
-        self._max_attempts = max_attempts
-        self._instruction = instruction
-        self._max_answer_chars = max_answer_chars
+        self._options = options
         self._scorer: Any = None
         self._item: Item = {}
         self._attempts_left = 0
@@ -143,9 +150,10 @@ class ReasoningGymEnvironment:
     async def reset(self, task: Task) -> Observation:
         # A family may take long to make an item, and other episodes share the event loop.
         self._scorer, self._item = await asyncio.to_thread(_load, task)
-        self._attempts_left = self._max_attempts
+        self._attempts_left = self._options.max_attempts
         self._best_score = 0.0
-        question = "\n".join(part for part in (self._item["question"], self._instruction) if part)
+        parts = (self._item["question"], self._options.instruction)
+        question = "\n".join(filter(None, parts))
         return Observation(messages=(Message(role=Role.USER, content=question),), best_return=1.0)
 
     async def step(self, action: Action) -> StepResult:
@@ -165,7 +173,7 @@ class ReasoningGymEnvironment:
 
     async def _score(self, answer: str) -> StepResult:
         score = 0.0
-        if answer and len(answer) <= self._max_answer_chars:
+        if answer and len(answer) <= self._options.max_answer_chars:
             score = await asyncio.to_thread(_score, self._scorer, answer, self._item)
         return self._result(answer, score)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from types import ModuleType
@@ -21,6 +22,8 @@ from typing import Any
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.task_data import PROMPT_DATA
 from actors.environment.user_names import find
+from actors.limits import STRICT
+from actors.options import UserCode
 from actors.types import Task
 from actors.user_code import in_thread
 
@@ -40,16 +43,25 @@ def import_skyrl_gym() -> ModuleType:
     return skyrl_gym
 
 
-class SkyRLGymEnvironment:
-    """An environment of skyrl-gym.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkyRLGymOptions:
+    """Options of `skyrl_gym`."""
 
-    id: a registered name, such as gsm8k, or a user's environment, as FILE.py:CLASS. env_config: the
-    argument `env_config` of the environment.
-    """
+    __pydantic_config__ = STRICT
+
+    id: UserCode
+    """A registered name, such as gsm8k, or your own environment, as FILE.py:CLASS."""
+    env_config: Mapping[str, Any] | None = None
+    """The argument `env_config` of the environment."""
+
+
+class SkyRLGymEnvironment:
+    """One episode of the environment."""
 
     data_schema = PROMPT_DATA
 
-    def __init__(self, *, id: str, env_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, options: SkyRLGymOptions) -> None:
+        id = options.id
         gym = import_skyrl_gym()
         spec: Any = gym.registry.get(id)
         if ":" in id:
@@ -58,10 +70,10 @@ class SkyRLGymEnvironment:
             spec = EnvSpec(id=id, entry_point=find(id, what="tasks.options.id"))
         if spec is None:
             raise ValueError(
-                f"skyrl_gym: got id={id!r}, expected one of {', '.join(sorted(gym.registry))}, "
+                f"id: got {id!r}, expected one of {', '.join(sorted(gym.registry))}, "
                 "or your own environment as FILE.py:CLASS"
             )
-        self._make = partial(_make, spec, dict(env_config or {}))
+        self._make = partial(_make, spec, dict(options.env_config or {}))
         self._env: Any = None
 
     async def reset(self, task: Task) -> Observation:

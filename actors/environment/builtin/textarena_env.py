@@ -29,6 +29,8 @@ from actors.environment.protocol import Action, Message, Observation, Role, Step
 from actors.environment.task_data import NO_DATA
 from actors.environment.tool_calls import visible_text
 from actors.environment.user_names import find
+from actors.limits import STRICT
+from actors.options import UserCode
 from actors.types import Task
 from actors.user_code import in_thread
 
@@ -63,44 +65,48 @@ class _Seen:
     reward: float = 0.0
 
 
-class TextArenaEnvironment:
-    """A game of textarena.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextArenaOptions:
+    """Options of `textarena`: the game and the opponent."""
 
-    game, kwargs: arguments of `textarena.make`. best_return: the highest possible return, if
-    known. opponent: FILE.py:FUNCTION, which takes and returns a text; None for a game for one.
-    Against an opponent the policy
-    has the first seat for an even seed, else the second.
-    """
+    __pydantic_config__ = STRICT
+
+    game: str
+    """A name of textarena's registry, such as GuessTheNumber-v0."""
+    kwargs: Mapping[str, Any] | None = None
+    """Further arguments of `textarena.make`."""
+    opponent: UserCode | None = None
+    """FILE.py:FUNCTION, which takes and returns a text; null: a game for one. Against an opponent
+    the policy has the first seat for an even seed, else the second."""
+    best_return: float | None = None
+    """The highest possible return; null: unknown."""
+
+
+class TextArenaEnvironment:
+    """One game."""
 
     data_schema = NO_DATA
 
-    def __init__(
-        self,
-        *,
-        game: str,
-        kwargs: Mapping[str, Any] | None = None,
-        opponent: str | None = None,
-        best_return: float | None = None,
-    ) -> None:
+    def __init__(self, options: TextArenaOptions) -> None:
         arena = import_textarena()
         from textarena.envs.registration import ENV_REGISTRY
 
+        game, opponent = options.game, options.opponent
         if game not in ENV_REGISTRY:
             raise ValueError(
-                f"textarena: got game={game!r}, expected a name of its registry, such as "
-                "GuessTheNumber-v0"
+                f"game: got {game!r}, expected a name of its registry, such as GuessTheNumber-v0"
             )
         # Games without wrappers give their messages one by one.
         raw = f"{game}-raw"
-        make = partial(arena.make, raw if raw in ENV_REGISTRY else game, **(kwargs or {}))
+        make = partial(arena.make, raw if raw in ENV_REGISTRY else game, **(options.kwargs or {}))
         play = None if opponent is None else find(opponent, what="tasks.options.opponent")
         if play is not None and not callable(play):
             raise ValueError(
-                f"textarena: opponent: got {opponent!r}, a {type(play).__name__}, expected a "
+                f"opponent: got {opponent!r}, a {type(play).__name__}, expected a "
                 "function from a text to a text"
             )
         self._game = _Game(make, play)
-        self._best_return = best_return
+        self._best_return = options.best_return
 
     async def reset(self, task: Task) -> Observation:
         seen = await in_thread(partial(self._game.begin, task.seed))

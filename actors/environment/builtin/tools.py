@@ -8,35 +8,31 @@ answered with its fault, and ends the episode after `max_malformed` such turns i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from actors.environment import workers
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, must_be_read
-from actors.environment.function_tools import BadArguments, FunctionTool, load_tools
-from actors.environment.malformed import ERROR, MalformedTurns
+from actors.environment.function_tools import FunctionTool, load_tools
 from actors.environment.mcp_servers import (
     EPISODE,
     McpServer,
     McpTool,
-    ToolFailed,
     server_of,
     server_options,
 )
 from actors.environment.protocol import (
     Action,
-    MalformedCall,
-    Message,
     Observation,
-    Role,
     StepResult,
     ToolCall,
 )
 from actors.environment.reward_functions import EXTRAS, RewardFunction
 from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
+from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
 from actors.environment.workers import WorkerLost
 from actors.types import Task
 from actors.user_code import CallFailed, CallTimedOut
@@ -47,7 +43,6 @@ TOOLS = "tools"
 MAX_ERROR_CHARS = 500
 CLOSE_LIMIT_S = 5.0
 CUT_OFF = "\n[cut off: the first {shown} of {all} characters]"
-_Answer = tuple[Message, bool]
 
 
 class ToolsEnvironment(SingleTurnEnvironment):
@@ -101,7 +96,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._servers = [server_options(name, given) for name, given in (mcp or {}).items()]
         self._call_limit_s = call_limit_s
         self._max_answer_chars = max_answer_chars
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=None)
+        self._turns = ToolTurns(self._call, at_most=max_malformed, penalty=None)
         # Either instances in this process, or `workers.Held` references to those in `_home`.
         self._instances: list[Any] = []
         self._home: workers.Home | None = None
@@ -139,7 +134,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
     async def reset(self, task: Task) -> Observation:
         self.check_data(task.data)
         self._columns = task.data
-        self._malformed.begin_anew()
+        self._turns.begin_episode()
         self._messages, self._instances = [], []
         classes, limit_s = self._toolset.classes, playing.get().turn_deadline_s
         if classes and all(workers.is_contained(each.target) for each in classes):
@@ -181,7 +176,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         """
         self._messages.append(_as_message(action))
         if action.calls:
-            return await self._answer_calls(action.calls)
+            messages, is_malformed = await self._turns.answers(action.calls)
+            self._messages += [
+                {"role": "tool", "name": each.name, "content": each.content} for each in messages
+            ]
+            return self._turns.turn(messages, is_malformed=is_malformed)
         return await super().step(action)
 
     def _own_rewards(self, columns: Mapping[str, Any]) -> list[RewardFunction]:
@@ -204,48 +203,24 @@ class ToolsEnvironment(SingleTurnEnvironment):
         instance = self._instances[0] if self._instances else None
         return {"environment": instance, "messages": self._messages}
 
-    async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        settings = playing.get()
-        taken = calls[: settings.max_calls_per_turn]
-        if settings.parallel_calls:
-            answers = await _together([self._answer(call) for call in taken])
-        else:
-            # Make the calls in the order in which the policy wrote them.
-            answers = [await self._answer(call) for call in taken]
-        num_malformed = len(calls) - len(taken) + sum(is_malformed for _, is_malformed in answers)
-        messages = tuple(message for message, _ in answers)
-        self._messages += [
-            {"role": "tool", "name": message.name, "content": message.content}
-            for message in messages
-        ]
-        if num_malformed:
-            return self._malformed.result(messages)
-        self._malformed.begin_anew()
-        return StepResult(messages=messages)
-
-    async def _answer(self, call: ToolCall | MalformedCall) -> _Answer:
-        """Return a tool's message, and whether the call was malformed."""
-        if isinstance(call, MalformedCall):
-            return Message(role=Role.TOOL, content=ERROR.format(message=call.message)), True
-        tool, is_malformed = self._tools[call.name], False
+    async def _call(self, call: ToolCall) -> str:
+        tool = self._tools[call.name]
         try:
             found = await tool.call(call.arguments, limit_s=self._call_limit_s)
-            content = found[: self._max_answer_chars]
-            if len(content) < len(found):
-                content += CUT_OFF.format(shown=len(content), all=len(found))
         except CallTimedOut as error:
             if isinstance(tool, FunctionTool) and tool.instance is not None:
                 raise WorkerLost(f"{call.name}: {error}; its instance ended with it") from error
-            content = ERROR.format(message=f"no answer within {self._call_limit_s:g} s.")
-        except BadArguments as error:
-            is_malformed, content = True, ERROR.format(message=error)
+            raise ToolFailed(f"no answer within {self._call_limit_s:g} s.") from error
         except CallFailed as error:
-            content = ERROR.format(message=_text_of(error.__cause__)[:MAX_ERROR_CHARS])
+            raise ToolFailed(_text_of(error.__cause__)[:MAX_ERROR_CHARS]) from error
+        except BadArguments:
+            raise
         except ToolFailed as error:
-            content = ERROR.format(message=str(error)[:MAX_ERROR_CHARS])
-        content = content.encode(errors="replace").decode()
-        message = Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
-        return message, is_malformed
+            raise ToolFailed(str(error)[:MAX_ERROR_CHARS]) from error
+        content = found[: self._max_answer_chars]
+        if len(content) < len(found):
+            content += CUT_OFF.format(shown=len(content), all=len(found))
+        return content
 
     async def close(self) -> None:
         instances, self._instances = self._instances, []
@@ -266,16 +241,6 @@ def _text_of(error: BaseException | None) -> str:
         if text := str(error):
             return text
     return type(error).__name__
-
-
-async def _together(answers: Sequence[Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
-    """Await all answers concurrently; if one raises, cancel the others."""
-    tasks = [asyncio.ensure_future(answer) for answer in answers]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _as_message(action: Action) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.environment.builtin.calculator import CALCULATOR, QUESTION
 from actors.environment.builtin.guessing import HIGHER, INVITATION, LOWER, REMINDER
-from actors.environment.malformed import ERROR
 from actors.environment.protocol import ToolSchema
+from actors.environment.tool_turns import ERROR
 from actors.trainer.tiny.tokenizer import ROLE_TOKENS, TURN_END
 
 IGNORED = -100

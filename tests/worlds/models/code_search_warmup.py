@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actors.environment.builtin.code_search.environment import QUESTION
 from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS
-from actors.environment.malformed import ERROR
+from actors.environment.tool_turns import ERROR
 from actors.trainer.tiny.warmup import Conversation
 from worlds.models import forms_warmup
 

@@ -18,7 +18,7 @@ executed searches), of which only `f1` is the reward; `malformed` at each malfor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from actors.environment.builtin.code_search.tools import (
@@ -29,7 +29,6 @@ from actors.environment.builtin.code_search.tools import (
     ToolSettings,
     read_answer,
 )
-from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
     MalformedCall,
@@ -40,6 +39,8 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.settings import playing
+from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
+from actors.limits import STRICT, Natural, Positive
 from actors.types import Task
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
@@ -52,13 +53,22 @@ MAX_QUESTION_CHARS = 20_000
 MAX_TRUE_FILES = 1_000
 
 
-class CodeSearchEnvironment:
-    """Questions about repositories, with search tools.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSearchOptions(ToolSettings):
+    """Options of `code_search`: the repositories, the tools and the bounds of an episode."""
 
-    root: the directory of the tasks' repositories, relative to the working directory. max_lines,
-    max_chars: maximum size of a tool's answer. call_limit_s: time limit of a call, in seconds.
-    max_repository_mib: maximum size of an unpacked archive.
-    """
+    __pydantic_config__ = STRICT
+
+    max_calls: Positive = 24
+    """Maximum number of calls of the search tools in an episode."""
+    max_malformed: Natural = 3
+    """Malformed turns in a row; one more ends the episode."""
+    malformed_penalty: Penalty = 0.1
+    """Subtracted from the reward for each malformed turn, as the component malformed."""
+
+
+class CodeSearchEnvironment:
+    """One question about a repository."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
@@ -79,51 +89,25 @@ class CodeSearchEnvironment:
         "required": ["question", "repository", "files"],
     }
 
-    def __init__(
-        self,
-        *,
-        root: str,
-        max_calls: int = 24,
-        max_lines: int = 60,
-        max_chars: int = 4_000,
-        call_limit_s: float = 5.0,
-        max_repository_mib: int = 512,
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-    ) -> None:
-        if not isinstance(root, str) or not root:
-            raise ValueError(
-                f"code_search: got root={root!r}; expected the directory of the tasks' repositories"
-            )
-        counts = (max_calls, max_lines, max_chars, max_repository_mib)
-        if min(counts) < 1 or call_limit_s <= 0:
-            raise ValueError(
-                "code_search: got a limit of 0 or less; expected max_calls, max_lines, "
-                "max_chars, call_limit_s and max_repository_mib above 0"
-            )
-        if max_malformed < 0 or not 0 <= malformed_penalty < 10:
-            raise ValueError(
-                f"code_search: got max_malformed={max_malformed}, "
-                f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to 10"
-            )
+    def __init__(self, options: CodeSearchOptions) -> None:
+        # Environments with equal tool settings share processes and repositories.
         self._settings = ToolSettings(
-            root=root,
-            max_lines=max_lines,
-            max_chars=max_chars,
-            call_limit_s=call_limit_s,
-            max_repository_bytes=max_repository_mib * 2**20,
+            **{each.name: getattr(options, each.name) for each in fields(ToolSettings)}
         )
-        self._max_calls = max_calls
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
+        self._turns = ToolTurns(
+            self._call,
+            at_most=options.max_malformed,
+            penalty=options.malformed_penalty,
+            max_calls=options.max_calls,
+            no_calls_left=NO_CALLS_LEFT,
+        )
         self._tools: CodeTools | None = None
         self._directory = ""
         self._truth: tuple[str, ...] = ()
-        self._num_calls = 0
 
     async def reset(self, task: Task) -> Observation:
         question, repository, self._truth = read_task(task)
-        self._num_calls = 0
-        self._malformed.begin_anew()
+        self._turns.begin_episode()
         if self._tools is None:
             self._tools = CodeTools(self._settings)
         self._directory = await self._tools.open(repository)
@@ -144,18 +128,18 @@ class CodeSearchEnvironment:
     async def step(self, action: Action) -> StepResult:
         calls = action.calls
         if not calls:
-            return self._malformed.result((Message(role=Role.USER, content=NO_CALL),))
+            return self._turns.result((Message(role=Role.USER, content=NO_CALL),))
         answers = [
             call for call in calls if isinstance(call, ToolCall) and call.name == ANSWER.name
         ]
         most = playing.get().max_calls_per_turn
         if len(calls) > most:
             error = ERROR.format(message=TOO_MANY_AT_ONCE.format(most=most))
-            return self._malformed.result((_tool_message(error, calls[0]),))
+            return self._turns.result((_tool_message(error, calls[0]),))
         if answers and len(calls) > 1:
             error = ERROR.format(message=ANSWER_ALONE)
-            return self._malformed.result(tuple(_tool_message(error, call) for call in calls))
-        return self._graded(answers[0]) if answers else await self._searched(calls)
+            return self._turns.result(tuple(_tool_message(error, call) for call in calls))
+        return self._graded(answers[0]) if answers else await self._turns.answered(calls)
 
     async def close(self) -> None:
         if self._tools is not None:
@@ -164,38 +148,21 @@ class CodeSearchEnvironment:
     def _graded(self, call: ToolCall) -> StepResult:
         answered = read_answer(call.arguments)
         if answered is None:
-            return self._malformed.result((_tool_message(ERROR.format(message=BAD_ANSWER), call),))
+            return self._turns.result((_tool_message(ERROR.format(message=BAD_ANSWER), call),))
         grade = grade_files(answered, self._truth)
         return StepResult(
             reward=grade.f1,
-            reward_components={**grade.components(), "num_calls": float(self._num_calls)},
+            reward_components={**grade.components(), "num_calls": float(self._turns.num_calls)},
             terminated=True,
             answer="\n".join(sorted({canonical_path(path) for path in answered})),
         )
 
-    async def _searched(self, calls: tuple[ToolCall | MalformedCall, ...]) -> StepResult:
-        messages = []
-        is_malformed = False
-        for call in calls:
-            content, is_bad = await self._content(call)
-            is_malformed |= is_bad
-            messages.append(_tool_message(content, call))
-        if is_malformed:
-            return self._malformed.result(tuple(messages))
-        self._malformed.begin_anew()
-        return StepResult(messages=tuple(messages))
-
-    async def _content(self, call: ToolCall | MalformedCall) -> tuple[str, bool]:
-        """Return the answer to a call, and whether the call is malformed."""
-        if isinstance(call, MalformedCall):
-            return ERROR.format(message=call.message), True
-        if self._num_calls >= self._max_calls:
-            return ERROR.format(message=NO_CALLS_LEFT), False
-        self._num_calls += 1
+    async def _call(self, call: ToolCall) -> str:
         assert self._tools is not None
         answer = await self._tools.call(self._directory, call.name, call.arguments)
-        text = ERROR.format(message=answer.text) if answer.is_error else answer.text
-        return text, answer.is_malformed
+        if answer.is_error:
+            raise (BadArguments if answer.is_malformed else ToolFailed)(answer.text)
+        return answer.text
 
 
 def read_task(task: Task) -> tuple[str, str, tuple[str, ...]]:

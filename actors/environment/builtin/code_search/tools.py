@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import MinLen
 
 from actors.environment.builtin.code_search.repositories import Repositories
 from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
@@ -22,6 +24,7 @@ from actors.environment.builtin.code_search.servers import NoAnswer, ServerThrea
 from actors.environment.builtin.code_search.tree import Bounds
 from actors.environment.builtin.code_search.unpack import ArchiveLimits
 from actors.environment.protocol import ToolSchema
+from actors.limits import MIB, STRICT, Positive, Rate
 
 MAX_ANSWER_FILES = 64
 _TEXT = {"type": "string"}
@@ -78,20 +81,22 @@ class ToolAnswer:
 class ToolSettings:
     """The directory of the repositories, and the bounds of every call."""
 
-    root: str
-    """The directory that the names of repositories are relative to."""
-    max_lines: int = 60
-    """Lines of one answer."""
-    max_chars: int = 4_000
-    """Characters of one answer."""
-    call_limit_s: float = 5.0
-    """Wall time of one call, after which its process is killed."""
-    unpack_limit_s: float = 45.0
-    """Wall time of unpacking one archive."""
-    max_repository_bytes: int = 512 * 2**20
-    """Size of an unpacked archive."""
-    max_entries: int = 50_000
-    """Entries of an archive."""
+    __pydantic_config__ = STRICT
+
+    root: Annotated[str, MinLen(1)]
+    """Directory of the tasks' repositories, relative to the working directory."""
+    max_lines: Positive = 60
+    """Maximum number of lines in one answer."""
+    max_chars: Positive = 4_000
+    """Maximum number of characters in one answer."""
+    call_limit_s: Rate = 5.0
+    """Seconds that one call may take; then its process is killed."""
+    unpack_limit_s: Rate = 45.0
+    """Seconds that unpacking one archive may take."""
+    max_repository_mib: Positive = 512
+    """Maximum size of an unpacked archive in MiB."""
+    max_entries: Positive = 50_000
+    """Maximum number of files and directories in an archive."""
 
 
 def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
@@ -202,7 +207,7 @@ class _Pool:
                     cls._repositories[settings] = Repositories(
                         settings.root,
                         limits=ArchiveLimits(
-                            max_bytes=settings.max_repository_bytes,
+                            max_bytes=settings.max_repository_mib * MIB,
                             max_entries=settings.max_entries,
                         ),
                         unpack_limit_s=settings.unpack_limit_s,

@@ -15,13 +15,17 @@ from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from annotated_types import Ge, Le
 
 from actors.environment.tasks import BadTaskFile, json_rows
+from actors.limits import STRICT
 
+# The number of names that the parts below make.
+MAX_GENERATED = 200
 _SUFFIXES = (".jsonl", ".parquet")
 _KEPT_INDEXES = 4
 _building = threading.Lock()
@@ -35,15 +39,20 @@ class BadCorpus(ValueError):
 class CorpusOptions:
     """The source of the documents, and how to read it."""
 
-    path: str | None = None
-    """A JSONL or Parquet file; None for generated documents."""
-    num_generated: int = 200
+    __pydantic_config__ = STRICT
+
+    corpus: str | None = None
+    """A JSONL or Parquet file, relative to the working directory; null: generated documents."""
+    num_generated: Annotated[int, Ge(1), Le(MAX_GENERATED)] = MAX_GENERATED
+    """Number of generated documents."""
     id_column: str = "id"
+    """Column of a document's id."""
     text_column: str = "text"
+    """Column of a document's text."""
     title_column: str = "title"
-    """The column of the titles; the file may lack it."""
+    """Column of a document's title; the file may lack it."""
     stopwords: str | None = "en"
-    """A language of bm25s whose stop words are ignored; None: all words count."""
+    """A language of bm25s whose stop words are ignored; null: all words count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +126,13 @@ class Index:
 def index_of(settings: CorpusOptions) -> Index:
     """Return the index of a corpus. Raises: BadCorpus; ImportError without the package."""
     stamp: tuple[int, ...] = ()
-    if settings.path is not None:
+    if settings.corpus is not None:
         try:
-            status = Path(settings.path).expanduser().stat()
+            status = Path(settings.corpus).expanduser().stat()
         except OSError as error:
             raise BadCorpus(
-                f"tasks.options.corpus: {settings.path} cannot be read: {error.strerror}; expected "
-                "a file of documents, on every node that plays"
+                f"tasks.options.corpus: {settings.corpus} cannot be read: {error.strerror}; "
+                "expected a file of documents, on every node that plays"
             ) from error
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
     # Episodes that begin together wait for one index instead of building one each.
@@ -133,10 +142,10 @@ def index_of(settings: CorpusOptions) -> Index:
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def _index(settings: CorpusOptions, _stamp: tuple[int, ...], _pid: int) -> Index:
-    if settings.path is None:
+    if settings.corpus is None:
         documents = [fact.document for fact in generated_facts(settings.num_generated)]
     else:
-        documents = list(_read(Path(settings.path).expanduser(), settings))
+        documents = list(_read(Path(settings.corpus).expanduser(), settings))
     return Index(documents, stopwords=settings.stopwords)
 
 
@@ -186,7 +195,6 @@ def _document(row: Any, settings: CorpusOptions, *, where: str) -> Document:
 _STARTS = ("Ba", "Do", "Fe", "Gi", "Ka", "Lo", "Mi", "Ra", "Su", "To")
 _MIDDLES = ("la", "ne", "ri", "so", "tu")
 _ENDS = ("n", "s", "ra", "lo")
-NUM_NAMES = len(_STARTS) * len(_MIDDLES) * len(_ENDS)
 _ASKED = {
     "lives in": ("Where does {name} live?", ("Rome", "Oslo", "Lima", "Cairo")),
     "likes": ("What does {name} like?", ("tea", "milk", "bread", "soup")),
@@ -196,7 +204,7 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> tuple[Fact, ...]:
-    """Return a fact about each of `count` names, at most NUM_NAMES; equal on every machine."""
+    """Return a fact about each of `count` names, at most MAX_GENERATED; equal on every machine."""
     dice = random.Random(count)
     names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]
     facts = []

@@ -18,13 +18,14 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from actors.environment.builtin.reasoning_gym_env import extract_answer
 from actors.environment.builtin.retrieval_qa.corpus import (
-    NUM_NAMES,
     CorpusOptions,
     Document,
     Index,
@@ -32,10 +33,8 @@ from actors.environment.builtin.retrieval_qa.corpus import (
     import_bm25s,
     index_of,
 )
-from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
-    MalformedCall,
     Message,
     Observation,
     Role,
@@ -43,14 +42,14 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.settings import playing
+from actors.environment.tool_turns import Penalty, ToolFailed, ToolTurns
+from actors.limits import STRICT, Natural, Positive
 from actors.types import Task
 from actors.user_code import in_thread
 
 PROMPT = "{question}\nSearch, then answer in few words."
 NOTHING_FOUND = "No document has these words."
 NO_SUCH_DOCUMENT = "no such document"
-NO_CALLS_LEFT = "no calls are left; answer"
 SEARCH = ToolSchema(
     name="search",
     description="Find documents by their words.",
@@ -71,18 +70,34 @@ READ = ToolSchema(
 )
 MAX_FOUND = 20
 MAX_QUERY_CHARS = 2_000
-REWARDS = ("f1", "exact_match")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalQaOptions(CorpusOptions):
+    """Options of `retrieval_qa`: the documents, the tools and the reward."""
+
+    __pydantic_config__ = STRICT
+
+    reward: Literal["f1", "exact_match"] = "f1"
+    """The component that is the reward."""
+    k: Annotated[int, Ge(1), Le(MAX_FOUND)] = 3
+    """Number of documents that a search returns by default."""
+    has_read: bool = True
+    """Whether there is the tool `read`; false if snippets show whole documents."""
+    snippet_chars: Positive = 200
+    """Characters of each document in a search's answer."""
+    max_chars: Positive = 4_000
+    """Characters of a document that `read` shows."""
+    max_calls: Positive = 8
+    """Maximum number of calls in an episode, of both tools together."""
+    max_malformed: Natural = 3
+    """Malformed turns in a row; one more ends the episode."""
+    malformed_penalty: Penalty = 0.1
+    """Subtracted from the reward for each malformed turn, as the component malformed."""
 
 
 class RetrievalQaEnvironment:
-    """Questions with a search tool.
-
-    corpus: a JSONL or Parquet file, relative to the working directory; None for num_generated
-    documents. k: number of documents that a search returns by default. snippet_chars: characters
-    of each document in a search's answer. has_read: false to leave out the tool `read`, if snippets
-    show whole documents. max_chars: characters of a document that `read` shows. max_calls: maximum
-    number of calls, of both tools together.
-    """
+    """One question about the documents."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
@@ -106,63 +121,25 @@ class RetrievalQaEnvironment:
         "then": {"required": ["question", "answers"]},
     }
 
-    def __init__(
-        self,
-        *,
-        corpus: str | None = None,
-        id_column: str = "id",
-        text_column: str = "text",
-        title_column: str = "title",
-        stopwords: str | None = "en",
-        num_generated: int = NUM_NAMES,
-        reward: str = "f1",
-        k: int = 3,
-        has_read: bool = True,
-        snippet_chars: int = 200,
-        max_chars: int = 4_000,
-        max_calls: int = 8,
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-    ) -> None:
-        if reward not in REWARDS:
-            raise ValueError(
-                f"retrieval_qa: got reward={reward!r}; expected one of {', '.join(REWARDS)}"
-            )
-        if not 1 <= k <= MAX_FOUND or min(snippet_chars, max_chars, max_calls) < 1:
-            raise ValueError(
-                f"retrieval_qa: got k={k}, snippet_chars={snippet_chars}, max_chars={max_chars}, "
-                f"max_calls={max_calls}; expected k from 1 to {MAX_FOUND}, the others from 1"
-            )
-        if not 1 <= num_generated <= NUM_NAMES:
-            raise ValueError(
-                f"retrieval_qa: got num_generated={num_generated}; expected 1 to {NUM_NAMES}"
-            )
-        if max_malformed < 0 or not 0 <= malformed_penalty < 10:
-            raise ValueError(
-                f"retrieval_qa: got max_malformed={max_malformed}, "
-                f"malformed_penalty={malformed_penalty}; expected 0 or more, and 0 to below 10"
-            )
+    def __init__(self, options: RetrievalQaOptions) -> None:
         import_bm25s()
+        self._options = options
+        # Environments with equal options of the corpus share an index.
         self._corpus = CorpusOptions(
-            path=corpus,
-            num_generated=num_generated,
-            id_column=id_column,
-            text_column=text_column,
-            title_column=title_column,
-            stopwords=stopwords,
+            **{each.name: getattr(options, each.name) for each in fields(CorpusOptions)}
         )
-        self._reward = reward
-        self._k = k
-        self._tools = (SEARCH, READ) if has_read else (SEARCH,)
-        self._snippet_chars = snippet_chars
-        self._max_chars = max_chars
-        self._max_calls = max_calls
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
+        self._tools = (SEARCH, READ) if options.has_read else (SEARCH,)
+        self._turns = ToolTurns(
+            self._call,
+            at_most=options.max_malformed,
+            penalty=options.malformed_penalty,
+            max_calls=options.max_calls,
+        )
         self._index: Index | None = None
         self._truths: Sequence[str] = ()
         self._support: frozenset[str] = frozenset()
         self._shown: set[str] = set()
-        self._num_calls = self._num_searches = 0
+        self._num_searches = 0
 
     async def reset(self, task: Task) -> Observation:
         self._index = await in_thread(partial(index_of, self._corpus))
@@ -181,24 +158,24 @@ class RetrievalQaEnvironment:
                 f"({len(unknown)} in all) are not in the corpus, expected ids of its documents"
             )
         self._shown = set()
-        self._num_calls = self._num_searches = 0
-        self._malformed.begin_anew()
+        self._num_searches = 0
+        self._turns.begin_episode()
         asked = Message(role=Role.USER, content=PROMPT.format(question=data["question"]))
         return Observation(messages=(asked,), tools=self._tools, best_return=1.0)
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return await self._answer_calls(action.calls)
+            return await self._turns.answered(action.calls)
         return self._graded(extract_answer(action.text))
 
     async def close(self) -> None:
         return None
 
     def _generated(self, task: Task) -> dict[str, Any]:
-        if self._corpus.path is not None:
+        if self._corpus.corpus is not None:
             raise ValueError(
                 f"retrieval_qa: task {task.task_id} has no data, and questions about "
-                f"{self._corpus.path} cannot be generated; expected question and answers; set "
+                f"{self._corpus.corpus} cannot be generated; expected question and answers; set "
                 "tasks.file or tasks.dataset, or leave the corpus out"
             )
         facts = generated_facts(self._corpus.num_generated)
@@ -219,33 +196,17 @@ class RetrievalQaEnvironment:
         if self._support:
             components["found_support"] = len(self._support & self._shown) / len(self._support)
         return StepResult(
-            reward=components[self._reward],
+            reward=components[self._options.reward],
             reward_components=components,
             terminated=True,
             answer=normalised(answer),
         )
 
-    async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        taken = calls[: playing.get().max_calls_per_turn]
-        messages = tuple([await self._answer(call) for call in taken])
-        if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
-            self._malformed.begin_anew()
-            return StepResult(messages=messages)
-        return self._malformed.result(messages)
-
-    async def _answer(self, call: ToolCall | MalformedCall) -> Message:
-        if isinstance(call, MalformedCall):
-            return Message(role=Role.TOOL, content=ERROR.format(message=call.message))
-        if self._num_calls >= self._max_calls:
-            content = ERROR.format(message=NO_CALLS_LEFT)
-        else:
-            self._num_calls += 1
-            given = call.arguments
-            if call.name == READ.name:
-                content = self._read(given["id"])
-            else:
-                content = await self._search(given["query"], given.get("k", self._k))
-        return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+    async def _call(self, call: ToolCall) -> str:
+        given = call.arguments
+        if call.name == READ.name:
+            return self._read(given["id"])
+        return await self._search(given["query"], given.get("k", self._options.k))
 
     async def _search(self, query: str, most: int) -> str:
         assert self._index is not None
@@ -260,15 +221,16 @@ class RetrievalQaEnvironment:
         assert self._index is not None
         document = self._index.by_id.get(name)
         if document is None:
-            return ERROR.format(message=NO_SUCH_DOCUMENT)
+            raise ToolFailed(NO_SUCH_DOCUMENT)
         self._shown.add(document.id)
-        parts = (document.title, document.text[: self._max_chars])
+        parts = (document.title, document.text[: self._options.max_chars])
         return "\n".join(part for part in parts if part)
 
     def _snippet(self, document: Document) -> str:
         title = f"{document.title}: " if document.title else ""
         text = document.text
-        cut = text if len(text) <= self._snippet_chars else f"{text[: self._snippet_chars]}..."
+        most = self._options.snippet_chars
+        cut = text if len(text) <= most else f"{text[:most]}..."
         return f"[{document.id}] {title}{' '.join(cut.split())}"
 
 

@@ -20,8 +20,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from actors.environment.builtin.sql.execution import (
     BadDatabase,
@@ -33,10 +36,8 @@ from actors.environment.builtin.sql.execution import (
 )
 from actors.environment.builtin.sql.generated import LEVELS, make_question
 from actors.environment.builtin.sql.server import MAX_QUERY_BYTES
-from actors.environment.malformed import ERROR, MalformedTurns
 from actors.environment.protocol import (
     Action,
-    MalformedCall,
     Message,
     Observation,
     Role,
@@ -44,8 +45,10 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
+from actors.environment.tool_turns import ToolTurns, TurnOptions
+from actors.limits import STRICT, Natural, Positive
+from actors.options import holding
 from actors.types import Task
 
 PROMPT = "{schema}\n{question}\n{instruction}"
@@ -66,14 +69,34 @@ MAX_TRUE_ROWS = 1_000
 _CELL = {"type": ["null", "number", "string"]}
 
 
-class SqlEnvironment:
-    """Questions about databases, with a tool that runs queries.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlOptions(TurnOptions):
+    """Options of `sql`: the databases, the tool and the reward."""
 
-    root: the directory of the tasks' databases, relative to the working directory. database_path:
-    path of a task's database below it. level: level of generated questions. sample_rows: rows of
-    each table in the prompt. max_rows, max_chars: maximum size of a tool's answer. limit_s: time
-    limit of a query, in seconds.
-    """
+    __pydantic_config__ = STRICT
+
+    root: str = "."
+    """Directory of the tasks' databases, relative to the working directory."""
+    database_path: Annotated[str, holding("{database}")] = "{database}"
+    """Path of a task's database below it, such as {database}/{database}.sqlite."""
+    level: Annotated[int, Ge(1), Le(LEVELS)] = 1
+    """Level of generated questions."""
+    max_queries: Natural = 5
+    """Maximum number of queries in an episode; 0: there is no tool."""
+    sample_rows: Natural = 0
+    """Rows of each table in the prompt."""
+    max_rows: Positive = 20
+    """Maximum number of rows in the tool's answer."""
+    max_chars: Positive = 2_000
+    """Maximum number of characters in the tool's answer."""
+    limit_s: Annotated[float, Gt(0), Le(30)] = 2.0
+    """Seconds that a query may take."""
+    executable_bonus: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Reward for an answer that runs, right or wrong."""
+
+
+class SqlEnvironment:
+    """One question about a database."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",
@@ -113,67 +136,30 @@ class SqlEnvironment:
         },
     }
 
-    def __init__(
-        self,
-        *,
-        root: str = ".",
-        database_path: str = "{database}",
-        level: int = 1,
-        max_queries: int = 5,
-        sample_rows: int = 0,
-        max_rows: int = 20,
-        max_chars: int = 2_000,
-        limit_s: float = 2.0,
-        executable_bonus: float = 0.0,
-        max_malformed: int = 3,
-        malformed_penalty: float = 0.1,
-    ) -> None:
-        if not 1 <= level <= LEVELS:
-            raise ValueError(f"sql: got level={level}; expected 1 to {LEVELS}")
-        if "{database}" not in database_path:
-            raise ValueError(
-                f"sql: got database_path={database_path!r}; expected a path with {{database}}, "
-                "such as {database}/{database}.sqlite"
-            )
-        if min(max_queries, sample_rows, max_malformed) < 0 or min(max_rows, max_chars) < 1:
-            raise ValueError(
-                f"sql: got max_queries={max_queries}, sample_rows={sample_rows}, "
-                f"max_malformed={max_malformed}, max_rows={max_rows}, max_chars={max_chars}; "
-                "expected the first three from 0 and the others from 1"
-            )
-        if not 0 < limit_s <= 30:
-            raise ValueError(f"sql: got limit_s={limit_s}; expected seconds above 0, at most 30")
-        if not (0 <= executable_bonus < 1 and 0 <= malformed_penalty < 10):
-            raise ValueError(
-                f"sql: got executable_bonus={executable_bonus}, "
-                f"malformed_penalty={malformed_penalty}; expected 0 to below 1, and 0 to below 10"
-            )
-        self._root = root
-        self._database_path = database_path
-        self._level = level
-        self._max_queries = max_queries
-        self._sample_rows = sample_rows
-        self._max_rows = max_rows
-        self._max_chars = max_chars
-        self._limit_s = limit_s
-        self._executable_bonus = executable_bonus
-        self._malformed = MalformedTurns(at_most=max_malformed, penalty=malformed_penalty)
+    def __init__(self, options: SqlOptions) -> None:
+        self._options = options
+        self._turns = ToolTurns(
+            self._call,
+            at_most=options.max_malformed,
+            penalty=options.malformed_penalty,
+            max_calls=options.max_queries,
+            no_calls_left=NO_QUERIES_LEFT,
+            max_chars=options.max_chars,
+        )
         self._execution: Execution | None = None
         self._database = Database(script="")
         self._truth: Sequence[Sequence[Any]] = ()
         self._is_ordered = False
-        self._num_queries = 0
 
     async def reset(self, task: Task) -> Observation:
         data = dict(task.data) or self._generated(task.seed)
-        self._num_queries = 0
-        self._malformed.begin_anew()
+        self._turns.begin_episode()
         self._database = self._database_of(data)
         if self._execution is None:
             self._execution = Execution.shared()
         try:
             tables = await self._execution.tables(
-                self._database, sample_rows=self._sample_rows, limit_s=self._limit_s
+                self._database, sample_rows=self._options.sample_rows, limit_s=self._options.limit_s
             )
             self._truth = data["rows"] if "rows" in data else await self._found(data["query"])
         except (BadDatabase, QueryFailed) as error:
@@ -182,17 +168,17 @@ class SqlEnvironment:
         prompt = PROMPT.format(
             schema="\n".join(map(_format_table, tables)),
             question=data["question"],
-            instruction=ANSWER_AFTER_LOOKING if self._max_queries else ANSWER_AT_ONCE,
+            instruction=ANSWER_AFTER_LOOKING if self._options.max_queries else ANSWER_AT_ONCE,
         )
         return Observation(
             messages=(Message(role=Role.USER, content=prompt),),
-            tools=(RUN_SQL,) if self._max_queries else (),
-            best_return=self._executable_bonus + (not is_empty(self._truth)),
+            tools=(RUN_SQL,) if self._options.max_queries else (),
+            best_return=self._options.executable_bonus + (not is_empty(self._truth)),
         )
 
     async def step(self, action: Action) -> StepResult:
         if action.calls:
-            return await self._answer_calls(action.calls)
+            return await self._turns.answered(action.calls)
         return await self._graded(query_of(visible_text(action.text)))
 
     async def close(self) -> None:
@@ -201,19 +187,20 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _generated(self, seed: int) -> dict[str, Any]:
-        made = make_question(seed, level=self._level)
+        made = make_question(seed, level=self._options.level)
         return {"question": made.text, "schema": made.script, "query": made.query}
 
     def _database_of(self, data: Mapping[str, Any]) -> Database:
         """Return a task's database. Raises: ValueError for a file that is not below the root."""
         if "database" not in data:
             return Database(script=data["schema"])
-        root = Path(self._root).expanduser().resolve()
-        path = (root / self._database_path.replace("{database}", data["database"])).resolve()
+        root = Path(self._options.root).expanduser().resolve()
+        template = self._options.database_path
+        path = (root / template.replace("{database}", data["database"])).resolve()
         if not path.is_relative_to(root) or not path.is_file():
             raise ValueError(
                 f"sql: data.database: got {data['database']!r}, which names no file below {root} "
-                f"by database_path={self._database_path!r}; expected a name that does"
+                f"by database_path={template!r}; expected a name that does"
             )
         return Database(path=str(path))
 
@@ -231,7 +218,7 @@ class SqlEnvironment:
         if len(query.encode(errors="replace")) > MAX_QUERY_BYTES:
             raise QueryFailed("the query is too long")
         return await self._execution.query(
-            self._database, query, max_rows=max_rows, limit_s=self._limit_s
+            self._database, query, max_rows=max_rows, limit_s=self._options.limit_s
         )
 
     async def _graded(self, query: str) -> StepResult:
@@ -247,37 +234,19 @@ class SqlEnvironment:
             is_right = is_correct(found.rows, self._truth, is_ordered=self._is_ordered)
             correct = float(is_right and not found.is_cut)
         return StepResult(
-            reward=correct + self._executable_bonus * executable,
+            reward=correct + self._options.executable_bonus * executable,
             reward_components={
                 "correct": correct,
                 "executable": executable,
-                "num_queries": float(self._num_queries),
+                "num_queries": float(self._turns.num_calls),
             },
             terminated=True,
             answer=answer,
         )
 
-    async def _answer_calls(self, calls: Sequence[ToolCall | MalformedCall]) -> StepResult:
-        taken = calls[: playing.get().max_calls_per_turn]
-        messages = tuple([await self._answer(call) for call in taken])
-        if len(taken) == len(calls) and not any(isinstance(call, MalformedCall) for call in calls):
-            self._malformed.begin_anew()
-            return StepResult(messages=messages)
-        return self._malformed.result(messages)
-
-    async def _answer(self, call: ToolCall | MalformedCall) -> Message:
-        if isinstance(call, MalformedCall):
-            return Message(role=Role.TOOL, content=ERROR.format(message=call.message))
-        try:
-            if self._num_queries >= self._max_queries:
-                raise QueryFailed(NO_QUERIES_LEFT)
-            self._num_queries += 1
-            result = await self._run(call.arguments["query"], max_rows=self._max_rows)
-            content = _format_result(result)
-        except QueryFailed as error:
-            content = ERROR.format(message=error)
-        content = content[: self._max_chars].encode(errors="replace").decode()
-        return Message(role=Role.TOOL, content=content, name=call.name, tool_call_id=call.id)
+    async def _call(self, call: ToolCall) -> str:
+        result = await self._run(call.arguments["query"], max_rows=self._options.max_rows)
+        return _format_result(result)
 
 
 def _format_table(table: Table) -> str:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
 from actors.environment.builtin.code_search.servers import NoAnswer, ServerThreads
+from actors.environment.tool_turns import ToolFailed
 
 MAX_RESULT_BYTES = 2**20
 # A query stops itself at its limit, except during a single step of SQLite.
@@ -27,7 +28,7 @@ class BadDatabase(ValueError):
     """A task's database cannot be used; the text says why."""
 
 
-class QueryFailed(Exception):
+class QueryFailed(ToolFailed):
     """A query gave no rows; the text is for the policy."""
 
 
