@@ -31,7 +31,7 @@ from actors.environment.protocol import Environment
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
 from actors.environment.user_names import missing_module
-from actors.options import read
+from actors.options import BadOptions, read
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -125,6 +125,18 @@ def _bound(
             "correct its options in the configuration"
         ) from None
     return partial(factory, **options)
+
+
+def read_options(name: str, options: Mapping[str, Any]) -> Any:
+    """Return an environment's options as its dataclass; None if they are keyword arguments.
+
+    Raises: BadEnvironmentOptions, UnknownEnvironment.
+    """
+    try:
+        kind = options_of(_find(name))
+        return None if kind is None else read(kind, options, where="options")
+    except BadOptions as error:
+        raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
 
 
 def options_of(factory: EnvironmentFactory) -> type[Any] | None:

@@ -667,11 +667,13 @@ def check(
         raise ConfigError("--parameters: got no --size, expected it; add --size")
     settings = _converted(settings)
     from service.cli.check import check_before_start, describe_template
+    from service.config.tasks import options_read
 
     # The output is a configuration: keep out what modules print at their import.
     with redirect_stdout(sys.stderr):
         check_before_start(settings, is_local=address is None, trial=_trial(call, answer))
-    typer.echo(describe_config(settings))
+        options = options_read(settings.tasks)
+    typer.echo(describe_config(settings, options))
     typer.echo(describe_template(settings))
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,10 +157,27 @@ def dump_sft(config: SftConfig) -> str:
     return yaml.safe_dump(_SFT.dump_python(config, mode="json"), sort_keys=False)
 
 
-def describe_config(config: Config) -> str:
-    """Return the effective configuration as YAML, with a comment that describes each setting."""
-    schema = config_schema()
-    return "\n".join(_described(_TREE.dump_python(config, mode="json"), schema, schema["$defs"]))
+def describe_config(config: Config, options: Any = None) -> str:
+    """Return the effective configuration as YAML, with a comment that describes each setting.
+
+    Args: options: the environment's options as their dataclass; None: print them as given.
+    """
+    values, schema = _TREE.dump_python(config, mode="json"), config_schema()
+    sections = dict(schema["$defs"])
+    if options is not None:
+        kind: Any = type(options)
+        adapter = adapter_of(kind)
+        values["tasks"]["options"] = adapter.dump_python(options, mode="json")
+        own = adapter.json_schema()
+        # pydantic reads the docstrings of a class's own fields only, not those of inherited fields.
+        bases: list[Any] = [each for each in kind.__mro__[1:] if is_dataclass(each)]
+        for base in bases:
+            for name, setting in adapter_of(base).json_schema()["properties"].items():
+                if "description" in setting:
+                    own["properties"][name].setdefault("description", setting["description"])
+        sections |= {**own.get("$defs", {}), "options": own}
+        sections["TasksSettings"]["properties"]["options"]["$ref"] = "#/$defs/options"
+    return "\n".join(_described(values, schema, sections))
 
 
 def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
@@ -188,8 +205,9 @@ def _described(
         ]
         target = sections[references[0].rpartition("/")[2]] if references else {}
         # A section is described where it is declared; its first paragraph says what it is.
-        described = setting.get("description") or target["description"].partition("\n\n")[0]
-        yield f"# {' '.join(described.split())}"
+        described = setting.get("description") or target.get("description", "").partition("\n\n")[0]
+        if described:
+            yield f"# {' '.join(described.split())}"
         if value and "properties" in target:
             yield f"{key}:"
             yield from (f"  {line}" for line in _described(value, target, sections))

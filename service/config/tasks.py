@@ -30,7 +30,12 @@ from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.protocol import Environment, Message, Observation, Role, ToolSchema
-from actors.environment.registry import BadEnvironmentOptions, UnknownEnvironment, resolve
+from actors.environment.registry import (
+    BadEnvironmentOptions,
+    UnknownEnvironment,
+    read_options,
+    resolve,
+)
 from actors.environment.rendering import ChatRenderer
 from actors.environment.reward_functions import names_of
 from actors.environment.task_data import DataCheck, data_schema_of
@@ -373,6 +378,19 @@ def first_observation(config: Config) -> Observation:
             "Observation of actors.environment.protocol"
         )
     return found
+
+
+def options_read(settings: TasksSettings) -> Any:
+    """Return the environment's options as their dataclass; None if they have none.
+
+    Raises: ConfigError.
+    """
+    if not settings.environment:
+        return None
+    try:
+        return read_options(settings.environment, settings.options)
+    except (UnknownEnvironment, BadEnvironmentOptions) as error:
+        raise ConfigError(f"tasks.environment: {error}") from error
 
 
 def own_names(settings: TasksSettings) -> list[str]:

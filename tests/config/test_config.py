@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from actors.algorithm import AlgorithmSettings
+from actors.environment.builtin.calculator import CalculatorOptions
 from actors.environment.settings import Sampling
 from actors.environment.tasks import write_tasks
 from actors.outcomes import Disposition
@@ -400,6 +401,21 @@ def test_the_described_configuration_reads_back_as_itself(tmp_path: Path) -> Non
     lines = file.read_text().splitlines()
     at = lines.index("  steps: 100")
     assert lines[at - 1] == "  # Training steps; also the number of the last policy version."
+
+
+def test_the_options_of_the_environment_are_described_too(tmp_path: Path) -> None:
+    config = parse_config(tree(), source="test")
+    file = tmp_path / "config.yaml"
+    file.write_text(describe_config(config, CalculatorOptions(high=5)))
+    assert load_config(file).tasks.options == {
+        "max_malformed": 3, "malformed_penalty": 0.1, "low": 1, "high": 5, "num_operands": 2,
+        "operators": "+", "tool_bonus": 0.0,
+    }  # fmt: skip
+    lines = file.read_text().splitlines()
+    assert lines[lines.index("    high: 5") - 1] == "    # The largest number."
+    # A field that the dataclass inherits.
+    at = lines.index("    max_malformed: 3")
+    assert lines[at - 1] == "    # Malformed turns in a row; one more ends the episode."
 
 
 def test_a_tree_travels_to_another_process_as_it_is() -> None:
