@@ -305,12 +305,12 @@ class RewardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCreditSettings:
-    """Credit for turns that met the same observation, added to the group's advantages (GiGPO)."""
+    """Credit for turns that met the same state, added to the group's advantages (GiGPO)."""
 
     __pydantic_config__ = STRICT
 
     weight: Rate = 1.0
-    """Weight of a turn's advantage over the turns with its observation; omega."""
+    """Weight of a turn's advantage over the turns with its state; omega."""
     discount: Fraction = 1.0
     """Discount of later rewards, from one turn to the next; gamma."""
 

@@ -131,6 +131,8 @@ class Turn:
     expert_indices: ExpertIndices | None = None
     """[R, L, K] uint8 or int16, the K experts that each of L routed layers chose in the forward
     passes that processed the first R <= A sampled tokens. None if they were not recorded."""
+    state_key: str | None = None
+    """The environment's key of the state before the turn; None if it gave none."""
 
     def __post_init__(self) -> None:
         _check_column("prompt_token_ids", self.prompt_token_ids, _INT32)
@@ -174,6 +176,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0
     reward_components: Mapping[str, float] = msgspec.field(default_factory=dict)
     is_malformed: bool = False
+    state_key: str | None = None
+    """As in `Turn`."""
 
     @property
     def num_sampled(self) -> int:

@@ -106,6 +106,14 @@ def _check_text(text: str, what: str) -> None:
         ) from None
 
 
+def _check_state_key(key: str | None, what: str) -> None:
+    if key is not None and not isinstance(key, str):
+        raise TypeError(
+            f"{what}: state_key: got a {type(key).__name__}, expected text or None; write the "
+            "state as text, for example by json.dumps with sort_keys"
+        )
+
+
 def _check_role(role: Role, expected: Role, name: str) -> None:
     if role != expected:
         raise ValueError(
@@ -247,9 +255,13 @@ class Observation:
     tools: tuple[ToolSchema, ...] = ()
     best_return: float | None = None
     """The return of best possible play; None if it is not known."""
+    state_key: str | None = None
+    """A text that is equal for equal states of the task, for `algorithm.state_credit`. None: the
+    state is the observation's tokens."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
+        _check_state_key(self.state_key, "observation")
         if not isinstance(self.tools, list | tuple):
             raise TypeError(
                 f"observation: tools: got a {type(self.tools).__name__}, expected a tuple of "
@@ -294,6 +306,8 @@ class StepResult:
     answer: str | None = None
     """The policy's answer so far, as a text that is equal for equal answers; an evaluation's
     majority vote counts the last one of an episode. None: no new answer."""
+    state_key: str | None = None
+    """The key of the state that the action led to, as in `Observation`."""
 
     def __post_init__(self) -> None:
         _check_messages(self.messages)
@@ -301,6 +315,7 @@ class StepResult:
             raise TypeError(
                 f"step result: answer: got a {type(self.answer).__name__}, expected text or None"
             )
+        _check_state_key(self.state_key, "step result")
         if not isinstance(self.reward_components, Mapping):
             raise TypeError(
                 f"step result: reward_components: got a {type(self.reward_components).__name__}, "

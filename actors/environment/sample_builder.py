@@ -155,6 +155,7 @@ class SampleBuilder:
                 reward=turn.reward,
                 reward_components=turn.reward_components,
                 is_malformed=turn.is_malformed,
+                state_key=turn.state_key,
             )
         )
         sample.recorded.append(

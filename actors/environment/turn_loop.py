@@ -153,6 +153,7 @@ class _Episode:
         self._break: BreakReason | None = None  # why the current prompt was rendered again
         self._best_return: float | None = None
         self._answer: str | None = None
+        self._state_key: str | None = None  # of the state before the next turn
         self._metrics: dict[str, float] = {}
         self._extra_columns: dict[str, str] = {}
         self._was_rewarded: bool | None = None
@@ -245,6 +246,7 @@ class _Episode:
             raise _wrong_type("reset", start)
         if start.best_return is not None:
             self._best_return = float(start.best_return)
+        self._state_key = _short_key(start.state_key)
         return start
 
     def _first_prompt(self, start: Observation) -> TokenIds:
@@ -336,7 +338,7 @@ class _Episode:
 
         async def generate() -> tuple[Turn, ParsedReply | None]:
             reply = await self._policy.generate(request)
-            turn = check_reply(request, reply)
+            turn = replace(check_reply(request, reply), state_key=self._state_key)
             if self._cache_salt is None:
                 self._cache_salt = reply.cache_salt
             # A successor may have answered instead of the requested replica.
@@ -395,6 +397,7 @@ class _Episode:
         }
         if result.answer is not None:
             self._answer = short_answer(result.answer)
+        self._state_key = _short_key(result.state_key)
 
     async def _scored(self, action: Action) -> StepResult:
         """Step once; if only the score is missing, retry only the scoring."""
@@ -419,6 +422,11 @@ class _Episode:
 async def _step(environment: Environment, action: Action) -> StepResult:
     # Look the method up within the call, so that its absence is an error of the environment.
     return await environment.step(action)
+
+
+def _short_key(key: str | None) -> str | None:
+    """Return a state's key, shortened as an answer is: every turn of a trajectory may have one."""
+    return None if key is None else short_answer(key)
 
 
 def short_answer(answer: str) -> str:

@@ -262,16 +262,18 @@ def _turn_rewards(member: Member) -> Float64s:
     return member.rewards + np.diff(sums[turn_bounds(member)])
 
 
-def _state_keys(member: Member) -> list[bytes]:
-    """Return the key of each turn's state: the tokens of the observation before the turn.
+def _state_keys(member: Member) -> list[Hashable]:
+    """Return the key of each turn's state: the environment's text, or the observation's tokens.
 
-    The observation before the first turn of a sample is the whole prompt.
+    The observation before the first turn of a sample is the whole prompt. A text and tokens are
+    never equal: one is str, the other bytes.
     """
-    keys = [b""] * len(member.trajectory.turns)
+    keys: list[Hashable] = [b""] * len(member.trajectory.turns)
     for sample in member.samples:
         begin = 0
         for turn in sample.turns:
-            keys[turn.index] = sample.token_ids[begin : turn.start].tobytes()
+            observation = sample.token_ids[begin : turn.start].tobytes()
+            keys[turn.index] = observation if turn.state_key is None else turn.state_key
             begin = turn.end
     return keys
 

@@ -36,7 +36,7 @@ from actors.environment.builtin.guessing import GuessingEnvironment, GuessingOpt
 from actors.environment.policy import GenerateReply, GenerateRequest, ParsedCall, ParsedReply
 from actors.environment.protocol import Message, Observation, Role, StepResult, ToolCall
 from actors.environment.rendering import ChatRenderer, Extension
-from actors.environment.turn_loop import play_episode
+from actors.environment.turn_loop import MAX_ANSWER_CHARS, play_episode, short_answer
 from actors.outcomes import Disposition, OutcomeRule
 from actors.types import NO_VERSION, FinishReason, Outcome, summarize
 
@@ -98,6 +98,26 @@ async def test_the_last_answer_of_an_episode_is_kept_in_its_summary() -> None:
     assert (await play(FakeEnvironment(DONE))).answer is None
     with pytest.raises(TypeError, match="answer: got a int, expected text or None"):
         StepResult(answer=7)  # type: ignore[arg-type]
+
+
+async def test_each_turn_has_the_state_key_that_came_with_its_observation() -> None:
+    long = "board " * 100
+    at_reset = returning(replace(HELLO, state_key="start"))
+    went_on = replace(GO_ON, state_key=long)
+    answers = (went_on, GO_ON, replace(DONE, state_key="end"))
+    found = await play(FakeEnvironment(*answers, on_reset=at_reset))
+    first, second, third = (turn.state_key for turn in whole_turns(found))
+    assert (first, third) == ("start", None)
+    # A long key is shortened to its beginning and a digest, so that equal ones stay equal.
+    assert second is not None and second.startswith("board ")
+    assert len(second) == MAX_ANSWER_CHARS and second == short_answer(long)
+
+
+@pytest.mark.parametrize("key", [b"s", 3, ("a",)])
+def test_a_state_key_that_is_no_text_is_refused_with_a_remedy(key: Any) -> None:
+    for make in (lambda: replace(HELLO, state_key=key), lambda: StepResult(state_key=key)):
+        with pytest.raises(TypeError, match=r"state_key: got a \w+, expected text.*json\.dumps"):
+            make()
 
 
 async def test_a_game_without_an_end_stops_at_max_turns_and_keeps_its_rewards() -> None:

@@ -200,6 +200,30 @@ def test_credit_by_state_is_added_for_turns_with_equal_observations() -> None:
     assert of_turns(alone, first) == pytest.approx([0.5, 0.5])
 
 
+def test_turns_with_the_same_state_key_are_compared_whatever_their_observations() -> None:
+    keys = {0: ["s", "t"], 1: ["t", "s"], 2: [None, "s"]}
+    rewards = {0: [0.0, 1.0], 1: [3.0, 0.0], 2: [0.0, 0.0]}
+    members = []
+    for member, values in rewards.items():
+        turns = [
+            replace(turn, reward=reward, state_key=key)
+            for turn, reward, key in zip(
+                linear_turns(2, seed=member), values, keys[member], strict=True
+            )
+        ]
+        members.append(make_trajectory(turns, rollout_id=f"g000000.0-{member}"))
+    credit = StateCreditSettings(weight=2.0, discount=0.5)
+    result = build(group_of(*members), state_credit=credit, scale=Scale.NONE)
+    # By trajectory: 1, 3 and 0 without their mean 4/3.
+    # R = [[.5, 1], [3, 0], [0, 0]]; s has .5, 0, 0 (mean 1/6), t has 1 and 3 (mean 2).
+    assert of_turns(result, members[0]) == pytest.approx(
+        [-1 / 3 + 2 * (1 / 2 - 1 / 6), -1 / 3 + 2 * (1 - 2)]
+    )
+    assert of_turns(result, members[1]) == pytest.approx([5 / 3 + 2 * (3 - 2), 5 / 3 - 2 / 6])
+    # A turn without a key has the state of its observation, which was met once.
+    assert of_turns(result, members[2]) == pytest.approx([-4 / 3, -4 / 3 - 2 / 6])
+
+
 def test_equal_returns_are_a_signal_if_their_turns_met_the_same_observations() -> None:
     turns = [replace(turn, reward=1.0 - k) for k, turn in enumerate(linear_turns(2, seed=0))]
     group = group_of(play(0, [0.0, 1.0]), make_trajectory(turns, rollout_id="g000000.0-1"))

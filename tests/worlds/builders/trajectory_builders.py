@@ -103,6 +103,7 @@ def _whole_turn(sample: Sample, turn: TurnSpan) -> Turn:
         reward=turn.reward,
         reward_components=turn.reward_components,
         is_malformed=turn.is_malformed,
+        state_key=turn.state_key,
         token_rewards=None if rewards is None else rewards[turn.tokens],
         expert_indices=np.stack(routed) if routed else None,
     )
@@ -189,6 +190,7 @@ def random_turns(rng: np.random.Generator, *, max_turns: int = 6) -> list[Turn]:
                 reward=float(rng.choice([0.0, 0.25, 1.0, -1.0])),
                 reward_components={"hit": 0.25, "ü": -1.0} if rng.random() < 0.5 else {},
                 is_malformed=bool(rng.random() < 0.2),
+                state_key="st"[rng.integers(0, 2)] if rng.random() < 0.2 else None,
             )
         )
     return turns

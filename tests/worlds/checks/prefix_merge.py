@@ -139,6 +139,7 @@ def _sample(
                 reward=turn.reward,
                 reward_components=turn.reward_components,
                 is_malformed=turn.is_malformed,
+                state_key=turn.state_key,
             )
         )
     return Sample(
