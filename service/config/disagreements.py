@@ -48,6 +48,7 @@ def disagreements(config: Config) -> Iterator[str]:
         _check_curriculum,
         _check_evaluation,
         _check_audit,
+        _check_completions,
         _check_sessions,
         _check_template,
         _check_groups,
@@ -206,6 +207,22 @@ def _check_audit(config: Config) -> Iterator[str]:
             f"audit.shadow is {audit.shadow}, and audit.hacking is {str(audit.hacking).lower()} "
             f"with run.journal_steps {config.run.journal_steps}; expected a journal that is "
             "read; set audit.hacking to true and run.journal_steps above 0, or remove audit.shadow"
+        )
+
+
+def _check_completions(config: Config) -> Iterator[str]:
+    trackers = config.trackers
+    if not trackers.completions:
+        return
+    if not config.run.journal_steps:
+        yield (
+            f"trackers.completions is {trackers.completions} with run.journal_steps 0; expected a "
+            "journal, which holds the completions; set run.journal_steps above 0"
+        )
+    if not (trackers.jsonl or trackers.wandb or trackers.trackio or trackers.own):
+        yield (
+            f"trackers.completions is {trackers.completions}, but no tracker shows them; expected "
+            "wandb, trackio, jsonl or own; set one of them, or trackers.completions to 0"
         )
 
 

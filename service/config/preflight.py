@@ -26,6 +26,7 @@ from actors.environment.tokenizer import stop_token_ids
 from actors.limits import GIB
 from service.config.file import ConfigError
 from service.config.model_files import check_architecture_once, check_model_files, read_object
+from service.config.own_tracker import check_own_tracker
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
@@ -70,7 +71,7 @@ def check_machine(config: Config, *, is_local: bool) -> None:
     The nodes of a cluster are checked after it is joined (`service.launch.other_nodes`). Raises:
     ConfigError.
     """
-    check_tracker_packages(config)
+    check_trackers(config)
     if is_local:
         check_processes(config)
         check_gpus(config)
@@ -284,8 +285,8 @@ def _check_companion(key: str, path: str, *, policy: Path) -> None:
         )
 
 
-def check_tracker_packages(config: Config) -> None:
-    """Check that the packages of the configured trackers are installed. Raises: ConfigError."""
+def check_trackers(config: Config) -> None:
+    """Check that the configured trackers can be imported. Raises: ConfigError."""
     trackers = config.trackers
     for setting, package, is_used in (
         ("tensorboard", "tensorboardX", trackers.tensorboard is not None),
@@ -302,6 +303,8 @@ def check_tracker_packages(config: Config) -> None:
                 f"trackers.{setting} is set, but the package {package} is not installed here; "
                 f"expected it in Rayloom's environment: pip install {package}"
             ) from None
+    if trackers.own is not None:
+        check_own_tracker(trackers.own)
 
 
 def check_memory(config: Config) -> None:

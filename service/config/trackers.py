@@ -4,11 +4,11 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 from pydantic import Field
 
 from actors.limits import STRICT
@@ -71,6 +71,20 @@ class TrackioSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTrackerSettings:
+    """A tracker of your own: a class with the methods write, flush and close."""
+
+    __pydantic_config__ = STRICT
+
+    use: Name
+    """The class, as FILE.py:CLASS below the directory that the command is started in, or as
+    package.module:CLASS.
+    """
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of its constructor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSettings:
     """Trackers that get a run's curves in addition to its own database; none by default."""
 
@@ -88,3 +102,9 @@ class TrackerSettings:
     """Settings of a local Trackio database; null: the run is not written to one."""
     mlflow: MlflowSettings | None = None
     """Settings of a run at an MLflow server; null: the run is not written to one."""
+    own: OwnTrackerSettings | None = None
+    """Settings of a tracker of your own; null: none."""
+    completions: Annotated[int, Ge(0), Le(256)] = 0
+    """Number of completions of each step that W&B, Trackio, JSONL and your own tracker get as a
+    table, read from the journal; 0: none.
+    """

@@ -46,9 +46,11 @@ def sources_of(config: Config) -> Sources:
 
 
 def user_modules(config: Config) -> list[str]:
-    """Return the modules of the environments, of their options and of a shadow verifier."""
-    shadow = config.audit.shadow
+    """Return the modules of the environments, of their options, a shadow verifier and a tracker."""
+    shadow, tracker = config.audit.shadow, config.trackers.own
     own = [] if shadow is None else [module_of(shadow, what="audit.shadow")]
+    if tracker is not None:
+        own.append(module_of(tracker.use, what="trackers.own.use"))
     of_tasks = [m for each in config.members.values() for m in _modules(each.tasks)]
     return list(dict.fromkeys([*of_tasks, *own]))
 

@@ -12,12 +12,15 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.store.lineage import Place, Readable, RecordKind, records_after
-from service.trackers.tracker import Tracker, point_of
+from actors.user_code import describe
+from service.config.file import ConfigError
+from service.store.lineage import Place, Readable, RecordKind, StoredRecord, records_after
+from service.trackers.completions import Completions
+from service.trackers.tracker import Completion, Tracker, point_of
 
 log = logging.getLogger("rayloom.trackers")
 
@@ -35,6 +38,8 @@ class Target:
     """The run's location in the tracker; it stays the same after --resume."""
     make: Callable[[], Tracker]
     """Creates the tracker; called in the thread until it succeeds."""
+    completions: Completions | None = None
+    """The completions that each step's point has; None: a point has none."""
 
 
 class Follower(threading.Thread):
@@ -91,8 +96,8 @@ class Follower(threading.Thread):
                 self._follow(is_last=is_last)
             if is_last and self._tracker is not None:
                 self._tracker.close(is_ended=self._writes_rest)
-        except Exception as error:  # noqa: BLE001
-            # The outermost frame of the thread: packages of others may raise anything.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            # The outermost frame of the thread: code of others may raise anything.
             self._failed(error)
             return
         if self._num_failures:
@@ -113,18 +118,34 @@ class Follower(threading.Thread):
         try:
             for stored in waiting:
                 term, newest = stored.place[0], max((at[0] for at in places.values()), default=0)
-                self._tracker.write(point_of(stored, is_first_of_term=term > newest))
+                self._tracker.write(
+                    point_of(
+                        stored,
+                        is_first_of_term=term > newest,
+                        completions=self._completions_of(stored),
+                    )
+                )
                 places[stored.kind] = stored.place
         finally:
             if places != begun_with:
                 self._tracker.flush()
                 self._write_places(places)
 
-    def _failed(self, error: Exception) -> None:
+    def _completions_of(self, stored: StoredRecord) -> Sequence[Completion]:
+        if self._target.completions is None or stored.kind is not RecordKind.STEP:
+            return ()
+        term, step, _ = stored.place
+        try:
+            return self._target.completions.of_step(step, term=term)
+        except ConfigError as error:
+            # A damaged file of the journal must not keep the curves back.
+            log.warning("%s: step %d has no completions: %s", self._setting, step, error)
+            return ()
+
+    def _failed(self, error: BaseException) -> None:
         self._num_failures += 1
-        first_line, _, _ = str(error).partition("\n")
         next_try = "--resume writes it" if self._ending.is_set() else "retrying until the end"
-        text = f"{self._setting} is not written: {type(error).__name__}: {first_line}; {next_try}"
+        text = f"{self._setting} is not written: {describe(error)}; {next_try}"
         if not self._has_noticed:
             self._has_noticed = True
             self._tell(text)

@@ -7,10 +7,10 @@ import json
 import os
 from pathlib import Path
 
-from service.trackers.tracker import Point
+from service.trackers.tracker import Point, completion_row
 
-# More than a point with its texts needs.
-MAX_LINE_BYTES = 2**20
+# More than a point needs with its texts: 256 completions of 4,000 characters.
+MAX_LINE_BYTES = 2**23
 
 
 class JsonLines:
@@ -46,6 +46,8 @@ class JsonLines:
                 }
                 for sample in point.samples
             ]
+        if point.completions:
+            line["completions"] = [completion_row(each) for each in point.completions]
         content = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         size = self._file.seek(0, os.SEEK_END)
         if (num_written := self._file.write(content)) != len(content):

@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 from service.store.lineage import RecordKind, StoredRecord
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.records import EvaluationSample, StepRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A trajectory of a training step as a row of a table. Long texts lack their middle."""
+
+    task_id: str
+    rollout_id: str
+    prompt: str
+    """The prompt of its first turn, with special tokens."""
+    completion: str
+    """The text after that prompt in the first sample."""
+    outcome: str
+    episode_return: float
+    rewards: Mapping[str, float]
+    """The sum over its turns of each component of the reward."""
+    advantage: float | None
+    """Mean over its trained tokens; None if it was not trained."""
+    untrained: str
+    """The reason why it was not trained; empty if it was."""
+
+
+COMPLETION_COLUMNS = (
+    "task",
+    "rollout",
+    "prompt",
+    "completion",
+    "outcome",
+    "return",
+    "rewards",
+    "advantage",
+    "untrained",
+)
+
+
+def completion_row(completion: Completion) -> dict[str, Any]:
+    """Return the row of a completion, by `COMPLETION_COLUMNS`."""
+    values = [getattr(completion, each.name) for each in fields(Completion)]
+    return dict(zip(COMPLETION_COLUMNS, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +65,8 @@ class Point:
     """Seconds since 1970."""
     curves: Mapping[str, float]
     samples: Sequence[EvaluationSample] = field(default=())
+    completions: Sequence[Completion] = field(default=())
+    """Completions of the step, as many as `trackers.completions` allows."""
 
 
 class Tracker(Protocol):
@@ -42,7 +83,9 @@ class Tracker(Protocol):
         ...
 
 
-def point_of(stored: StoredRecord, *, is_first_of_term: bool) -> Point:
+def point_of(
+    stored: StoredRecord, *, is_first_of_term: bool, completions: Sequence[Completion] = ()
+) -> Point:
     record, (term, step, _) = stored.record, stored.place
     samples: Sequence[EvaluationSample] = ()
     if isinstance(record, StepRecord):
@@ -59,4 +102,5 @@ def point_of(stored: StoredRecord, *, is_first_of_term: bool) -> Point:
         wall_time=record.wall_time,
         curves=curves,
         samples=samples,
+        completions=completions,
     )

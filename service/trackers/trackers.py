@@ -11,10 +11,13 @@ from typing import Any
 
 import yaml
 
+from actors.environment.user_names import find
 from service.config.file import dump_config
+from service.config.trackers import OwnTrackerSettings
 from service.config.tree import Config
 from service.launch.run_dir import RunDir
 from service.store.lineage import Readable
+from service.trackers.completions import Completions
 from service.trackers.follower import Follower, Target
 from service.trackers.jsonl import JsonLines
 from service.trackers.mlflow import Mlflow
@@ -97,10 +100,11 @@ def trackers_of(
 
 def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
     settings, name = config.trackers, config.run.name
+    completions = Completions(run_dir, most=settings.completions) if settings.completions else None
     if settings.jsonl:
         make: Callable[[], Tracker] = partial(JsonLines, run_dir / "metrics.jsonl")
         # No address: the file moves with the run's directory.
-        yield Target(name="jsonl", address="", make=make)
+        yield Target(name="jsonl", address="", make=make, completions=completions)
     if (chosen := settings.tensorboard) is not None:
         directory = Path(chosen).expanduser() / run_id if chosen else run_dir / "tensorboard"
         address = str(directory) if chosen else ""
@@ -115,15 +119,30 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
             directory=Path(wandb.directory or run_dir).expanduser(),
         )
         address = f"{wandb.mode} {wandb.entity or ''}/{wandb.project}/{run_id}"
-        yield Target(name="wandb", address=address, make=make)
+        yield Target(name="wandb", address=address, make=make, completions=completions)
     if (trackio := settings.trackio) is not None:
         make = partial(Trackio, trackio, run_id=run_id, name=name, config=_shown(config))
         address = f"{trackio.directory or ''} {trackio.project}/{run_id}"
-        yield Target(name="trackio", address=address, make=make)
+        yield Target(name="trackio", address=address, make=make, completions=completions)
     if (mlflow := settings.mlflow) is not None:
         make = partial(Mlflow, mlflow, run_id=run_id, name=name)
         address = f"{mlflow.url} {mlflow.experiment}/{run_id}"
         yield Target(name="mlflow", address=address, make=make)
+    if (own := settings.own) is not None:
+        make = partial(
+            _own_tracker, own, run_id=run_id, name=name, config=_shown(config), directory=run_dir
+        )
+        yield Target(name="own", address=f"{own.use} {run_id}", make=make, completions=completions)
+
+
+def _own_tracker(
+    settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
+) -> Tracker:
+    """Make the user's tracker. Raises: BadName; anything that its constructor raises."""
+    made: Tracker = find(settings.use, what="trackers.own.use")(
+        run_id=run_id, name=name, config=config, directory=directory, **settings.options
+    )
+    return made
 
 
 def _shown(config: Config) -> dict[str, Any]:

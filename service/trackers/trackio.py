@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config.trackers import TrackioSettings
-from service.trackers.tracker import Point
+from service.trackers.tracker import Point, completion_row
 
 DIRECTORY_VARIABLE = "TRACKIO_DIR"
 
@@ -65,6 +65,14 @@ class Trackio:
                         "return": sample.episode_return,
                     }
                     for sample in point.samples
+                ],
+            }
+        if point.completions:
+            row[f"{point.kind}/completions"] = {
+                "_type": self._table.TYPE,
+                "_value": [
+                    {**completion_row(each), "rewards": json.dumps(each.rewards)}
+                    for each in point.completions
                 ],
             }
         self._storage.bulk_log(

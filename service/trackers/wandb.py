@@ -6,12 +6,13 @@ therefore drawn over a metric `step`, and `term` distinguishes steps that were t
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 from service.config.trackers import WandbSettings
-from service.trackers.tracker import Point
+from service.trackers.tracker import COMPLETION_COLUMNS, Point, completion_row
 
 # Its process buffers data before it writes its file; a kill -9 of our process ends it too.
 FLUSH_EVERY_S = 1.0
@@ -76,6 +77,15 @@ class Wandb:
                     ]
                     for sample in point.samples
                 ],
+            )
+        if point.completions:
+            rows = [
+                {**completion_row(each), "rewards": json.dumps(each.rewards)}
+                for each in point.completions
+            ]
+            row[f"{point.kind}/completions"] = self._wandb.Table(
+                columns=["step", *COMPLETION_COLUMNS],
+                data=[[point.step, *each.values()] for each in rows],
             )
         self._run.log(row)
 

@@ -27,6 +27,7 @@ ENTRIES: dict[str, Any] = {
     "rollouts.template_options": {"enable_thinking": False},
     "mixture": {"a": {"weight": 2.5, "tasks": {"environment": "guessing"}}},
     "evaluation.sets": {"held": {"split": "test", "samples": 4}},
+    "trackers.own.options": {"file": "own.jsonl"},
     "inference.engine_args": {"max_num_batched_tokens": 131072},
 }
 # Values that no rule of the schema shows.

@@ -456,9 +456,9 @@ async def test_the_token_comes_from_the_environment_alone(
 REFUSED = """
 import sys
 from service.config.file import ConfigError
-from service.config.preflight import check_tracker_packages
+from service.config.preflight import check_trackers
 from worlds.parts.tracker_world import config_with
-check_tracker_packages(config_with({"wandb": {"project": "games"}, "tensorboard": ""}))
+check_trackers(config_with({"wandb": {"project": "games"}, "tensorboard": ""}))
 sys.path.clear()
 for trackers in (
     {"wandb": {"project": "games"}},
@@ -467,7 +467,7 @@ for trackers in (
     {"jsonl": True},
 ):
     try:
-        check_tracker_packages(config_with(trackers))
+        check_trackers(config_with(trackers))
     except ConfigError as error:
         print(error)
 """

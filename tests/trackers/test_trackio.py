@@ -23,7 +23,7 @@ import asyncio, json, resource, sqlite3, sys
 from dataclasses import replace
 from pathlib import Path
 from actors.types import Outcome, SampledText
-from service.config.preflight import check_tracker_packages
+from service.config.preflight import check_trackers
 from service.telemetry.records import EvaluationSample
 from service.config.trackers import TrackioSettings
 from service.trackers.tracker import Point
@@ -42,7 +42,7 @@ async def main(directory):
     places = directory / "trackers" / "trackio.json"
     settings = {"project": "games", "group": "small", "directory": str(directory / "trackio")}
     config = config_with({"trackio": settings})
-    check_tracker_packages(config)
+    check_trackers(config)
     with store_in(directory) as store:
         recorder, _ = await begin(store, config, directory)
         for step in (1, 2, 3):

@@ -1,0 +1,194 @@
+"""The table of completions, and a tracker of the user's own: what they get, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from worlds.builders.journal_builders import group_of, step_of, written
+from worlds.builders.record_builders import step_record
+from worlds.checks.tracker_files import json_lines
+from worlds.parts.tracker_world import RUN_ID, begin, config_with, store_in
+
+from service.config.file import ConfigError
+from service.config.preflight import check_trackers
+
+OWN = """
+import json
+from pathlib import Path
+
+
+class Lines:
+    def __init__(self, *, run_id, name, config, directory, suffix=".txt"):
+        self.file = Path(directory) / ("own" + suffix)
+        self.head = {"run_id": run_id, "name": name, "seed": config["run"]["seed"]}
+
+    def write(self, point):
+        rows = [[each.rollout_id, each.completion] for each in point.completions]
+        line = {**self.head, "step": point.step, "loss": point.curves["train/loss"], "rows": rows}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\\n")
+
+    def flush(self):
+        pass
+
+    def close(self, *, is_ended):
+        with self.file.open("a") as file:
+            file.write(json.dumps({**self.head, "is_ended": is_ended}) + "\\n")
+
+
+class Broken(Lines):
+    def write(self, point):
+        raise SystemExit("no room")
+
+
+class Positional:
+    def __init__(self, run_id, /): ...
+
+    def write(self, point): ...
+
+    def flush(self): ...
+
+    def close(self, *, is_ended): ...
+
+
+class NoFlush(Lines):
+    flush = None
+
+
+class OldClose(Lines):
+    def close(self): ...
+
+
+class Async(Lines):
+    async def write(self, point): ...
+
+
+def function(): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "my_trackers"
+
+
+async def tracked(directory: Path, trackers: dict[str, Any], *, steps: int) -> Any:
+    """Store steps of a run whose journal has two groups for step 1 and one for step 2."""
+    written(
+        directory,
+        step_of([group_of(0, [1.0, 0.0]), group_of(1, [0.0, 0.0])], number=1),
+        step_of([group_of(2, [0.0, 1.0])], number=2),
+    )
+    with store_in(directory) as store:
+        recorder, _ = await begin(store, config_with(trackers), directory)
+        for step in range(1, steps + 1):
+            await recorder.step(step_record(step))
+        await recorder.close_trackers(is_taken_over=False)
+        return recorder
+
+
+async def test_each_steps_completions_come_with_its_numbers(tmp_path: Path) -> None:
+    settings = {"jsonl": True, "completions": 3, "wandb": {"project": "games", "mode": "offline"}}
+    await tracked(tmp_path, settings, steps=3)
+    first, second, third = json_lines(tmp_path / "metrics.jsonl")
+    rows = first["completions"]
+    # The first three of four, with the members of a group together.
+    assert [row["rollout"] for row in rows] == ["g000000.0-0", "g000000.0-1", "g000001.0-0"]
+    assert [row["return"] for row in rows] == [1.0, 0.0, 0.0]
+    # Of returns 1 and 0: half of their difference over their deviation.
+    half = 0.5 / (0.5**0.5 + 1e-6)
+    assert [row["advantage"] for row in rows] == [
+        pytest.approx(half),
+        pytest.approx(-half),
+        None,
+    ]
+    assert [row["untrained"] for row in rows] == ["", "", "zero_variance"]
+    members = group_of(0, [1.0, 0.0])
+    sample = members[0].samples[0]
+    prompt, answer = np.split(sample.token_ids, [sample.prompt_length])
+    # Without the run's tokenizer the ids are shown.
+    assert rows[0]["prompt"] == "".join(f"⟨{token}⟩" for token in prompt)
+    assert rows[0]["completion"] == "".join(f"⟨{token}⟩" for token in answer)
+    assert rows[0]["outcome"] == "completed" and isinstance(rows[0]["rewards"], dict)
+    assert len(second["completions"]) == 2 and "completions" not in third
+    tables = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/step/completions*.json"))
+    shown = [json.loads(table.read_text()) for table in tables]
+    assert sorted(len(table["data"]) for table in shown) == [2, 3]
+    columns = shown[0]["columns"]
+    assert columns[:2] == ["step", "task"] and columns[-2:] == ["advantage", "untrained"]
+
+
+async def test_a_file_of_the_journal_that_is_damaged_costs_its_completions_alone(
+    tmp_path: Path,
+) -> None:
+    settings = {"jsonl": True, "completions": 3}
+    for name in ("step-000001-term-0001.journal", "step-000003-term-0001.journal"):
+        (tmp_path / "journal").mkdir(exist_ok=True)
+        (tmp_path / "journal" / name).write_bytes(b"rayloom journal 2\n cut")
+    with store_in(tmp_path) as store:
+        recorder, _ = await begin(store, config_with(settings), tmp_path)
+        await recorder.step(step_record(1))
+        await recorder.close_trackers(is_taken_over=False)
+    (line,) = json_lines(tmp_path / "metrics.jsonl")
+    assert line["step"] == 1 and "completions" not in line
+
+
+async def test_a_tracker_of_ones_own_gets_every_point(tmp_path: Path, own: str) -> None:
+    use = {"use": f"{own}:Lines", "options": {"suffix": ".jsonl"}}
+    await tracked(tmp_path, {"own": use, "completions": 1}, steps=2)
+    lines = json_lines(tmp_path / "own.jsonl")
+    assert [line.get("step") for line in lines] == [1, 2, None]
+    assert lines[0]["run_id"] == RUN_ID and lines[0]["name"] == "small"
+    assert lines[0]["loss"] == 0.01 and lines[0]["rows"][0][0] == "g000000.0-0"
+    assert lines[-1]["is_ended"] is True
+
+
+async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
+    tmp_path: Path, own: str
+) -> None:
+    recorder = await tracked(tmp_path, {"own": {"use": f"{own}:Broken"}, "jsonl": True}, steps=3)
+    assert recorder.last_step == 3
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert not (tmp_path / "trackers" / "own.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "words"),
+    [
+        ("absent_module:Lines", {}, "No module named 'absent_module'"),
+        ("my_trackers:Absent", {}, "no attribute 'Absent'"),
+        ("my_trackers", {}, "expected FILE.py:NAME"),
+        ("my_trackers:function", {}, "is a function, expected a class"),
+        ("my_trackers:NoFlush", {}, "no method flush.*add it"),
+        ("my_trackers:OldClose", {}, r"close of .* called with \(is_ended=…\)"),
+        ("my_trackers:Async", {}, "write is async, expected a plain method"),
+        ("my_trackers:Positional", {}, "the constructor of .* takes"),
+        ("my_trackers:Lines", {"suffux": 1}, "suffux"),
+        ("my_trackers:Lines", {"name": "a"}, "trackers.own.options: got name"),
+    ],
+)
+def test_a_class_that_is_no_tracker_is_refused_before_the_start(
+    own: str, use: str, options: dict[str, Any], words: str
+) -> None:
+    check_trackers(config_with({"own": {"use": f"{own}:Lines"}}))
+    with pytest.raises(ConfigError, match=words):
+        check_trackers(config_with({"own": {"use": use, "options": options}}))
+
+
+@pytest.mark.parametrize(
+    ("trackers", "words"),
+    [
+        ({"completions": 4}, "no tracker shows them"),
+        ({"completions": 257, "jsonl": True}, "trackers.completions"),
+        ({"own": {"options": {}}}, "trackers.own.use"),
+    ],
+)
+def test_a_table_that_no_tracker_shows_is_refused(trackers: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_with(trackers)
