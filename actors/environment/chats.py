@@ -99,11 +99,17 @@ class ChatEncoder:
                 "got an empty reply of the assistant, expected a text, a thought or a call; remove "
                 "the message, or give it weight 0"
             )
+        if not before:
+            raise BadChat(
+                "got a reply of the assistant as the first message, expected a message of role "
+                "user or system before it, because an engine never samples a reply to nothing; add "
+                "one, or give the reply weight 0"
+            )
         prompt = self._renderer.first_prompt(before, tools)
         if not prompt.shape[0]:
             raise BadChat(
-                "got a reply at the very beginning, expected a token before it, from which it is "
-                "predicted; add a message before it"
+                "got a reply after messages without a token, expected a token before it, from "
+                "which it is predicted; write a text into the message before it"
             )
         ids = self._reply_ids(prompt, before, reply, tools)
         return Turn(

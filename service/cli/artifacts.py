@@ -20,7 +20,7 @@ from actors.types import Dtype
 from service.cli.outlet import say
 from service.config.file import ConfigError, load_config
 from service.launch.resume import newest_complete, newest_usable
-from service.launch.run_dir import RunDir, run_id_of
+from service.launch.run_dir import RunDir, check_no_sft, run_id_of
 from service.store.errors import LeaseHeld
 from service.store.lineage import Checkpoint
 from service.store.moving import move_run
@@ -132,6 +132,7 @@ def _commits_in_any_format(store: ReadOnlyStore) -> list[Checkpoint] | None:
 def move(run: Path, options: StoreOptions) -> str:
     """Move a run's database to another place, under a term of its own. Raises: ConfigError."""
     run_dir = RunDir(path=run)
+    check_no_sft(run_dir, what="move")
     if not run_dir.config_file.is_file():
         raise ConfigError(
             f"move: {run} has no {run_dir.config_file.name}, expected a run's directory; correct it"

@@ -358,7 +358,7 @@ def _own_sft_config(run: Path) -> Path:
             f"--resume {run}: there is no supervised training; expected a directory that "
             "`rayloom sft` has made"
         )
-    return _own_config(run)
+    return _own_config(run, is_sft=True)
 
 
 def _sft_configuration(
@@ -490,14 +490,17 @@ def _use_functions(run: Path | None) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(each for each in paths if each)
 
 
-def _own_config(run: Path, *, option: str = "--resume ") -> Path:
+def _own_config(run: Path, *, option: str = "--resume ", is_sft: bool = False) -> Path:
     """Return the configuration file in a run's directory. Raises: ConfigError if there is none.
 
-    option: the option that named the directory, for messages.
+    option: the option that named the directory, for messages. is_sft: whether the directory may be
+    that of a supervised training.
     """
-    from service.launch.run_dir import RunDir
+    from service.launch.run_dir import RunDir, check_no_sft
 
     file = RunDir(path=run).config_file
+    if not is_sft:
+        check_no_sft(RunDir(path=run), what=option.strip())
     if not file.is_file():
         raise ConfigError(
             f"{option}{run}: got no {file.name} in it, expected a run's directory; correct it"

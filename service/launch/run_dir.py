@@ -201,6 +201,20 @@ def check_new(run_dir: RunDir) -> None:
         )
 
 
+def check_no_sft(run_dir: RunDir, *, what: str) -> None:
+    """Check that a directory is not that of a supervised training, which has no database.
+
+    what: the option or command that names the directory, for the message; may be empty. Raises:
+    ConfigError.
+    """
+    if run_dir.chats_file.is_file():
+        raise ConfigError(
+            f"{f'{what} {run_dir.path}'.strip()}: got the directory of a supervised training, "
+            "expected that of a run; continue the training with `rayloom sft --resume "
+            f"{run_dir.path}`, or train its export with `rayloom train --model`"
+        )
+
+
 @contextmanager
 def prepared_directory(run_dir: RunDir) -> Iterator[None]:
     """Create the directory of a new run; remove the created files if no run starts.

@@ -74,3 +74,18 @@ def test_the_python_door_refuses_as_the_command_does(
     with pytest.raises(rayloom.ConfigError, match=r"sft\.epochz: unknown key"):
         rayloom.sft(rows, sft={"epochz": 1})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "named"), [(["train", "--resume"], "--resume"), (["move"], "move")]
+)
+def test_commands_of_runs_refuse_the_directory_of_a_training(
+    command: list[str], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_sft(parse_sft(TREE, source="test")))
+    (tmp_path / "chats.json").write_text('{"digest": "0", "num_chats": 1}')
+    done = CliRunner().invoke(app, [*command, str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+    said = str(done.exception)
+    assert f"{named} {tmp_path}: got the directory of a supervised training" in said
+    assert f"`rayloom sft --resume {tmp_path}`" in said

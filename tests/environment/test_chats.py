@@ -150,6 +150,10 @@ ASKED = {"role": "user", "content": "higher"}
     [
         ([ASKED], "got no reply of the assistant to train"),
         ([ASKED, {"role": "assistant", "content": "6", "weight": 0}], "got no reply of the"),
+        (
+            [{"role": "assistant", "content": "6"}, ASKED],
+            r"messages\[0\]: got a reply .* as the first",
+        ),
         ([ASKED, {"role": "assistant", "content": " "}], r"messages\[1\]: got an empty reply"),
         (
             [ASKED, {"role": "assistant", "content": "6<|end|>7"}],
