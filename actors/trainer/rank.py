@@ -113,6 +113,7 @@ class TrainerRank:
             device=self.device,
             param_dtype=self.param_dtype,
             shard_between_micro_batches=settings.shard_between_micro_batches,
+            compiles=trainer.compile,
         )
         policy = load_policy(
             settings.model,

@@ -83,6 +83,12 @@ class TrainerSettings:
     """AdamW's epsilon; raise it if gradients become very small."""
     weight_decay: NotNegative = 0.0
     """AdamW's weight decay."""
+    moments_on_host: bool = False
+    """Keep AdamW's moments, 8 bytes for each trained parameter, in the memory of the machine and
+    not of the GPU; each update copies them to the GPU and back. Without effect on CPU."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile: the first steps take minutes longer, and the
+    losses differ by rounding. On CPU it needs a C++ compiler."""
     max_grad_norm: Rate = 1.0
     """Global norm to which gradients are clipped."""
     tokens_per_micro_batch: Positive = 4096

@@ -45,6 +45,7 @@ from transformers import PreTrainedModel
 from actors.trainer import checkpoint
 from actors.trainer.checkpoint import CheckpointError, CheckpointNotWritten, Progress
 from actors.trainer.checkpoint_files import DigestingWriter
+from actors.trainer.host_moments import HostMomentsAdamW
 from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
@@ -70,6 +71,8 @@ class Sharding:
     shard_between_micro_batches: bool = False
     """Whether gathered weights are freed and gradients reduced after each micro-batch instead of
     once for each update."""
+    compiles: bool = False
+    """Whether torch.compile compiles each decoder layer."""
 
 
 class ShardedModel(Generic[Model]):
@@ -95,6 +98,10 @@ class ShardedModel(Generic[Model]):
         names = set(pretrained._no_split_modules or ())
         layers = [module for module in model.modules() if type(module).__name__ in names]
         for module in layers:
+            if sharding.compiles:
+                # Before `fully_shard`, whose hooks run outside of the compiled code. Rows have any
+                # number of tokens.
+                module.compile(dynamic=True)
             fully_shard(
                 module,
                 mesh=sharding.mesh,
@@ -240,7 +247,8 @@ def build_optimizer(
     update to create it: after a resume from before the first update, the bias correction would then
     be one step ahead.
     """
-    optimizer = torch.optim.AdamW(
+    kind = HostMomentsAdamW if settings.moments_on_host else torch.optim.AdamW
+    optimizer = kind(
         parameters,
         lr=settings.learning_rate,
         betas=settings.betas,
@@ -255,6 +263,9 @@ def build_optimizer(
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+            if isinstance(optimizer, HostMomentsAdamW):
+                # After each parameter, so that the device never holds all moments.
+                optimizer.move_to_host(parameter)
     return optimizer
 
 

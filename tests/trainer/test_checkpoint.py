@@ -101,6 +101,26 @@ def test_resuming_equals_going_on_bit_for_bit(
     assert largest_difference(weights, two_ranks.weights()) == 0.0
 
 
+def test_moments_on_the_host_give_the_same_bits_and_read_each_others_checkpoints(
+    two_ranks: World, settings: RankSettings
+) -> None:
+    """On the CPU, where nothing is copied: the update by single parameters, and the loading."""
+    own = changed(settings, moments_on_host=True, weight_decay=0.1)
+    plain = changed(settings, weight_decay=0.1)
+    two_ranks.start(plain)
+    losses = train(two_ranks, range(2))
+    path, later = save(two_ranks, 2), train(two_ranks, range(2, 4))
+    weights, prints = two_ranks.weights(), two_ranks.call("fingerprint")
+    two_ranks.start(own)
+    assert train(two_ranks, range(2)) == losses
+    by_host = save(two_ranks, 3)
+    for start, checkpoint in ((own, path), (plain, by_host), (own, by_host)):
+        two_ranks.start(start).call("load", path=checkpoint)
+        assert train(two_ranks, range(2, 4)) == later
+        assert two_ranks.call("fingerprint") == prints
+        assert largest_difference(weights, two_ranks.weights()) == 0.0
+
+
 def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
     one_rank: World, settings: RankSettings
 ) -> None:

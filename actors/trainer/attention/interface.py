@@ -65,7 +65,9 @@ def packed_attention(
 
 def register_packed_attention() -> str:
     """Register the function with transformers; return its name for `attn_implementation`."""
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    # Not compiled with a layer (`trainer.compile`): each row has another layout, which would be
+    # compiled again, and on a GPU flex attention compiles itself.
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     return PACKED_ATTENTION
 
 
