@@ -28,6 +28,7 @@ from service.telemetry.records import EvaluationSample
 from service.config.trackers import TrackioSettings
 from service.trackers.tracker import Point
 from service.trackers.trackio import Trackio
+from worlds.builders.journal_builders import group_of, step_of, written
 from worlds.builders.record_builders import evaluation_record, step_record
 from worlds.parts.tracker_world import RUN_ID, begin, config_with, store_in
 
@@ -41,7 +42,8 @@ SAMPLE = EvaluationSample(
 async def main(directory):
     places = directory / "trackers" / "trackio.json"
     settings = {"project": "games", "group": "small", "directory": str(directory / "trackio")}
-    config = config_with({"trackio": settings})
+    config = config_with({"trackio": settings, "completions": 1})
+    written(directory, step_of([group_of(0, [1.0, 0.0])], number=1))
     check_trackers(config)
     with store_in(directory) as store:
         recorder, _ = await begin(store, config, directory)
@@ -115,6 +117,13 @@ def test_trackio_has_the_samples_of_an_evaluation_as_a_table(found: dict[str, An
     assert row["step"] == 2 and table["_type"] == "trackio.table"
     (sample,) = table["_value"]
     assert sample["answer"] == "2 — two" and sample["return"] == 0.5
+
+
+def test_trackio_has_the_completions_of_a_step_as_a_table(found: dict[str, Any]) -> None:
+    tables = [row["step/completions"] for row in found["rows"] if "step/completions" in row]
+    ((completion,),) = [table["_value"] for table in tables]
+    assert completion["rollout"] == "g000000.0-0" and completion["return"] == 1.0
+    assert completion["advantage"] > 0 and json.loads(completion["rewards"]) == {"game": 1.0}
 
 
 def test_a_run_of_trackio_has_the_runs_id_name_and_configuration(found: dict[str, Any]) -> None:
