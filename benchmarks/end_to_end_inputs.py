@@ -1,15 +1,16 @@
 """The inputs of `end_to_end`: a model that knows the form of the answers, data sets, settings.
 
 The model is the tiny one (`actors/trainer/tiny`), warmed up on conversations with random answers
-and guesses. `benchmarks/peers/end_to_end_tasks.py` has every family's rewards and tools.
+and guesses; `sums` trains SmolLM2-135M-Instruct. `benchmarks/peers/end_to_end_tasks.py` has every
+family's rewards and tools.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actors.environment.function_tools import load_tools
 from actors.trainer.tiny.warmup import Conversation
 
 TASKS = "benchmarks.peers.end_to_end_tasks"
+SUMS = Path(__file__).parents[1] / "docs" / "examples" / "addition" / "addition.jsonl"
 GUESSES = 4
 ROWS = 112
 
@@ -34,8 +36,20 @@ class Family:
     turn_tokens: int
     """Maximum number of sampled tokens in a turn."""
     max_turns: int = 1
-    goal: float
-    """Goal: how many times TRL's samples a second."""
+    goals: Mapping[str, float]
+    """Goals by side: how many times TRL's samples a second."""
+    has_tiny_model: bool = True
+    """Whether the tiny model is trained; otherwise SmolLM2-135M-Instruct."""
+    group_size: int = 16
+    """Number of answers for each of a step's 16 prompts."""
+    learning_rate: float = 6e-4
+    warmup_updates: int = 20
+    peer_rows: int | None = None
+    """Number of rows that TRL trains at once; None for all of a step."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of our side."""
+    settings_by_lag: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Further settings of our side with this lag."""
 
     @property
     def max_tokens(self) -> int:
@@ -43,15 +57,16 @@ class Family:
         return self.turn_tokens if self.tools is None else (self.turn_tokens + 8) * self.max_turns
 
     def write(self, file: Path) -> None:
-        """Write ROWS chats as JSONL, repeating the rows."""
+        """Write at least ROWS chats as JSONL, repeating the rows."""
         lines = []
-        for number in range(ROWS):
+        for number in range(max(ROWS, len(self.rows))):
             row = self.rows[number % len(self.rows)]
             chat = [{"role": "user", "content": row["prompt"]}]
             lines.append(json.dumps({**row, "prompt": chat, "task_id": f"t{number}"}))
         file.write_text("\n".join(lines) + "\n")
 
 
+TINY_GOALS = {"ours_lag_0": 2.5, "ours_lag_1": 2.5}
 FAMILIES = {
     # Answers of two tokens.
     "after": Family(
@@ -61,14 +76,14 @@ FAMILIES = {
         ],
         reward="after",
         turn_tokens=16,
-        goal=2.5,
+        goals={"ours_lag_0": 2.0, "ours_lag_1": 2.0},
     ),
     # Answers of some fifty tokens, of different lengths.
     "count": Family(
         rows=[{"prompt": f"Count from 1 to {upto}.", "upto": upto} for upto in range(9, 25)],
         reward="count",
         turn_tokens=96,
-        goal=2.5,
+        goals=TINY_GOALS,
     ),
     # Calls of 18 tokens, one for each guess, and a last word.
     "game": Family(
@@ -79,7 +94,27 @@ FAMILIES = {
         tools="Game",
         turn_tokens=32,
         max_turns=GUESSES + 1,
-        goal=4.0,
+        goals={"ours_lag_0": 4.0, "ours_lag_1": 4.0},
+    ),
+    # `make demo`: sums of two numbers, scored by the last number of an answer, also of one that was
+    # cut off. Each side has its faster type, which for TRL is float32.
+    "sums": Family(
+        rows=[json.loads(line) for line in SUMS.read_text(encoding="utf-8").splitlines()],
+        reward="right",
+        turn_tokens=24,
+        goals={"ours_lag_0": 8.0, "ours_lag_1": 10.0},
+        has_tiny_model=False,
+        group_size=8,
+        learning_rate=1e-5,
+        warmup_updates=5,
+        peer_rows=32,
+        settings={
+            "model.dtype": "bfloat16",
+            "trainer.dtype": "bfloat16",
+            "rollouts.outcomes.truncated_tokens.disposition": "score",
+        },
+        # With lag 0, engine and trainer take turns.
+        settings_by_lag={0: {"trainer.threads": 2}},
     ),
 }
 

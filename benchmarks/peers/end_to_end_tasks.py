@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -27,6 +28,12 @@ def count(completions: list[Any], upto: list[int], **columns: Any) -> list[float
         right = sum(word == str(place) for place, word in enumerate(words[:last], start=1))
         shares.append(right / max(last, len(words)))
     return shares
+
+
+def right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Return 1 if the last number of the answer is the sum."""
+    numbers = [re.findall(r"\d+", _said(completion)) for completion in completions]
+    return [float(found[-1:] == [sum_]) for found, sum_ in zip(numbers, answer, strict=True)]
 
 
 class Game:

@@ -18,6 +18,8 @@ def trained(*, step_s: float, reward: float) -> Trained:
         times=[130.0 + step_s * step for step in range(steps)],
         rewards=[0.1] * (steps - 5) + [reward] * 5,
         samples=[256] * steps,
+        collect_s=[step_s / 2] * steps,
+        peak_gib=2.0,
         started=100.0,
     )
 
@@ -39,7 +41,7 @@ def test_a_slower_side_and_one_that_learns_less_miss() -> None:
     theirs = [trained(step_s=4.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
     fast = [trained(step_s=1.0, reward=reward) for reward in (0.50, 0.51, 0.52)]
     poor = [trained(step_s=2.0, reward=reward) for reward in (0.10, 0.11, 0.12)]
-    told = summarise({"fast": fast, "poor": poor, "trl": theirs}, goal=2.5)
+    told = summarise({"fast": fast, "poor": poor, "trl": theirs}, goals={"fast": 2.5, "poor": 2.5})
     assert told["sides"]["fast"]["ratio"] == {"median": 4.0, "lower": 4.0, "upper": 4.0}
     assert [each.partition(":")[0] for each in told["missed"]] == ["poor", "poor"]
 
