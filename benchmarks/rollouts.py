@@ -1,16 +1,18 @@
 """Compare the turns a second of an environment actor with `AsyncLLM.generate` in process.
 
     $ python -m benchmarks.rollouts
+    $ python -m benchmarks.rollouts deploy/configs/addition-cpu.yaml --set model.path=DIR --ahead 2
 
-A real environment actor plays the demo (deploy/configs/guessing-cpu.yaml, with its initial model):
-rollouts from the real queue, turns from the real Serve deployment, trajectories back to the queue,
-all started as a supervisor starts them. This process admits the groups and takes the steps. In
-step, like the demo, admits one step at a time and takes it before the next. Ahead admits several at
-once, as with a lag, so that the actor's slots stay full. The other side is bare vLLM in this
-process. It receives the same prompts, turn by turn, samples the same number of tokens for each
-turn, and has as many conversations at once as the actor has slots. On both sides the engine's
-process has one core and everything else the other. The sides alternate their rounds. Trainer,
-merge, store and new versions of the weights are not included. Prints one line of JSON; the ratio is
+A real environment actor plays the tasks of a configuration with its initial model, by default those
+of the small demo (deploy/configs/guessing-cpu.yaml): rollouts from the real queue, turns from the
+real Serve deployment, trajectories back to the queue, all started as a supervisor starts them. This
+process admits the groups and takes the steps. In step, as with lag 0, admits one step at a time and
+takes it before the next. Ahead admits several at once, as with a lag, so that the actor's slots
+stay full. The other side is bare vLLM in this process. It receives the same prompts, turn by turn,
+samples the same number of tokens for each turn, and has as many conversations at once as the actor
+has slots. On both sides the engine's process has one core and everything else the other. The sides
+alternate their rounds. Trainer, merge, store and new versions of the weights are not included.
+Prints one line of JSON; the ratio is
 of turns a second, the actor's over bare vLLM's.
 """
 
@@ -34,9 +36,6 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.environment.actor import EnvironmentActor
-from actors.environment.settings import EnvironmentActorSettings
-from actors.environment.tasks import GeneratedTasks
 from actors.trainer.publish import gather_groups
 from actors.trajectory_queue.actor import start_queue
 from actors.trajectory_queue.codec import decode
@@ -51,6 +50,7 @@ from benchmarks.environment import describe_environment
 from benchmarks.pairs import Spread, rounds
 from benchmarks.raw_engine import ENGINE_CORE, OTHER_CORE, Asked, RawEngine, cpu_s, pin
 from service.config.file import load_config
+from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.inference.client import ServePolicyClient, engines_handle
 from service.inference.deployment import (
@@ -62,6 +62,7 @@ from service.inference.deployment import (
 from service.inference.settings import EngineSettings
 from service.launch.cluster import joined
 from service.launch.run_dir import build_tiny
+from service.run.environment_pool import start_environment_actor
 from service.run.start import engine_settings
 
 CONFIG = Path(__file__).parents[1] / "deploy" / "configs" / "guessing-cpu.yaml"
@@ -102,29 +103,20 @@ class Rollouts:
         self._algorithm = algorithm
         self._queue = start_queue(QueueStateSettings(algorithm=algorithm, queue=config.queue))
         ray.get(self._queue.open.remote(0, None), timeout=CALL_S)
-        self._tasks = GeneratedTasks(config.tasks.environment, run_seed=config.run.seed)
+        self._tasks = open_tasks(config)
         model = AutoModelForCausalLM.from_pretrained(settings.model)
         named = gather_groups(model, dtype=getattr(torch, settings.dtype.value))
         packed = [pack_group(each) for each in named]
         groups = [replace(group, buffer=ray.put(group.buffer)) for group in packed]
         ray.get(board.publish.remote(1, 0, groups), timeout=CALL_S)
         asyncio.run(wait_ready(NAME, board.status.remote, quiet_limit_s=START_S))
-        self._actor = (
-            ray.remote(EnvironmentActor)
-            .options(num_cpus=1, max_concurrency=1000)
-            .remote(
-                EnvironmentActorSettings(
-                    rollouts=config.rollouts,
-                    environments=config.environments,
-                    chat_template=config.model.chat_template,
-                    groups_per_step=config.algorithm.groups_per_step,
-                    max_context_tokens=config.model.max_context_tokens,
-                ),
-                actor_id="e0",
-                tokenizer_path=settings.model,
-                make_policy=partial(ServePolicyClient, NAME),
-                queue=self._queue,
-            )
+        self._actor = start_environment_actor(
+            config,
+            actor_id="e0",
+            model=settings.model,
+            make_policy=partial(ServePolicyClient, NAME),
+            queue=self._queue,
+            resources={},
         )
         self._running = self._actor.run.remote()
         replica = asyncio.run(_describe())
@@ -273,15 +265,19 @@ class Comparison:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("config", nargs="?", type=Path, default=CONFIG)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--rounds", type=rounds, default=5)
     parser.add_argument("--ahead", type=int, default=STEPS_AHEAD, help="steps played at once")
     asked = parser.parse_args()
-    config = load_config(CONFIG)
-    assert config.model.tiny is not None
+    config = load_config(asked.config, asked.set)
     compared = {"in_step": Comparison(1), "ahead": Comparison(asked.ahead)}
     with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory) / "model"
-        build_tiny(model, config.model.tiny)
+        if config.model.tiny is not None:
+            model = Path(directory) / "model"
+            build_tiny(model, config.model.tiny)
+        else:
+            model = Path(config.model.path or "")
         settings = engine_settings(config, model=str(model))
         with joined(config, address=None):
             rollouts = Rollouts(config, settings, max_steps=asked.ahead)
