@@ -111,7 +111,9 @@ class ShardedModel(Generic[Model]):
         fully_shard(model, mesh=sharding.mesh, mp_policy=mixed, reshard_after_forward=False)
         self._groups = [module for module in (*layers, model) if isinstance(module, FSDPModule)]
         for group in self._groups:
-            group.set_gradient_divide_factor(1.0)
+            # One rank's mean is its sum; with a factor, FSDP2 would copy each gradient once more.
+            if sharding.mesh.size() > 1:
+                group.set_gradient_divide_factor(1.0)
             # With a factor of one there is nothing to scale, and gloo knows only plain sums.
             group.set_force_sum_reduction_for_comms(True)
             # A rank whose tokens used no weight of an expert must still join the reduction.
