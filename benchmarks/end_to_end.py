@@ -138,7 +138,10 @@ def train_ours(
         settings["tasks.options.max_malformed"] = 0
     for name, value in settings.items():
         command += ["--set", f"{name}={json.dumps(value) if isinstance(value, bool) else value}"]
-    started, peak_gib = _run(command, place.with_suffix(".log"))
+    # Ray lowers the priority of its workers: beside other work only our side would fall behind.
+    started, peak_gib = _run(
+        command, place.with_suffix(".log"), environment={"RAY_worker_niceness": "0"}
+    )
     with RunDir(path=place).looked_into() as store:
         records = read_history(store).steps
     return Trained(

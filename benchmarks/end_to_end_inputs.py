@@ -97,7 +97,8 @@ FAMILIES = {
         goals={"ours_lag_0": 4.0, "ours_lag_1": 4.0},
     ),
     # `make demo`: sums of two numbers, scored by the last number of an answer, also of one that was
-    # cut off. Each side has its faster type, which for TRL is float32.
+    # cut off. In float32, TRL's faster type; in bfloat16 our check of the start refused this model
+    # (trainer and compiled engine differed by 0.04 nats on an AVX-512 machine).
     "sums": Family(
         rows=[json.loads(line) for line in SUMS.read_text(encoding="utf-8").splitlines()],
         reward="right",
@@ -109,8 +110,7 @@ FAMILIES = {
         warmup_updates=5,
         peer_rows=32,
         settings={
-            "model.dtype": "bfloat16",
-            "trainer.dtype": "bfloat16",
+            "inference.enforce_eager": True,
             "rollouts.outcomes.truncated_tokens.disposition": "score",
         },
         # With lag 0, engine and trainer take turns.
