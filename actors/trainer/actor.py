@@ -62,6 +62,9 @@ class TrainerRankActor:
     """The holder of one `TrainerRank`, which `join` makes; `call` calls its methods."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
+        # Read when torch is imported. A thread that waits for another would otherwise occupy a core
+        # that the engine, or the thread for which it waits, needs.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         with quick_imports():
             from actors.trainer.process_group import MOVED
 
