@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """The address at which rank 0's store listens.
+
+    It is not in a module of the trainer, because the supervisor receives it and must not import
+    torch.
+    """
+
+    address: str
+    port: int
 
 
 def gloo_interface(address: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ from actors.batch import RankShard
 from actors.deaths import ACTOR_DEATHS
 from actors.expert_records import ModelShape
 from actors.imports import quick_imports
-from actors.network import LOOPBACK
+from actors.network import LOOPBACK, Rendezvous
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
 
@@ -38,7 +38,6 @@ from actors.weights.board import Seat, StaleTerm, WeightGroup
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from actors.trainer.process_group import Rendezvous
     from actors.trainer.rank import TrainerRank
     from actors.weights.collective import Offer, Sender
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from actors.network import gloo_interface
+from actors.network import Rendezvous, gloo_interface
 from actors.trainer.settings import Device
 
 # The parameters' numbers in glibc's malloc.h, and the largest values it takes.
@@ -37,14 +36,6 @@ class ByteCounter:
 
 # A process has one rank.
 MOVED = ByteCounter()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The address at which rank 0's store listens."""
-
-    address: str
-    port: int
 
 
 def keep_freed_memory() -> bool:
