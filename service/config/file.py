@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from actors.environment.tokenizer import RAW
@@ -30,8 +30,6 @@ class ConfigError(Exception):
 _logger = logging.getLogger(__name__)
 # Most values in a file or an override. The longest configuration in this repository has a hundred.
 MAX_VALUES = 100_000
-_TREE = adapter_of(Config)
-_SFT = adapter_of(SftConfig)
 _Root = TypeVar("_Root", Config, SftConfig)
 # Distinguishes the text of a template from a path.
 _SIGN = "{{"
@@ -59,7 +57,7 @@ def parse_config(tree: dict[str, Any], *, source: str, overrides: Sequence[str] 
     Raises: ConfigError.
     """
     sections = _without_removed(_filled(tree), source=source)
-    return _parsed(sections, _TREE, Config, disagreements, source=source, overrides=overrides)
+    return _parsed(sections, Config, disagreements, source=source, overrides=overrides)
 
 
 def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
@@ -69,9 +67,7 @@ def load_sft(path: Path, overrides: Sequence[str] = ()) -> SftConfig:
 
 def parse_sft(tree: dict[str, Any], *, source: str, overrides: Sequence[str] = ()) -> SftConfig:
     """Validate a plain tree of `rayloom sft`, as `parse_config` does. Raises: ConfigError."""
-    return _parsed(
-        _filled(tree), _SFT, SftConfig, _sft_disagreements, source=source, overrides=overrides
-    )
+    return _parsed(_filled(tree), SftConfig, _sft_disagreements, source=source, overrides=overrides)
 
 
 def _sft_disagreements(config: SftConfig) -> Iterator[str]:
@@ -86,7 +82,6 @@ def _filled(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _parsed(
     tree: dict[str, Any],
-    adapter: TypeAdapter[_Root],
     root: type[_Root],
     check: Callable[[_Root], Iterator[str]],
     *,
@@ -95,7 +90,7 @@ def _parsed(
 ) -> _Root:
     tree = _apply_overrides(tree, overrides)
     try:
-        config = adapter.validate_python(tree)
+        config: _Root = adapter_of(root).validate_python(tree)
     except ValidationError as error:
         problems = [_sentence(detail, root) for detail in error.errors(include_url=False)]
     else:
@@ -149,12 +144,12 @@ def _without_removed(tree: dict[str, Any], *, source: str) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """Return the effective configuration as YAML, defaults included."""
-    return yaml.safe_dump(_TREE.dump_python(config, mode="json"), sort_keys=False)
+    return yaml.safe_dump(adapter_of(Config).dump_python(config, mode="json"), sort_keys=False)
 
 
 def dump_sft(config: SftConfig) -> str:
     """Return the effective configuration of `rayloom sft` as YAML, defaults included."""
-    return yaml.safe_dump(_SFT.dump_python(config, mode="json"), sort_keys=False)
+    return yaml.safe_dump(adapter_of(SftConfig).dump_python(config, mode="json"), sort_keys=False)
 
 
 def describe_config(config: Config, options: Any = None) -> str:
@@ -162,7 +157,7 @@ def describe_config(config: Config, options: Any = None) -> str:
 
     Args: options: the environment's options as their dataclass; None: print them as given.
     """
-    values, schema = _TREE.dump_python(config, mode="json"), config_schema()
+    values, schema = adapter_of(Config).dump_python(config, mode="json"), config_schema()
     sections = dict(schema["$defs"])
     if options is not None:
         kind: Any = type(options)
@@ -182,12 +177,12 @@ def describe_config(config: Config, options: Any = None) -> str:
 
 def config_schema(ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """Return the JSON schema of the configuration tree."""
-    return _TREE.json_schema(ref_template=ref_template)
+    return adapter_of(Config).json_schema(ref_template=ref_template)
 
 
 def sft_schema() -> dict[str, Any]:
     """Return the JSON schema of the configuration of `rayloom sft`."""
-    return _SFT.json_schema()
+    return adapter_of(SftConfig).json_schema()
 
 
 def _described(
