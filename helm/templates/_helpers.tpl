@@ -40,6 +40,7 @@ suspend: true
 {{- define "rayloom.rayMetadata" -}}
 {{- $queue := .Values.kueue.queueName -}}
 {{- $labels := ternary (dict "kueue.x-k8s.io/queue-name" $queue) (dict) (ne $queue "") -}}
+{{- with .Values.kueue.priorityClass }}{{- $_ := set $labels "kueue.x-k8s.io/priority-class" . -}}{{- end -}}
 {{- $labels = mergeOverwrite (deepCopy .Values.labels) $labels -}}
 {{- $annotations := mergeOverwrite (deepCopy .Values.annotations) (include "rayloom.digests" . | fromYaml) -}}
 {{- include "rayloom.metadata" (dict "context" . "labels" $labels "annotations" $annotations) -}}
@@ -65,11 +66,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end -}}
 
-{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name;
-     annotations, and labels beside the chart's own or in their place, where it has any. */}}
+{{/* The metadata of an object. Takes: context; suffix of the name, or the whole name; annotations, and labels beside the
+     chart's own or in their place, if it has any; another namespace than the release's, in which the name begins with
+     the release's, as there may be a release of this name in each. */}}
 {{- define "rayloom.metadata" -}}
-name: {{ default (printf "%s%s" (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
-namespace: {{ .context.Release.Namespace | quote }}
+{{- $release := .context.Release.Namespace -}}
+{{- $isElsewhere := and (not (empty .namespace)) (ne (toString .namespace) $release) -}}
+name: {{ default (printf "%s%s%s" (ternary (printf "%s-" $release) "" $isElsewhere) (include "rayloom.fullname" .context) (default "" .suffix)) .name | quote }}
+namespace: {{ default $release .namespace | quote }}
 labels: {{- mergeOverwrite (deepCopy .context.Values.commonLabels) (include "rayloom.labels" .context | fromYaml) (default dict .labels) | toYaml | nindent 2 }}
 {{- with .annotations }}
 annotations: {{- toYaml . | nindent 2 }}

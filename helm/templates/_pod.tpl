@@ -35,10 +35,14 @@ spec:
   # On the head the run ends first, and then Ray's node.
   terminationGracePeriodSeconds: {{ add (mul $values.drain.timeoutSeconds (ternary 2 1 $isHead)) 30 }}
   securityContext: {{- include "rayloom.podSecurity" $group.podSecurityContext | nindent 4 }}
-  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsConfig" "hostAliases" }}
+  {{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsConfig" "hostAliases" "hostNetwork" "resourceClaims" }}
   {{- with index $group $key }}
   {{ $key }}: {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- end }}
+  {{- /* By Kubernetes' own default a pod on the node's network asks the node's name servers, which do not know the head. */}}
+  {{- with default (ternary "ClusterFirstWithHostNet" "" $group.hostNetwork) $group.dnsPolicy }}
+  dnsPolicy: {{ . }}
   {{- end }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
@@ -73,16 +77,9 @@ spec:
             # In half the time that the workers, which may be told to go too, still have; the other half is
             # for the checkpoint.
             command: [rayloom, stop, --grace, {{ div $values.drain.timeoutSeconds 2 | quote }}]
-      {{- else }}
-      {{- /* Serve's proxy runs on the head alone, and the probe that the operator would put here asks for
-             it. The head keeps the operator's probe: it must be ready before Serve is configured. */}}
-      readinessProbe:
-        httpGet:
-          path: /api/healthz
-          port: 52365
-        periodSeconds: 5
-        timeoutSeconds: 5
-        failureThreshold: 6
+      {{- end }}
+      {{- with include "rayloom.probes" $pod | trim }}
+      {{- . | nindent 6 }}
       {{- end }}
       volumeMounts: {{- include "rayloom.mounts" $pod | nindent 8 }}
     {{- with $group.sidecars }}
@@ -104,7 +101,7 @@ app.kubernetes.io/component: {{ .name }}
 
 {{/* An id that is null is the platform's to choose. Takes: a group's podSecurityContext. */}}
 {{- define "rayloom.podSecurity" -}}
-runAsNonRoot: true
+runAsNonRoot: {{ ne (toString .runAsUser) "0" }}
 {{- range $key, $value := . }}
 {{- if not (kindIs "invalid" $value) }}
 {{ $key }}: {{ toJson $value }}
@@ -119,6 +116,32 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: {{ .readOnlyRootFilesystem }}
 capabilities:
   drop: [ALL]
+  {{- with dig "capabilities" "add" list . }}
+  add: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}
+
+{{/* Probes of Ray's container. Serve's proxy runs on the head alone, and the readiness probe that the operator gives to
+     workers asks for it: workers always have one of the chart's. The operator sets what is missing here: readiness of
+     the head, which must be ready before Serve is configured, and liveness. Where a probe has periods and no request of
+     its own, it asks Ray's agent, as the operator's do. Takes: name, group. */}}
+{{- define "rayloom.probes" -}}
+{{- $defaults := dict
+      "readinessProbe" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 6)
+      "livenessProbe" (dict "initialDelaySeconds" 30 "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 120)
+      "startupProbe" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 60) -}}
+{{- $group := .group -}}
+{{- $needed := ternary "" "readinessProbe" (eq .name "head") -}}
+{{- range $kind, $default := $defaults }}
+{{- $own := get $group $kind }}
+{{- if or $own (eq $kind $needed) }}
+{{- $probe := mergeOverwrite (deepCopy $default) $own }}
+{{- if not (or $own.exec $own.grpc $own.httpGet $own.tcpSocket) }}
+{{- $_ := set $probe "httpGet" (dict "path" "/api/healthz" "port" 52365) }}
+{{- end }}
+{{ $kind }}: {{- toYaml $probe | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* A variable from a Secret. Takes: name, secret, key. */}}
@@ -237,7 +260,8 @@ capabilities:
 
 {{- define "rayloom.resources" -}}
 {{- $resources := deepCopy .resources -}}
-{{- if .gpus -}}
+{{- /* Without a name of the resource, claims ask for the GPUs. */}}
+{{- if and .gpus .gpuResource -}}
 {{- $_ := set $resources.requests .gpuResource (int .gpus) -}}
 {{- $_ := set $resources.limits .gpuResource (int .gpus) -}}
 {{- end -}}
@@ -394,7 +418,7 @@ capabilities:
   {{- $image := include "rayloom.imageOf" . | fromYaml }}
   image: {{ $image.name | quote }}
   imagePullPolicy: {{ $image.pullPolicy }}
-  securityContext: {{- include "rayloom.containerSecurity" .group | nindent 4 }}
+  securityContext: {{- include "rayloom.containerSecurity" (omit .group "capabilities") | nindent 4 }}
   command: [timeout, --kill-after=30, {{ $cache.downloadTimeoutSeconds | quote }}, python, -c]
   args:
     - {{ .context.Files.Get "files/fetch.py" | toJson }}

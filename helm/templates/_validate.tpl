@@ -4,6 +4,7 @@
 {{- define "rayloom.validate" -}}
 {{- $problems := concat
       (include "rayloom.nameProblems" . | fromYamlArray)
+      (include "rayloom.keyProblems" . | fromYamlArray)
       (include "rayloom.valueProblems" . | fromYamlArray)
       (include "rayloom.imageProblems" . | fromYamlArray)
       (include "rayloom.labelProblems" . | fromYamlArray)
@@ -29,6 +30,49 @@
 {{- end }}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
 - {{ printf "fullnameOverride: got the name %s, expected small letters, digits and hyphens, beginning with a letter; choose another release name or set fullnameOverride" $name | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Keys of other charts that this one does not have, and why: the schema only knows that they are there. */}}
+{{- define "rayloom.keyProblems" -}}
+{{- $ids := "expected the user's and the groups' ids in podSecurityContext, as {runAsUser: 1000, fsGroup: 1000, supplementalGroups: [5000]}; put it there" -}}
+{{- $scale := "expected replicas alone: a run places all of its parts at the start and keeps them, so that Ray's autoscaler would find no pod idle and none missing (and it needs a token of the API server in the head, which no pod has); set replicas, and change it while the run is suspended" -}}
+{{- range $group := list "pods" "head" "inference" "trainer" "environment" }}
+{{- $given := index $.Values $group }}
+{{- range $key := list "fsGroup" "supplementalGroups" }}
+{{- if hasKey $given $key }}
+- {{ printf "%s.%s: is no key here, %s" $group $key $ids | quote }}
+{{- end }}
+{{- end }}
+{{- if hasKey $given "securityContext" }}
+- {{ printf "%s.securityContext: is no key here, %s; those of the container are capabilities and readOnlyRootFilesystem" $group $ids | quote }}
+{{- end }}
+{{- if or (hasKey $given "minReplicas") (hasKey $given "maxReplicas") }}
+- {{ printf "%s.minReplicas, maxReplicas: are no keys here, %s" $group $scale | quote }}
+{{- end }}
+{{- end }}
+{{- if hasKey .Values.checkpoints "uri" }}
+- "checkpoints.uri: is no key here, expected a volume: checkpoints are directories that are renamed when they are whole, which object stores do not do; name a storage class, or a claim by existingClaim"
+{{- end }}
+{{- if hasKey .Values "tags" }}
+- "tags: is read by helm at the top of an umbrella chart's values only, where it chooses charts; expected none here: put it there, or take it out"
+{{- end }}
+{{- if hasKey (dig "model" dict .Values.config) "revision" }}
+- "config.model.revision: is no key here, expected the commit by the model's name in modelCache.revisions, such as {Qwen/Qwen3-0.6B: 40 digits}, with modelCache.enabled; put it there"
+{{- end }}
+{{- range list "checkpoints" "modelCache" }}
+{{- $modes := empty (index $.Values .).existingClaim | ternary (index $.Values .).accessModes list }}
+{{- if has "ReadWriteOncePod" $modes }}
+- {{ printf "%s.accessModes: got ReadWriteOncePod, expected ReadWriteMany, or ReadWriteOnce on one node: every pod mounts the volume, and this mode lets a single one" . | quote }}
+{{- end }}
+{{- if has "ReadOnlyMany" $modes }}
+- {{ printf "%s.accessModes: got ReadOnlyMany, expected ReadWriteMany, or ReadWriteOnce on one node: pods write to it; a volume that has the models already is named by modelCache.existingClaim" . | quote }}
+{{- end }}
+{{- end }}
+{{- range $mode := .Values.database.accessModes }}
+{{- if not (hasPrefix "ReadWriteOnce" $mode) }}
+- {{ printf "database.accessModes: got %s, expected ReadWriteOnce or ReadWriteOncePod: the head alone uses the database, and SQLite breaks on a network file system; choose one of them" $mode | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -70,9 +114,13 @@
 {{/* Labels that the API server refuses. The operator would try again and again to create such a pod. */}}
 {{- define "rayloom.labelProblems" -}}
 {{- $maps := dict "commonLabels" .Values.commonLabels "labels" .Values.labels
-      "kueue.queueName" (dict "kueue.x-k8s.io/queue-name" .Values.kueue.queueName) -}}
+      "kueue.queueName" (dict "kueue.x-k8s.io/queue-name" .Values.kueue.queueName)
+      "kueue.priorityClass" (dict "kueue.x-k8s.io/priority-class" .Values.kueue.priorityClass) -}}
 {{- range $kind := list "podMonitor" "rules" "dashboards" }}
 {{- $_ := set $maps (printf "monitoring.%s.labels" $kind) (index $.Values.monitoring $kind).labels }}
+{{- end }}
+{{- range $claim := list "checkpoints" "database" "modelCache" }}
+{{- $_ := set $maps (printf "%s.labels" $claim) (index $.Values $claim).labels }}
 {{- end }}
 {{- range $group := list "pods" "head" "inference" "trainer" "environment" }}
 {{- range $key := list "labels" "nodeSelector" }}
@@ -129,6 +177,7 @@
 {{/* Looks at the pods as they are rendered, so that what the chart sets itself counts as well. The server
      does not: to it, they are a part of the operator's object. */}}
 {{- define "rayloom.podProblems" -}}
+{{- $users := dict }}
 {{- range $name := prepend (include "rayloom.workers" . | fromJsonArray) "head" }}
 {{- $group := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
 {{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name) | fromYaml).spec }}
@@ -146,6 +195,8 @@
 {{- end }}
 {{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.initContainers or sidecars" $name) "names" $containers) }}
+{{- $_ := set $users (toString $group.podSecurityContext.runAsUser) $name }}
+{{- include "rayloom.groupProblems" (dict "context" $ "name" $name "group" $group "container" (first $pod.containers)) }}
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: has %s, which gpus asks for; set %s.gpus and take it out" $name $group.gpuResource $name | quote }}
 {{- end }}
@@ -157,6 +208,53 @@
 {{- if and $memory (ge (include "rayloom.quantity" $group.shmSize | float64) (include "rayloom.quantity" $memory | float64)) }}
 - {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, of which it is a part; lower it or raise the limit" $name $group.shmSize $memory | quote }}
 {{- end }}
+{{- end }}
+{{- if and (hasKey $users "0") (gt (len $users) 1) }}
+- {{ printf "podSecurityContext.runAsUser: got 0 for %s and another user for %s, expected the same for all: they write to one volume, and root's files are not the other's to change; set it in pods" (get $users "0") (omit $users "0" | values | first) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* What a group's values say against each other. Takes: context, name, group, container (Ray's). */}}
+{{- define "rayloom.groupProblems" -}}
+{{- $name := .name }}
+{{- $group := .group }}
+{{- $user := toString $group.podSecurityContext.runAsUser }}
+{{- $added := dig "capabilities" "add" list $group }}
+{{- if and $added (ne $user "0") }}
+- {{ printf "%s.capabilities: got %s for user %s, expected runAsUser 0: Linux gives capabilities that are added to processes of root alone; to lock memory for RDMA raise the nodes' limit (LimitMEMLOCK=infinity of the container runtime), or set pods.podSecurityContext.runAsUser to 0" $name (join ", " $added) (ternary "of the image" $user (eq $user "<nil>")) | quote }}
+{{- end }}
+{{- if and $group.hostNetwork .context.Values.networkPolicy.enabled }}
+- {{ printf "%s.hostNetwork: got true with networkPolicy.enabled: a policy knows pods by their own addresses, and would cut this one off; switch one of them off" $name | quote }}
+{{- end }}
+{{- if and (eq $group.dnsPolicy "None") (not (dig "nameservers" list $group.dnsConfig)) }}
+- {{ printf "%s.dnsPolicy: got None without dnsConfig.nameservers; expected name servers: name some, or choose another policy" $name | quote }}
+{{- end }}
+{{- range $kind := list "livenessProbe" "readinessProbe" "startupProbe" }}
+{{- $probe := get $.container $kind | default dict }}
+{{- $asked := list }}
+{{- range list "exec" "grpc" "httpGet" "tcpSocket" }}{{- if hasKey $probe . }}{{- $asked = append $asked . }}{{- end }}{{- end }}
+{{- if gt (len $asked) 1 }}
+- {{ printf "%s.%s: got %s, expected one of them; take the others out, here or in pods" $name $kind (join " and " $asked) | quote }}
+{{- end }}
+{{- if and (ne $kind "readinessProbe") (ne (int (default 1 $probe.successThreshold)) 1) }}
+- {{ printf "%s.%s.successThreshold: got %v, expected 1: Kubernetes takes no other of this probe; take it out" $name $kind $probe.successThreshold | quote }}
+{{- end }}
+{{- end }}
+{{- $claims := list }}
+{{- range $group.resourceClaims }}
+{{- $claims = append $claims .name }}
+{{- if eq (empty .resourceClaimName) (empty .resourceClaimTemplateName) }}
+- {{ printf "%s.resourceClaims: got %s with both or neither of resourceClaimName and resourceClaimTemplateName, expected one; with several pods only the second gives each its own" $name .name | quote }}
+{{- end }}
+{{- end }}
+{{- include "rayloom.repetitions" (dict "key" (printf "%s.resourceClaims" $name) "names" $claims) }}
+{{- range $group.resources.claims }}
+{{- if not (has .name $claims) }}
+- {{ printf "%s.resources.claims: got %s, expected a name of resourceClaims (%s); add it there, or to pods.resourceClaims" $name .name (join ", " $claims | default "none") | quote }}
+{{- end }}
+{{- end }}
+{{- if and $group.gpus (not $group.gpuResource) (not $group.resources.claims) }}
+- {{ printf "%s.gpuResource: got none, and resources.claims has none, with %v gpus; expected one of them: Kubernetes would give the pod no GPU" $name $group.gpus | quote }}
 {{- end }}
 {{- end -}}
 
@@ -280,6 +378,11 @@
 {{- else if and $model (not $given) }}
 - "config.model: got neither path nor tiny, expected one of them; name a model as path, or {tiny: {}} for the built-in one"
 {{- end }}
+{{- range $key, $path := dict "model.path" (default "" $model.path) "algorithm.reference" (dig "algorithm" "reference" "" .Values.config | default "") "algorithm.critic.model" (dig "algorithm" "critic" "model" "" .Values.config | default "") }}
+{{- if contains "://" $path }}
+- {{ printf "config.%s: got %s, expected a name of a hub, or a directory of the pods: models are not loaded from addresses; copy it to a volume that pods.volumes and pods.volumeMounts have, and give its directory" $key $path | quote }}
+{{- end }}
+{{- end }}
 {{- if eq (int $config.service.port) (int $config.metrics.port) }}
 - {{ printf "config.metrics.port: got %d, which is config.service.port too; expected two ports of the head: choose another" (int $config.metrics.port) | quote }}
 {{- end }}
@@ -302,7 +405,7 @@
 - {{ printf "%s.enabled: got true with mode job, which has no API; set it to false" $key | quote }}
 {{- end }}
 {{- end }}
-{{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) }}
+{{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) (not .Values.ingress.hosts) }}
 - "ingress.host: got none with ingress.tlsSecret; expected the name that the certificate is for"
 {{- end }}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
@@ -361,7 +464,7 @@
 {{- if and .Values.modelCache.revisions (not .Values.modelCache.enabled) }}
 - "modelCache.revisions: got some without modelCache.enabled, with which alone they are fetched; set it to true, or take them out"
 {{- end }}
-{{- $model := dig "model" "path" "" .Values.config }}
+{{- $model := dig "model" "path" "" .Values.config | default "" }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.environmentEgress) (not .Values.modelCache.enabled) (has $model (include "rayloom.hubModels" . | fromJsonArray)) }}
 - {{ printf "networkPolicy.environmentEgress: got none with networkPolicy.enabled; environment pods load the tokenizer of %s from the model hub: expected rules that allow it, or modelCache.enabled, with which the head alone asks the hub" $model | quote }}
 {{- end }}

@@ -25,6 +25,7 @@ OPEN_MAPS = (
     "commonLabels",
     "rayStartParams",
     "dataSource",
+    "selector",
 )
 
 
@@ -121,6 +122,16 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "pods.schedulerName": ("a", {}),
     "pods.dnsConfig": ({"searches": ["a.example"]}, {}),
     "pods.hostAliases": ([{"ip": "10.0.0.1", "hostnames": ["a"]}], {}),
+    "pods.dnsPolicy": ("Default", {}),
+    "pods.hostNetwork": (True, {}),
+    "pods.readinessProbe": ({"periodSeconds": 30}, {}),
+    "pods.livenessProbe": ({"periodSeconds": 30}, {}),
+    "pods.startupProbe": ({"periodSeconds": 30}, {}),
+    "pods.capabilities": (
+        {"add": ["IPC_LOCK"]},
+        {"pods": {"podSecurityContext": {"runAsUser": 0}}},
+    ),
+    "pods.resourceClaims": ([{"name": "a", "resourceClaimTemplateName": "b"}], {}),
     "pods.podSecurityContext.runAsUser": (None, {}),
     "pods.podSecurityContext.runAsGroup": (2000, {}),
     "pods.podSecurityContext.fsGroup": (2000, {}),
@@ -159,6 +170,8 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
         for key, value in {
             "annotations": {"a": "b"},
             "dataSource": {"kind": "PersistentVolumeClaim", "name": "a"},
+            "labels": {"a": "b"},
+            "selector": {"matchLabels": {"a": "b"}},
             "volumeName": "a",
         }.items()
     },
@@ -167,6 +180,7 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "database.key": ("other", POSTGRES),
     "database.size": ("9Gi", {}),
     "database.storageClass": ("a", {}),
+    "database.accessModes": (["ReadWriteOncePod"], {}),
     "database.keep": (False, {}),
     "modelCache.enabled": (True, HUB_MODEL),
     "modelCache.existingClaim": ("a", CACHE),
@@ -190,13 +204,16 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "ingress.className": ("a", INGRESS),
     "ingress.annotations": ({"a": "b"}, INGRESS),
     "ingress.host": ("a.example.org", INGRESS),
+    "ingress.hosts": (["a.example.org"], INGRESS),
     "ingress.path": ("/rl", INGRESS),
+    "ingress.paths": (["/rl"], INGRESS),
     "ingress.tlsSecret": ("a", merged(INGRESS, nested("ingress.host", "a.example.org"))),
     "httpRoute.enabled": (True, {"httpRoute": {"parentRefs": [{"name": "a"}]}}),
     "httpRoute.annotations": ({"a": "b"}, ROUTE),
     "httpRoute.parentRefs": ([{"name": "b"}], ROUTE),
     "httpRoute.hostnames": (["a.example.org"], ROUTE),
     "kueue.queueName": ("a", {}),
+    "kueue.priorityClass": ("a", {}),
     "extraManifests": (
         [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}],
         {},
@@ -209,18 +226,21 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any]]] = {
     "networkPolicy.egress": ([{}], POLICY),
     "networkPolicy.environmentEgress": ([{}], POLICY),
     "monitoring.podMonitor.enabled": (True, {}),
+    "monitoring.podMonitor.namespace": ("a", MONITOR),
     "monitoring.podMonitor.interval": ("60s", MONITOR),
     "monitoring.podMonitor.scrapeTimeout": ("9s", MONITOR),
     "monitoring.podMonitor.labels": ({"a": "b"}, MONITOR),
     "monitoring.podMonitor.dropSeries": ("a", MONITOR),
     "monitoring.podMonitor.seriesLabels": ({"cluster": "a"}, MONITOR),
     "monitoring.rules.enabled": (True, {}),
+    "monitoring.rules.namespace": ("a", RULES),
     "monitoring.rules.labels": ({"a": "b"}, RULES),
     "monitoring.rules.disabled": (["RayloomEngineMissing"], RULES),
     "monitoring.rules.alertLabels": ({"team": "rl"}, RULES),
     "monitoring.rules.labelsOf": ({"RayloomEngineMissing": {"severity": "info"}}, RULES),
     "monitoring.rules.runbooks": ("https://wiki.example/rayloom", RULES),
     "monitoring.dashboards.enabled": (True, {}),
+    "monitoring.dashboards.namespace": ("a", DASHBOARDS),
     "monitoring.dashboards.labels": ({"a": "b"}, DASHBOARDS),
     "monitoring.dashboards.annotations": ({"a": "b"}, DASHBOARDS),
     "test.task": ({"seed": 1}, {}),
@@ -240,7 +260,7 @@ RULED = {
         *(
             f"{claim}.{key}"
             for claim in ("checkpoints", "database", "modelCache")
-            for key in ("storageClass", "accessModes", "dataSource", "volumeName")
+            for key in ("storageClass", "accessModes", "dataSource", "volumeName", "selector")
         ),
     },
     # Read when a pod starts; or by the operator when it starts a job.

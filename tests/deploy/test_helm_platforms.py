@@ -169,3 +169,145 @@ def test_a_group_has_an_image_of_its_own(
     images = {group: each["spec"]["containers"][0]["image"] for group, each in pods.items()}
     assert images.pop("environment") == name
     assert len(set(images.values())) == 1 and name not in images.values()
+
+
+PROBES = ("readinessProbe", "livenessProbe", "startupProbe")
+AGENT = {"path": "/api/healthz", "port": 52365}
+
+
+def ray_containers(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
+    pods = pod_templates(manifests)
+    return {group: each["spec"]["containers"][0] for group, each in pods.items()}
+
+
+def test_the_operator_keeps_its_probes_until_a_group_has_periods() -> None:
+    before = ray_containers(checked({}))
+    values = {
+        "head": {"readinessProbe": {"periodSeconds": 30}},
+        "inference": {"startupProbe": {"failureThreshold": 9}},
+        "trainer": {"livenessProbe": {"tcpSocket": {"port": 52365}, "periodSeconds": 60}},
+    }
+    after = ray_containers(checked(values))
+    probes = {
+        group: {kind: each[kind] for kind in PROBES if kind in each}
+        for group, each in after.items()
+    }
+    own = {kind: before["trainer"][kind] for kind in PROBES if kind in before["trainer"]}
+    assert list(own) == ["readinessProbe"] and not set(PROBES) & set(before["head"])
+    assert probes["environment"] == own
+    assert probes["head"] == {"readinessProbe": {**own["readinessProbe"], "periodSeconds": 30}}
+    assert probes["head"]["readinessProbe"]["httpGet"] == AGENT
+    startup = probes["inference"].pop("startupProbe")
+    assert (startup["httpGet"], startup["failureThreshold"]) == (AGENT, 9)
+    assert probes["inference"] == own
+    liveness = probes["trainer"]["livenessProbe"]
+    assert liveness["tcpSocket"] == {"port": 52365} and "httpGet" not in liveness
+    assert liveness["periodSeconds"] == 60
+
+
+def test_probes_of_pods_are_those_of_each_group() -> None:
+    values = {"pods": {kind: {"timeoutSeconds": 7} for kind in PROBES}}
+    for container in ray_containers(checked(values)).values():
+        assert {container[kind]["timeoutSeconds"] for kind in PROBES} == {7}
+
+
+def test_a_group_on_the_nodes_network_finds_the_head_by_its_name() -> None:
+    pods = pod_templates(checked({"trainer": {"hostNetwork": True}}))
+    assert pods["trainer"]["spec"]["hostNetwork"] is True
+    assert pods["trainer"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert not {"hostNetwork", "dnsPolicy"} & set(pods["head"]["spec"])
+    own = {"trainer": {"hostNetwork": True, "dnsPolicy": "Default"}}
+    assert pod_templates(checked(own))["trainer"]["spec"]["dnsPolicy"] == "Default"
+
+
+def test_root_may_have_capabilities() -> None:
+    values = {
+        "pods": {"podSecurityContext": {"runAsUser": 0}},
+        "trainer": {"capabilities": {"add": ["IPC_LOCK"]}},
+    }
+    manifests = checked(values)
+    for group, container in ray_containers(manifests).items():
+        added = {"add": ["IPC_LOCK"]} if group == "trainer" else {}
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], **added}
+    security = pod_templates(manifests)["trainer"]["spec"]["securityContext"]
+    assert (security["runAsUser"], security["runAsNonRoot"]) == (0, False)
+
+
+def test_gpus_are_claimed_from_a_class_of_devices() -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "h100"}
+    values = {
+        "config": {"trainer": {"device": "cuda", "gpus_per_rank": 1}},
+        "trainer": {
+            "gpus": 2,
+            "gpuResource": "",
+            "resourceClaims": [claim],
+            "resources": {"claims": [{"name": "gpu"}]},
+        },
+    }
+    manifests = checked(values)
+    spec = pod_templates(manifests)["trainer"]["spec"]
+    assert spec["resourceClaims"] == [claim]
+    resources = spec["containers"][0]["resources"]
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert set(resources["requests"]) == {"cpu", "memory"}
+    assert groups_of(manifests)["trainer"]["rayStartParams"]["num-gpus"] == "2"
+
+
+def test_claims_have_labels_and_choose_their_volume_by_labels() -> None:
+    selector = {"matchLabels": {"tier": "fast"}}
+    values = {
+        "modelCache": {"enabled": True},
+        "database": {"accessModes": ["ReadWriteOncePod"]},
+    }
+    for claim in ("checkpoints", "database", "modelCache"):
+        values[claim] = {**values.get(claim, {}), "labels": {"team": "rl"}, "selector": selector}
+    claims = [each for each in checked(values) if each["kind"] == "PersistentVolumeClaim"]
+    assert len(claims) == 3
+    for each in claims:
+        assert each["metadata"]["labels"]["team"] == "rl"
+        assert each["spec"]["selector"] == selector
+        is_database = each["metadata"]["name"].endswith("-database")
+        mode = "ReadWriteOncePod" if is_database else "ReadWriteOnce"
+        assert each["spec"]["accessModes"] == [mode]
+
+
+def test_monitors_rules_and_dashboards_may_be_in_another_namespace() -> None:
+    kinds = ("podMonitor", "rules", "dashboards")
+    here = {"monitoring": {kind: {"enabled": True} for kind in kinds}}
+    there = {"monitoring": {kind: {"enabled": True, "namespace": "monitoring"} for kind in kinds}}
+    before, after = checked(here), checked(there)
+    own = one(after, "PodMonitor")["spec"]["namespaceSelector"]
+    assert own == {"matchNames": ["default"]}
+    moved = 0
+    for old, new in zip(before, after, strict=True):
+        if new["metadata"]["namespace"] == "monitoring":
+            moved += 1
+            assert new["metadata"]["name"] == f"default-{old['metadata']['name']}"
+        else:
+            assert new["kind"] in ("Secret", "Pod", "RayService") or new == old
+    dashboards = len(list((CHART / "dashboards").glob("*.json")))
+    assert moved == 1 + len(list((CHART / "files" / "rules").glob("*.yaml"))) + dashboards
+
+
+def test_an_ingress_has_several_hosts_and_paths() -> None:
+    values = {
+        "enabled": True,
+        "host": "a.example.org",
+        "hosts": ["b.example.org", "a.example.org"],
+        "path": "/api",
+        "paths": ["/v1"],
+        "tlsSecret": "certificate",
+    }
+    spec = one(checked({"ingress": values}), "Ingress")["spec"]
+    hosts = ["a.example.org", "b.example.org"]
+    assert spec["tls"] == [{"hosts": hosts, "secretName": "certificate"}]
+    assert [rule["host"] for rule in spec["rules"]] == hosts
+    for rule in spec["rules"]:
+        assert [each["path"] for each in rule["http"]["paths"]] == ["/api", "/v1"]
+    [rule] = one(checked({"ingress": {"enabled": True}}), "Ingress")["spec"]["rules"]
+    assert rule["host"] == ""
+
+
+def test_the_priority_class_of_kueue_is_a_label_of_the_ray_object() -> None:
+    labels = ray_object(checked({"kueue": {"priorityClass": "high"}}))["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/priority-class"] == "high"

@@ -57,16 +57,14 @@ pytestmark = [pytest.mark.proof, pytest.mark.chart]
         ({"pods": {"labels": {"ray.io/cluster": "x"}}}, ["ray.io.cluster"]),
         ({"pods": {"rayStartParams": {"num-cpus": "4"}}}, ["num-cpus"]),
         ({"labels": {"app.kubernetes.io/name": "x"}}, ["app.kubernetes.io.name"]),
-        ({"pods": {"podSecurityContext": {"runAsUser": 0}}}, ["podSecurityContext.runAsUser"]),
+        ({"pods": {"podSecurityContext": {"runAsUser": -1}}}, ["podSecurityContext.runAsUser"]),
+        ({"pods": {"capabilities": {"add": ["CAP_IPC_LOCK"]}}}, ["capabilities.add.0"]),
+        ({"head": {"readinessProbe": {"periodSecond": 30}}}, ["periodSecond", "not allowed"]),
+        ({"environment2": {"replicas": 1}}, ["environment2", "not allowed"]),
         ({"head": {"sidecars": [{"image": "x"}]}}, ["head.sidecars.0", "name"]),
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
         ({"checkpoints": {"mountPath": "data"}}, ["checkpoints.mountPath"]),
-        # Every pod mounts it.
-        (
-            {"checkpoints": {"accessModes": ["ReadWriteOncePod"]}},
-            ["checkpoints.accessModes", "ReadWriteMany"],
-        ),
         (
             {"monitoring": {"rules": {"runbooks": "docs/runbooks.md"}}},
             ["monitoring.rules.runbooks"],
@@ -320,6 +318,95 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
             ["serviceAccount.name: got demo-rayloom-environment, the account of environment pods"],
         ),
         ({"gcs": {"backend": "redis"}}, ["gcs.redis.address: got none", "redis:6379"]),
+        ({"tags": {"a": True}}, ["tags: is read by helm at the top of an umbrella chart's"]),
+        *(
+            ({group: {key: value}}, [f"{group}.{key}: is no key here", "in podSecurityContext"])
+            for group in ("pods", "trainer")
+            for key, value in {
+                "securityContext": {"runAsUser": 5000},
+                "fsGroup": 5000,
+                "supplementalGroups": [5000],
+            }.items()
+        ),
+        (
+            {"environment": {"minReplicas": 0, "maxReplicas": 10}},
+            ["environment.minReplicas, maxReplicas", "no pod idle", "set replicas"],
+        ),
+        (
+            {"checkpoints": {"uri": "s3://a/b"}},
+            ["checkpoints.uri: is no key here", "existingClaim"],
+        ),
+        (
+            {"config": {"model": {"tiny": None, "path": "a/b", "revision": "abc"}}},
+            ["config.model.revision: is no key here", "modelCache.revisions"],
+        ),
+        (
+            {"config": {"model": {"tiny": None, "path": "s3://a/b"}}},
+            ["config.model.path: got s3://a/b, expected a name of a hub, or a directory"],
+        ),
+        (
+            {"config": {"algorithm": {"reference": "hf://a/b"}}},
+            ["config.algorithm.reference: got hf://a/b"],
+        ),
+        *(
+            ({key: {"accessModes": [mode]}}, [f"{key}.accessModes: got {mode}, expected", "Many"])
+            for key in ("checkpoints", "modelCache")
+            for mode in ("ReadWriteOncePod", "ReadOnlyMany")
+        ),
+        (
+            {"database": {"accessModes": ["ReadWriteMany"]}},
+            ["database.accessModes: got ReadWriteMany, expected ReadWriteOnce or ReadWriteOncePod"],
+        ),
+        (
+            {"trainer": {"capabilities": {"add": ["IPC_LOCK"]}}},
+            ["trainer.capabilities: got IPC_LOCK for user 1000", "LimitMEMLOCK"],
+        ),
+        (
+            {"trainer": {"podSecurityContext": {"runAsUser": 0}}},
+            ["podSecurityContext.runAsUser: got 0 for trainer and another user for"],
+        ),
+        (
+            {
+                "trainer": {"hostNetwork": True},
+                "networkPolicy": {"enabled": True, "operatorNamespace": "ray"},
+            },
+            ["trainer.hostNetwork: got true with networkPolicy.enabled"],
+        ),
+        ({"pods": {"dnsPolicy": "None"}}, ["head.dnsPolicy: got None without dnsConfig"]),
+        (
+            {
+                "pods": {"livenessProbe": {"tcpSocket": {"port": 6379}}},
+                "head": {"livenessProbe": {"exec": {"command": ["true"]}}},
+            },
+            ["head.livenessProbe: got exec and tcpSocket, expected one of them"],
+        ),
+        (
+            {"head": {"startupProbe": {"successThreshold": 2}}},
+            ["head.startupProbe.successThreshold: got 2, expected 1"],
+        ),
+        (
+            {"trainer": {"resources": {"claims": [{"name": "gpu"}]}}},
+            ["trainer.resources.claims: got gpu, expected a name of resourceClaims (none)"],
+        ),
+        (
+            {"trainer": {"resourceClaims": [{"name": "gpu"}]}},
+            ["trainer.resourceClaims: got gpu with both or neither"],
+        ),
+        (
+            {
+                "trainer": {
+                    "resourceClaims": 2 * [{"name": "gpu", "resourceClaimTemplateName": "a"}]
+                }
+            },
+            ["trainer.resourceClaims: gpu stands twice"],
+        ),
+        (
+            {
+                "config": {"trainer": {"device": "cuda", "gpus_per_rank": 1}},
+                "trainer": {"gpus": 2, "gpuResource": ""},
+            },
+            ["trainer.gpuResource: got none, and resources.claims has none, with 2 gpus"],
+        ),
         (
             {
                 "database": {"existingClaim": "one"},
