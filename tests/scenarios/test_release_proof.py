@@ -8,6 +8,8 @@ this machine's file system, which all nodes share.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import subprocess
 import sys
 import threading
@@ -159,6 +161,7 @@ def test_a_release_that_is_suspended_loses_nothing_and_goes_on_when_it_is_resume
         with serving(net, manifests, tmp_path, token=token) as client:
             submit(client, *first)
             wait_until(lambda: are_trained(client, first))
+            helm_test(net, manifests, tmp_path)
             submit(client, *later)
         end_all(pods, hook_of_head(manifests))
         with run_dir.looked_into() as store:
@@ -171,6 +174,25 @@ def test_a_release_that_is_suspended_loses_nothing_and_goes_on_when_it_is_resume
     with run_dir.looked_into() as store:
         assert read_history(store).steps[: len(before)] == before
     assert audit(open_journal(run_dir.path)).is_clean
+
+
+def helm_test(net: Network, manifests: Sequence[Manifest], directory: Path) -> None:
+    """Run the program of `helm test`, with the head's address in place of the Services' names."""
+    [container] = one(manifests, "Pod", "-test")["spec"]["containers"]
+    environ = variables_of(container, manifests)
+    told = json.loads(environ["RELEASE_CHECK"])
+    for name in ("api", "dashboard", "metrics"):
+        told[name] = re.sub(r"//[a-z-]+:", f"//{net.head.address}:", told[name])
+    told["arguments"] = config_in(manifests, directory)["applications"][0]["args"]
+    variables = {**environ, "RELEASE_CHECK": json.dumps(told)}
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    done = subprocess.run(
+        [*net.head.entrance, *settings, sys.executable, "-c", *container["args"]],
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    checked = ["health", "rollout", "metrics", "pods", "serve"]
+    assert done.stdout.splitlines() == [f"ok {name}" for name in checked], done
+    assert done.returncode == 0
 
 
 def hook_of_head(manifests: Sequence[Manifest]) -> list[str]:
@@ -247,7 +269,7 @@ def started_pods(
             environ |= of_head or {}
         pods[name] = [
             net.add_pod(
-                group["rayStartParams"],
+                {**group["rayStartParams"], "labels": labels_of(group)},
                 environ=environ,
                 shm_mib=mib(shm["emptyDir"]["sizeLimit"]),
             )
@@ -255,6 +277,11 @@ def started_pods(
         ]
     net.start()
     return pods
+
+
+def labels_of(group: Manifest) -> str:
+    """The labels of a group's nodes, as the operator passes them to `ray start`."""
+    return ",".join(f"{name}={value}" for name, value in group["labels"].items())
 
 
 def mib(quantity: str) -> int:
