@@ -89,8 +89,10 @@ def _parsed(
     overrides: Sequence[str],
 ) -> _Root:
     tree = _apply_overrides(tree, overrides)
+    # mypy does not accept a type variable as hashable.
+    plain: Any = root
     try:
-        config: _Root = adapter_of(root).validate_python(tree)
+        config: _Root = adapter_of(plain).validate_python(tree)
     except ValidationError as error:
         problems = [_sentence(detail, root) for detail in error.errors(include_url=False)]
     else:
