@@ -111,12 +111,12 @@ WITHOUT = $$(sed -n 's/^\([a-z0-9.-]*\)==.*/--no-emit-package \1/p' $(1))
 lock: ## resolve the lock files again, as pyproject.toml asks (needs uv); UPGRADE=1: the newest versions
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source.in -o locks/source.txt
 	$(RESOLVE) $(if $(UPGRADE),--upgrade) --no-deps locks/source-dev.in -o locks/source-dev.txt
-	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml locks/cpu.in --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml locks/cpu.in --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium --extra s3 \
 		--excludes locks/excluded-cpu.txt $(call WITHOUT,locks/source.in) -o locks/cpu.txt
 	$(if $(UPGRADE),cp locks/cpu.txt locks/cuda.txt)
-	$(RESOLVE) pyproject.toml locks/cuda.in --extra cuda --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
+	$(RESOLVE) pyproject.toml locks/cuda.in --extra cuda --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium --extra s3 \
 		$(call WITHOUT,locks/source.in) -o locks/cuda.txt
-	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium \
+	$(RESOLVE) $(if $(UPGRADE),--upgrade) pyproject.toml --extra cpu --extra reasoning-gym --extra trackers --extra retrieval --extra gymnasium --extra s3 \
 		--extra textarena --extra skyrl-gym --extra dev \
 		--excludes locks/excluded-cpu.txt --constraints locks/cpu.txt \
 		$(call WITHOUT,locks/source.in locks/source-dev.in locks/cpu.txt) -o locks/dev.txt

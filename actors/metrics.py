@@ -227,6 +227,10 @@ class RunMetrics:
         self.checkpoint_step = registry.gauge(
             "rayloom_checkpoint_step", "Step of the newest committed checkpoint."
         )
+        self.uploaded_step = registry.gauge(
+            "rayloom_checkpoint_uploaded_step",
+            "Step of the newest checkpoint that this process has copied to run.checkpoint_url.",
+        )
         self.checkpoint_interval = registry.gauge(
             "rayloom_checkpoint_interval_steps",
             "Number of steps between two checkpoints (run.checkpoint_every).",
@@ -518,6 +522,10 @@ class PartMetrics:
         )
         self.checkpoint_failures = gained.counter(
             "rayloom_checkpoint_failures", "Checkpoints that were begun but could not be committed."
+        )
+        self.upload_failures = gained.counter(
+            "rayloom_checkpoint_upload_failures",
+            "Attempts to copy checkpoints to run.checkpoint_url that failed.",
         )
         self.engines_ready = values.gauge(
             "rayloom_engines_ready", "Engines that hold the current version."

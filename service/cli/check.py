@@ -20,6 +20,7 @@ from service.config.model_files import check_adapters
 from service.config.preflight import check_with_model, check_without_model
 from service.config.tree import Config
 from service.config.trial import Trial
+from service.launch.remote_run import check_address
 
 
 def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
@@ -27,6 +28,7 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
 
     is_local, trial: see `check_without_model`. Raises: ConfigError if a check fails.
     """
+    check_address(config)
     observations = check_without_model(config, is_local=is_local, trial=trial, tell=warn)
     if config.model.path is not None:
         check_with_model(config, observations, model_path=config.model.path)

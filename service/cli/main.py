@@ -247,6 +247,8 @@ def start(
                 model=model,
                 overrides=overrides or [],
             )
+            if resumed is not None and config is not None:
+                _fetch_missing(settings, resumed)
             if take_over and resumed is None:
                 raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
             if checkpoint is not None and resumed is None:
@@ -404,6 +406,18 @@ def _store_options(
     return options
 
 
+def _fetch_missing(config: Config, resumed: Path) -> None:
+    """Make the directory of a run that is not on this machine from its copy at an address.
+
+    Raises: ConfigError.
+    """
+    if config.run.checkpoint_url is not None:
+        from service.launch.remote_run import fetch_missing
+        from service.launch.run_dir import RunDir
+
+        fetch_missing(config, RunDir(path=resumed), tell=partial(say, err=True))
+
+
 def _check_machine_and_files(
     config: Config, new_run: Path | None, resumed: Path | None, *, kind: RunKind, is_local: bool
 ) -> None:
@@ -413,6 +427,7 @@ def _check_machine_and_files(
         check_metrics_address,
         check_model_sources,
     )
+    from service.launch.remote_run import check_address
     from service.launch.run_dir import RunDir, check_new, check_resumable, prepared_directory
 
     if resumed is not None:
@@ -420,6 +435,7 @@ def _check_machine_and_files(
         if is_local:
             check_metrics_address(config)
         check_resumable(RunDir(path=resumed), config, kind=kind)
+        check_address(config, RunDir(path=resumed))
         return
     check_machine(config, is_local=is_local)
     if new_run is not None:
@@ -427,6 +443,7 @@ def _check_machine_and_files(
         with prepared_directory(RunDir(path=new_run)):
             # The directory can be made; it is removed again, since a later error must leave none.
             pass
+    check_address(config)
     check_model_sources(config)
 
 
@@ -829,18 +846,29 @@ def backup(
 
 @app.command()
 def restore(
-    directory: Annotated[Path, typer.Argument(metavar="BACKUP", help="that `backup` wrote")],
+    backup: Annotated[
+        str,
+        typer.Argument(
+            metavar="BACKUP", help="a directory that `backup` wrote, or a run's checkpoint_url"
+        ),
+    ],
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="must not exist")],
     database_url: TargetUrl = None,
     state_dir: TargetDirectory = None,
 ) -> None:
-    """Make a run directory from a backup, to continue with --resume."""
+    """Make a run directory from a backup, or from a copy at an address; then give --resume."""
     place = _path("--state-dir", state_dir)
     from service.launch.backup import restore as restore_run
     from service.launch.run_dir import RunDir
+    from service.remote_files import is_url
 
-    options = StoreOptions(state_dir=place, database_url=database_url)
-    typer.echo(restore_run(RunDir(path=directory), RunDir(path=run), options))
+    options, run_dir = StoreOptions(state_dir=place, database_url=database_url), RunDir(path=run)
+    if is_url(backup):
+        from service.launch.remote_run import fetch_run
+
+        typer.echo(fetch_run(backup, run_dir, options, tell=partial(say, err=True)))
+    else:
+        typer.echo(restore_run(RunDir(path=Path(backup)), run_dir, options))
 
 
 @app.command()

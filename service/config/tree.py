@@ -50,6 +50,8 @@ from service.config.trackers import TrackerSettings
 from service.inference.settings import InferenceSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
+# Of fsspec. Without a user and a password, which would be in the files of the run.
+RemoteUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s@?#]+$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 # Such a name is part of names of files.
@@ -75,6 +77,10 @@ class RunSettings:
     keep_best: Natural = 0
     """Number of the best checkpoints to keep in addition, by the evaluation of their step, or by
     its training reward if there is none; 0: none.
+    """
+    checkpoint_url: RemoteUrl | None = None
+    """Address to which each checkpoint is copied with the run's database, such as
+    s3://bucket/runs/one; each run needs its own. Null: checkpoints stay in the run's directory.
     """
     evaluate_every: Positive = 20
     """Steps between evaluations."""

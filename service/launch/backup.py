@@ -103,14 +103,20 @@ def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> 
     return copied
 
 
+def state_files(run_dir: RunDir) -> dict[str, Path]:
+    """Return what a run needs beside its database and checkpoints, by the path in its directory."""
+    files = [run_dir.config_file, run_dir.sources_file, run_dir.secret_file]
+    for directory in (run_dir.tiny_model, run_dir.functions):
+        files += sorted(directory.rglob("*"))
+    return {str(file.relative_to(run_dir.path)): file for file in files if file.is_file()}
+
+
 def _copy_files(source: RunDir, target: RunDir) -> None:
     """Copy what a run needs beside its database and checkpoints, and the journal."""
-    for file in (source.config_file, source.sources_file, source.secret_file):
-        if file.is_file():
-            shutil.copy2(file, target.path)
-    for directory in (source.tiny_model, source.functions):
-        if directory.is_dir():
-            shutil.copytree(directory, target.path / directory.name)
+    for name, file in state_files(source).items():
+        copy = target.path / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)
     if source.journal.is_dir():
         target.journal.mkdir()
         # A running run may remove old steps meanwhile; the newest are the last names.

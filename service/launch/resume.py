@@ -17,7 +17,14 @@ from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint, is_named, mean_returns
-from service.store.run_store import TOLERANCE_S, LeaseHeld, LeaseLost, RunStore, StoreError
+from service.store.run_store import (
+    TOLERANCE_S,
+    LeaseHeld,
+    LeaseLost,
+    ReadOnlyStore,
+    RunStore,
+    StoreError,
+)
 
 # A supervisor continues for a moment after its command is killed by SIGKILL.
 LEASE_LIMIT_S = 10.0
@@ -142,25 +149,34 @@ def kept_commits(
     Raises: LeaseLost.
     """
     store.check_lease(term)
-    commits = store.checkpoints()
-    returns = mean_returns(store, [commit.step for commit in commits]) if keep_best else {}
-    ranked = [commit for commit in commits if commit.step in returns]
-    ranked.sort(key=lambda commit: (returns[commit.step], commit.id), reverse=True)
-    best = {commit.id for commit in ranked[:keep_best]}
-    kept = [commit for number, commit in enumerate(commits) if number < keep or commit.id in best]
+    kept = newest_and_best(store, keep=keep, keep_best=keep_best)
     is_ours = bool(kept) and kept[0].term == term
     is_there = any((checkpoints / commit.directory).is_dir() for commit in kept)
     return kept if is_ours and is_there else []
 
 
-def prune_directories(checkpoints: Path, kept: Sequence[Checkpoint]) -> None:
+def newest_and_best(store: ReadOnlyStore, *, keep: int, keep_best: int) -> list[Checkpoint]:
+    """Return the commits that `kept_commits` chooses, whoever has the lease."""
+    commits = store.checkpoints()
+    returns = mean_returns(store, [commit.step for commit in commits]) if keep_best else {}
+    ranked = [commit for commit in commits if commit.step in returns]
+    ranked.sort(key=lambda commit: (returns[commit.step], commit.id), reverse=True)
+    best = {commit.id for commit in ranked[:keep_best]}
+    return [commit for number, commit in enumerate(commits) if number < keep or commit.id in best]
+
+
+def prune_directories(
+    checkpoints: Path, kept: Sequence[Checkpoint], *, uploading: str = ""
+) -> None:
     """Remove every checkpoint that is not in `kept`, and all but the newest skipped inputs.
+
+    uploading: name of one more directory to keep; empty for none.
 
     A directory without a commit is the rest of an interrupted write or removal, and is removed too.
     Two kinds of directories stay: those of the newest term after its newest commit, which may still
     be committed, and those of a later term, which may have begun since `kept` was read.
     """
-    names, newest = {commit.directory for commit in kept}, kept[0]
+    names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):
         found = _STEP_AND_TERM.fullmatch(directory.name)
         step, term = map(int, found.groups()) if found else (0, 0)

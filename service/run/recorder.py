@@ -48,6 +48,7 @@ from service.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
     # It imports Ray, which a recorder does not need.
+    from service.run.checkpoint_uploads import CheckpointUploads
     from service.run.hacking_watch import HackingWatch
 
 log = logging.getLogger("rayloom.run")
@@ -90,12 +91,14 @@ class RunRecorder:
         traces: RolloutTraces | None = None,
         trackers: Trackers | None = None,
         hacking: HackingWatch | None = None,
+        uploads: CheckpointUploads | None = None,
     ) -> None:
         """Start with the stored totals.
 
         Args: submissions: receives the results of rollouts that clients submitted. traces: traces
         the rollouts; None disables tracing. trackers: the experiment trackers; None if there are
-        none. hacking: the audit for reward hacking; None disables it.
+        none. hacking: the audit for reward hacking; None disables it. uploads: copies checkpoints
+        to an address; None if there is none.
         """
         self._store = store
         self._thread = thread
@@ -103,6 +106,7 @@ class RunRecorder:
         self._traces = traces
         self._trackers = trackers
         self._hacking = hacking
+        self._uploads = uploads
         self._metrics = metrics
         self._stored = StoredMetrics(metrics, store)
         self.term = 0
@@ -154,6 +158,9 @@ class RunRecorder:
         if self._hacking is not None:
             notice = partial(self._notice_from_thread, asyncio.get_running_loop())
             self._hacking.begin_term(lease.term, notice)
+        if self._uploads is not None:
+            notice = partial(self._notice_from_thread, asyncio.get_running_loop())
+            self._uploads.begin_term(notice)
         if lease.term > 1:
             self.notice(f"term {lease.term} continues from step {self.last_step}")
 
@@ -303,6 +310,19 @@ class RunRecorder:
             await asyncio.to_thread(self._trackers.close, writes_rest=not is_taken_over)
 
     @property
+    def uploading(self) -> str:
+        """Name of the checkpoint that is being copied to an address; empty if there is none."""
+        return "" if self._uploads is None else self._uploads.uploading
+
+    async def close_uploads(self, *, is_taken_over: bool) -> None:
+        """Copy the newest checkpoints within a time limit.
+
+        is_taken_over: another process has the run and copies them instead.
+        """
+        if self._uploads is not None:
+            await asyncio.to_thread(self._uploads.close, writes_rest=not is_taken_over)
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         """The findings of the audit for reward hacking."""
         return () if self._hacking is None else self._hacking.findings
@@ -351,6 +371,8 @@ class RunRecorder:
                 self._metrics.run.checkpoint_step.set(step)
                 self._metrics.run.checkpoint_time.set(time.time())
             self.checkpoint_step = step
+            if self._uploads is not None:
+                self._uploads.wake()
 
         term = self.term
         await self._thread.finish(write())

@@ -33,6 +33,7 @@ from service.launch.placement import Role
 from service.launch.resume import fallback_notice, find_faults
 from service.launch.run_dir import RunDir, write_config
 from service.report.document import Phase, RunPicture
+from service.run.checkpoint_uploads import uploads_of
 from service.run.control import Control
 from service.run.engines import Engines
 from service.run.hacking_watch import watch_of
@@ -151,6 +152,7 @@ class Supervisor:
             traces=self._traces,
             trackers=trackers_of(config, run_dir, run_id=run_id, store=self._store),
             hacking=watch_of(config, run_dir, model=self._model),
+            uploads=uploads_of(config, run_dir, metrics=self._metrics),
         )
         self._engines = Engines(
             engines,
@@ -229,6 +231,7 @@ class Supervisor:
             await helpers.end()
             await self._view.push(is_last=True)
             await self._recorder.close_trackers(is_taken_over=self._lost is not None)
+            await self._recorder.close_uploads(is_taken_over=self._lost is not None)
             await self._thread.call(self._leave_store)
             if self._traces is not None:
                 await asyncio.to_thread(self._traces.close)

@@ -540,7 +540,9 @@ class Term:
                 keep_checkpoints=config.run.keep_checkpoints,
             )
             await self._recorder.forget(kept, retention)
-            await asyncio.to_thread(prune_directories, directory, kept)
+            await asyncio.to_thread(
+                prune_directories, directory, kept, uploading=self._recorder.uploading
+            )
 
     def _loop_settings(self) -> LoopSettings:
         config, parent = self._config, self._lease.parent

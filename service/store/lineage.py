@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import (
@@ -321,6 +322,17 @@ def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
 def newest_term(connection: Connection) -> int:
     """Return the newest term; 0 if no supervisor has ever had the lease."""
     return int(connection.scalar(select(func.max(tables.leases.c.term))) or 0)
+
+
+def lease_digests(store: Readable) -> dict[int, str]:
+    """Return a digest of each lease by its term.
+
+    The digests of two copies of a run differ from the term on in which they continued separately.
+    """
+    leases = tables.leases.c
+    query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
+    rows = store.read(lambda connection: connection.execute(query).all())
+    return {row.term: blake2b(repr(tuple(row)).encode(), digest_size=8).hexdigest() for row in rows}
 
 
 def events_of(connection: Connection, spans: list[Span]) -> tuple[LedgerEvent, ...]:

@@ -32,6 +32,7 @@ ENTRIES: dict[str, Any] = {
 }
 # Values that no rule of the schema shows.
 OTHERS: dict[str, Any] = {
+    "run.checkpoint_url": "s3://bucket/runs/one",
     "rollouts.stop": ["END"],
     "trainer.betas": [0.8, 0.85],
     # The only value that it can have.

@@ -1,0 +1,240 @@
+"""The copies of a run's checkpoints at its `run.checkpoint_url`, and a run's return from there.
+
+Each copy is a complete directory (`service.remote_files`) with the content of a backup: one
+checkpoint, the database at the time of the upload, and the run's small files. Invariants: a copy of
+another run, or of this run after another process continued it elsewhere, is never replaced or
+removed; a copy is removed only once the newest checkpoint is complete there. Called by the
+command line, and by `service.run.checkpoint_uploads` in its thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.trainer.checkpoint import MANIFEST, check_files
+from service.config.file import ConfigError
+from service.config.tree import Config
+from service.launch.backup import restore, state_files
+from service.launch.resume import newest_and_best
+from service.launch.run_dir import RunDir
+from service.remote_files import Marker, RemoteDirectory, RemoteError, measured
+from service.store.errors import StoreError
+from service.store.lineage import Checkpoint, lease_digests
+from service.store.moving import copy_run
+from service.store.place import DATABASE, StoreOptions, sqlite_url
+from service.store.run_store import ReadOnlyStore
+
+# A copy has the name of its checkpoint's directory, which begins so.
+_PREFIX = "step-"
+
+
+class NotThisRun(RemoteError):
+    """The address has copies that this run has not made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A finished upload."""
+
+    commit: Checkpoint
+    num_bytes: int
+    """Number of bytes sent; files that were there already are not sent."""
+
+
+def upload_next(
+    run_dir: RunDir,
+    url: str,
+    *,
+    keep: int,
+    keep_best: int,
+    begin: Callable[[str], None] = lambda directory: None,
+) -> Upload | None:
+    """Copy the newest kept checkpoint that the address lacks, and remove the ones not kept.
+
+    Args: keep, keep_best: as for `kept_commits`. begin: called with the checkpoint's name before
+        its files are read.
+    Returns: None if nothing is missing.
+    Raises: RemoteError; NotThisRun; StoreError; CheckpointError; OSError for a local file.
+    """
+    remote = RemoteDirectory(url)
+    with run_dir.looked_into() as store:
+        leases = lease_digests(store)
+        kept = newest_and_best(store, keep=keep, keep_best=keep_best)
+    copies = _copies(remote)
+    _check_own(remote, copies, leases)
+    uploaded = None
+    if missing := [commit for commit in kept if not _is_copied(run_dir, commit, copies)]:
+        uploaded = _upload(run_dir, remote, missing[0], begin=begin)
+    newest = kept[0].directory if kept else ""
+    if newest in copies or (uploaded is not None and uploaded.commit.directory == newest):
+        names = {commit.directory for commit in kept}
+        for name in remote.children():
+            if name.startswith(_PREFIX) and name not in names:
+                remote.child(name).remove()
+    return uploaded
+
+
+def check_address(config: Config, run_dir: RunDir | None = None) -> None:
+    """Check that a run may copy its checkpoints to `run.checkpoint_url`, if it has one.
+
+    run_dir: directory of the run that resumes; None for a new run. Raises: ConfigError.
+    """
+    if (url := config.run.checkpoint_url) is None:
+        return
+    leases: Mapping[int, str] = {}
+    try:
+        if url.startswith("memory:"):
+            raise RemoteError(f"{url} ends with its process, expected an address outside of it")
+        if run_dir is not None:
+            with run_dir.looked_into(may_be_older=True) as store:
+                leases = lease_digests(store)
+        remote = RemoteDirectory(url)
+        _check_own(remote, _copies(remote), leases)
+        remote.check_writable()
+    except (RemoteError, StoreError) as error:
+        raise ConfigError(f"run.checkpoint_url: {error}") from error
+
+
+def fetch_missing(config: Config, run_dir: RunDir, *, tell: Callable[[str], None]) -> None:
+    """Make a run directory that is missing or empty from `run.checkpoint_url`, if that is set.
+
+    tell: called with a sentence about what was done. Raises: ConfigError.
+    """
+    url = config.run.checkpoint_url
+    if url is None or (run_dir.path.exists() and any(run_dir.path.iterdir())):
+        return
+    tell(f"rayloom: {run_dir.path} has no run; reading its copy at {url}")
+    tell(f"rayloom: {fetch_run(url, run_dir, StoreOptions(), tell=tell)}")
+
+
+def fetch_run(
+    url: str, run_dir: RunDir, options: StoreOptions, *, tell: Callable[[str], None]
+) -> str:
+    """Make a run directory from the newest complete copy; return a sentence.
+
+    Args: url: a run's address, or that of one copy. run_dir: must not exist, or be empty. options:
+        location of the run's database, as at a start. tell: called with a sentence for each copy
+        that cannot be used.
+    Raises: ConfigError.
+    """
+    try:
+        remote = RemoteDirectory(url)
+        with _local_copy(remote, run_dir, tell=tell) as backup:
+            if run_dir.path.is_dir() and not any(run_dir.path.iterdir()):
+                run_dir.path.rmdir()
+            return restore(backup, run_dir, options)
+    except RemoteError as error:
+        raise ConfigError(f"restore: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"restore: {error.filename or run_dir.path} cannot be written "
+            f"({error.strerror or error}); expected a writable directory with enough space"
+        ) from error
+
+
+@contextmanager
+def _local_copy(
+    remote: RemoteDirectory, run_dir: RunDir, *, tell: Callable[[str], None]
+) -> Iterator[RunDir]:
+    """Yield a temporary directory with the newest copy that is as it was written."""
+    copies = [remote] if remote.read() is not None else _newest_first(remote)
+    if not copies:
+        raise RemoteError(
+            f"{remote.url} has no complete copy of a checkpoint, expected at least one; correct "
+            "the address, or start a new run"
+        )
+    run_dir.path.parent.mkdir(parents=True, exist_ok=True)
+    # On the disk of the run's directory, which must have the space anyway.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{run_dir.path.name}-", dir=run_dir.path.parent
+    ) as place:
+        for number, copy in enumerate(copies, start=1):
+            directory = Path(place) / str(number)
+            try:
+                copy.download(directory)
+            except RemoteError as error:
+                if number == len(copies):
+                    raise
+                tell(f"{error}; trying an older copy")
+                shutil.rmtree(directory, ignore_errors=True)
+            else:
+                yield RunDir(path=directory)
+                return
+
+
+def _copies(remote: RemoteDirectory) -> dict[str, Marker]:
+    """Return the markers of the complete copies by the name of their directory."""
+    names = [name for name in remote.children() if name.startswith(_PREFIX)]
+    markers = {name: remote.child(name).read() for name in names}
+    return {name: marker for name, marker in markers.items() if marker is not None}
+
+
+def _newest_first(remote: RemoteDirectory) -> list[RemoteDirectory]:
+    copies = _copies(remote)
+    names = sorted(copies, key=lambda name: int(copies[name].note["commit"]), reverse=True)
+    return [remote.child(name) for name in names]
+
+
+def _check_own(
+    remote: RemoteDirectory, copies: Mapping[str, Marker], leases: Mapping[int, str]
+) -> None:
+    """Check that this run has made all copies. Raises: NotThisRun."""
+    for name, marker in copies.items():
+        term = int(marker.note.get("term", 0))
+        if leases.get(term) != marker.note.get("lease"):
+            raise NotThisRun(
+                f"{remote.url} has the checkpoint {name} of term {term} of the run "
+                f"{marker.note.get('run')}, which this run has not written: another run uses the "
+                "address, or another process has continued this run elsewhere; expected one "
+                "address for each run: choose another run.checkpoint_url, or continue that run "
+                "by `rayloom restore`"
+            )
+
+
+def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
+    """Return whether the address has the checkpoint, or whether only the address can have it."""
+    manifest = run_dir.checkpoints / commit.directory / MANIFEST
+    if not manifest.is_file():
+        # Lost here, or of a copy that was not fetched.
+        return True
+    copy = copies.get(commit.directory)
+    name = str(manifest.relative_to(run_dir.path))
+    return copy is not None and copy.files.get(name) == measured(manifest)
+
+
+def _upload(
+    run_dir: RunDir,
+    remote: RemoteDirectory,
+    commit: Checkpoint,
+    *,
+    begin: Callable[[str], None],
+) -> Upload:
+    begin(commit.directory)
+    checkpoint = run_dir.checkpoints / commit.directory
+    # Damage of the local disk must not be copied as if it were what was written.
+    check_files(checkpoint)
+    files = state_files(run_dir)
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file():
+            files[str(file.relative_to(run_dir.path))] = file
+    with tempfile.TemporaryDirectory(prefix="rayloom-upload-") as place:
+        database = Path(place) / DATABASE
+        with run_dir.looked_into() as store:
+            copy_run(store, sqlite_url(Path(place)))
+        with closing(ReadOnlyStore(sqlite_url(Path(place)))) as copied:
+            leases = lease_digests(copied)
+        term = max(leases)
+        note = {
+            "run": run_dir.path.name,
+            "commit": commit.id,
+            "step": commit.step,
+            "term": term,
+            "lease": leases[term],
+        }
+        num_bytes = remote.child(commit.directory).upload({**files, DATABASE: database}, note=note)
+    return Upload(commit=commit, num_bytes=num_bytes)

@@ -1,0 +1,275 @@
+"""Directories at fsspec addresses, such as s3://bucket/run, that are complete or do not exist.
+
+A directory is complete if it has the object `complete.json`, which names every other file with its
+size and SHA-256. Invariants: the marker is written last and removed first, so that a reader never
+takes a part of a directory for all of it; an interrupted upload continues with the files that are
+missing; downloaded bytes are compared with the marker. Each package of fsspec finds its credentials
+in its own usual places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fsspec.core import split_protocol, url_to_fs
+
+MARKER = "complete.json"
+# Names the files of an unfinished upload that are there already.
+_PROGRESS = "uploading.json"
+_FORMAT = 1
+_READ_BYTES = 2**22
+# By protocol, what installs the package that fsspec needs for it.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+
+
+class RemoteError(Exception):
+    """An address cannot be opened, read or written, or what it has is not what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """The content of a complete directory's marker."""
+
+    files: Mapping[str, tuple[int, str]]
+    """Size in bytes and SHA-256 of each file, by its path in the directory."""
+    note: Mapping[str, Any] = field(default_factory=dict)
+    """What the writer says about the directory."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def is_url(text: str) -> bool:
+    """Return whether a string is an address of fsspec's, not a path or a hub name."""
+    return "://" in text
+
+
+class RemoteDirectory:
+    """A directory at an fsspec address. Every method raises RemoteError."""
+
+    def __init__(self, url: str) -> None:
+        """Open an address; nothing is sent yet."""
+        self.url = url.rstrip("/")
+        protocol, path = split_protocol(url)
+        if protocol is None or not path.strip("/"):
+            raise RemoteError(
+                f"got the address {url}, expected one such as s3://bucket/directory; correct it"
+            )
+        # Without the caches, because other processes write to the same place.
+        options = {"skip_instance_cache": True, "use_listings_cache": False}
+        try:
+            self._files, root = url_to_fs(self.url, **options)
+        except ImportError as error:
+            extra = _EXTRAS.get(protocol)
+            remedy = f"pip install 'rayloom[{extra}]'" if extra else "install that package"
+            raise RemoteError(f"{self.url} needs a package ({error}): {remedy}") from error
+        except ValueError as error:
+            known = ", ".join(("s3", "gs", "file"))
+            raise RemoteError(
+                f"{self.url}: {error}; expected a protocol that fsspec knows, such as {known}"
+            ) from error
+        self._root = str(root).rstrip("/")
+
+    def child(self, name: str) -> RemoteDirectory:
+        return RemoteDirectory(f"{self.url}/{name}")
+
+    def children(self) -> list[str]:
+        """Return the names of the directories in this one, complete or not, sorted."""
+        with self._translated("listed"):
+            try:
+                found = self._files.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        return sorted(
+            PurePosixPath(each["name"]).name for each in found if each["type"] == "directory"
+        )
+
+    def read(self) -> Marker | None:
+        """Return the marker; None if the directory is not complete."""
+        return self._read(MARKER)
+
+    def upload(self, files: Mapping[str, Path], *, note: Mapping[str, Any]) -> int:
+        """Make this directory contain exactly these files; return the number of bytes sent.
+
+        files: local files by their paths in the directory. Raises: OSError if a local file cannot
+        be read.
+        """
+        wanted = {name: measured(path) for name, path in sorted(files.items())}
+        before = self._read(MARKER)
+        if before is not None and dict(before.files) == wanted and dict(before.note) == dict(note):
+            return 0
+        done = before or self._read(_PROGRESS) or Marker(files={})
+        there = {name: entry for name, entry in done.files.items() if wanted.get(name) == entry}
+        self._write(_PROGRESS, Marker(files=there, note=note))
+        # The marker and the files that change, in this order.
+        self._delete(MARKER, *(done.files.keys() - there.keys()))
+        num_sent = 0
+        for name, (size, digest) in wanted.items():
+            if name in there and self._size_of(name) == size:
+                continue
+            there.pop(name, None)
+            with self._translated("written"):
+                self._make_parent(name)
+                self._files.put_file(str(files[name]), self._path(name))
+            num_sent += size
+            there[name] = (size, digest)
+            self._write(_PROGRESS, Marker(files=there, note=note))
+        self._write(MARKER, Marker(files=wanted, note=note))
+        self._delete(_PROGRESS)
+        return num_sent
+
+    def download(self, directory: Path) -> Marker:
+        """Write the files into a local directory, and compare each with the marker.
+
+        Raises: OSError if a local file cannot be written.
+        """
+        marker = self.read()
+        if marker is None:
+            raise RemoteError(
+                f"{self.url} has no {MARKER}, expected a complete upload; correct the address, or "
+                "wait until the upload has ended"
+            )
+        for name, expected in marker.files.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._translated("read"):
+                self._files.get_file(self._path(name), str(path))
+            if (found := measured(path)) != expected:
+                raise RemoteError(
+                    f"{self.url}/{name}: got {found[0]} bytes with sha256 {found[1][:12]}…, "
+                    f"expected {expected[0]} with {expected[1][:12]}…; something has changed the "
+                    "object: use an older upload"
+                )
+        return marker
+
+    def listing(self) -> dict[str, str]:
+        """Return a text that changes with a file's content, by the file's path, without a marker.
+
+        The text has the size, and the entity tag or the time if the file system has one.
+        """
+        with self._translated("listed"):
+            found = self._files.find(self._root, detail=True)
+        texts = {}
+        for path, info in found.items():
+            tag = next(
+                (info[key] for key in ("ETag", "md5Hash", "mtime", "created") if key in info), ""
+            )
+            texts[str(path).removeprefix(f"{self._root}/")] = f"{info['size']} {tag}"
+        return texts
+
+    def copy(self, directory: Path, names: Iterable[str]) -> None:
+        """Write files into a local directory, and compare only their sizes.
+
+        Raises: OSError if a local file cannot be written.
+        """
+        for name in names:
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._translated("read"):
+                self._files.get_file(self._path(name), str(path))
+            if path.stat().st_size != self._size_of(name):
+                raise RemoteError(f"{self.url}/{name} changed while it was read; try again")
+
+    def remove(self) -> None:
+        """Remove the directory; its marker first."""
+        self._delete(MARKER)
+        with self._translated("removed"), suppress(FileNotFoundError):
+            self._files.rm(self._root, recursive=True)
+
+    def check_writable(self) -> None:
+        """Write, read and remove a few bytes."""
+        name, content = ".rayloom-check", b"rayloom"
+        with self._translated("written"):
+            self._make_parent(name)
+            self._files.pipe_file(self._path(name), content)
+        with self._translated("read"):
+            found = self._files.cat_file(self._path(name))
+        if found != content:
+            raise RemoteError(
+                f"{self.url} does not return the bytes that were written; use another address"
+            )
+        self._delete(name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _make_parent(self, name: str) -> None:
+        # An object store has no directories; there the call might make a bucket.
+        if not self._files.async_impl:
+            parent = self._path(name).rpartition("/")[0]
+            self._files.makedirs(parent, exist_ok=True)
+
+    def _size_of(self, name: str) -> int | None:
+        with self._translated("read"):
+            try:
+                return int(self._files.info(self._path(name))["size"])
+            except FileNotFoundError:
+                return None
+
+    def _read(self, name: str) -> Marker | None:
+        with self._translated("read"):
+            try:
+                content = self._files.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+        try:
+            fields = json.loads(content)
+            if fields["format"] != _FORMAT:
+                raise RemoteError(
+                    f"{self.url}/{name}: got format {fields['format']}, expected {_FORMAT}; "
+                    "another version of Rayloom wrote it: use that one"
+                )
+            files = {each: (int(size), str(sha)) for each, (size, sha) in fields["files"].items()}
+            note = dict(fields["note"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # A file system that is no object store may have a part of an interrupted write.
+            return None
+        for each in files:
+            path = PurePosixPath(each)
+            if path.is_absolute() or ".." in path.parts:
+                raise RemoteError(
+                    f"{self.url}/{name} names the path {each}, expected a relative one; something "
+                    "has changed the object: use an older upload"
+                )
+        return Marker(files=files, note=note)
+
+    def _write(self, name: str, marker: Marker) -> None:
+        content = {"format": _FORMAT, "files": dict(marker.files), "note": dict(marker.note)}
+        with self._translated("written"):
+            self._make_parent(name)
+            self._files.pipe_file(self._path(name), json.dumps(content, indent=1).encode())
+
+    def _delete(self, *names: str) -> None:
+        for name in names:
+            with self._translated("removed"), suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # Each file system raises the errors of its own packages.
+            first_line, _, _ = str(error).partition("\n")
+            raise RemoteError(
+                f"{self.url} cannot be {what} ({type(error).__name__}: {first_line[:200]}); "
+                "expected a bucket or directory that exists, and credentials that may list, read, "
+                "write and delete there; correct the address or the credentials"
+            ) from error
+
+
+def measured(file: Path) -> tuple[int, str]:
+    """Return the size and the SHA-256 of a local file. Raises: OSError."""
+    digest, size = sha256(), 0
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()

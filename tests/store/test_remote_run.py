@@ -1,0 +1,222 @@
+"""A run's checkpoints at an address: what is copied, kept and refused, and how a run returns."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from worlds.builders.record_builders import step_record
+from worlds.builders.store_builders import commit
+from worlds.runs.run_driver import write_checkpoint
+from worlds.runs.stored_run import BEFORE, unpack_run
+
+from actors.deadline import poll
+from actors.metrics import Metrics
+from service.config.file import ConfigError, load_config, parse_config
+from service.config.tree import RunSettings
+from service.launch.remote_run import (
+    NotThisRun,
+    check_address,
+    fetch_missing,
+    fetch_run,
+    upload_next,
+)
+from service.launch.resume import newest_usable
+from service.launch.run_dir import RunDir, check_resumable
+from service.remote_files import MARKER, RemoteDirectory
+from service.run.checkpoint_uploads import CheckpointUploads
+from service.store.lineage import read_history
+from service.store.place import StoreOptions
+from service.store.run_store import RunStore
+
+OWN = "step-000002-t1"
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("RAYLOOM_DATABASE_URL", raising=False)
+    return f"file://{tmp_path}/remote"
+
+
+def train(run_dir: RunDir, *steps: int, rewards: tuple[float, ...] = ()) -> None:
+    """Begin a term that commits a checkpoint of each step."""
+    with closing(RunStore(run_dir.database_url, may_be_older=True)) as store:
+        term = store.acquire_lease(owner="b", directory=str(run_dir.path)).term
+        for number, step in enumerate(steps):
+            if rewards:
+                record = step_record(
+                    step, reward_mean=rewards[number], scaled_reward_mean=rewards[number]
+                )
+                store.add_step(record, term=term, new_events=())
+            directory = write_checkpoint(run_dir, step, term).name
+            commit(store, term=term, step=step, directory=directory)
+
+
+def upload_all(run_dir: RunDir, url: str, *, keep: int = 2, keep_best: int = 0) -> list[int]:
+    """Return the steps of the checkpoints that were copied, in order."""
+    steps = []
+    while done := upload_next(run_dir, url, keep=keep, keep_best=keep_best):
+        steps.append(done.commit.step)
+    return steps
+
+
+def test_a_run_returns_from_its_address_to_an_empty_directory(tmp_path: Path, url: str) -> None:
+    run_dir = unpack_run(tmp_path, BEFORE)
+    run_dir.secret_file.write_text("secret")
+    assert upload_all(run_dir, url) == [2] and upload_all(run_dir, url) == []
+    config = load_config(run_dir.config_file)
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    fetch_run(url, RunDir(path=place), StoreOptions(), tell=pytest.fail)
+    fetched = RunDir(path=place)
+    check_resumable(fetched, config)
+    for file in (run_dir.checkpoints / OWN).iterdir():
+        assert (fetched.checkpoints / OWN / file.name).read_bytes() == file.read_bytes()
+    assert fetched.secret_file.read_text() == "secret" and fetched.tiny_model.is_dir()
+    with closing(RunStore(fetched.database_url)) as store:
+        assert [record.step for record in read_history(store).steps] == [1, 2]
+    # It continues, and copies its own checkpoints to the same address.
+    train(fetched, 3)
+    assert upload_all(fetched, url) == [3]
+    # From now on the old directory may not copy.
+    train(run_dir, 3)
+    with pytest.raises(NotThisRun, match="another process has continued this run elsewhere"):
+        upload_next(run_dir, url, keep=2, keep_best=0)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_newest_comes_first_and_the_kept_and_best_ones_stay(tmp_path: Path, url: str) -> None:
+    run_dir, remote = unpack_run(tmp_path, BEFORE), RemoteDirectory(url)
+    train(run_dir, 3, 4, 5, rewards=(0.9, 0.1, 0.2))
+    seen: list[str] = []
+    done = upload_next(run_dir, url, keep=1, keep_best=1, begin=seen.append)
+    assert done is not None and done.commit.step == 5 and seen == ["step-000005-t2"]
+    assert upload_all(run_dir, url, keep=1, keep_best=1) == [3]
+    assert remote.children() == ["step-000003-t2", "step-000005-t2"]
+    train(run_dir, 6, 7, rewards=(0.3, 0.4))
+    # An upload was interrupted, and its checkpoint is no longer kept.
+    leftover = tmp_path / "remote" / "step-000006-t3"
+    leftover.mkdir()
+    (leftover / "part").write_text("part")
+    newest = run_dir.checkpoints / "step-000007-t3"
+    aside = newest.rename(run_dir.path / "aside")
+    assert upload_all(run_dir, url, keep=1, keep_best=1) == []
+    # Nothing is removed as long as the newest checkpoint is not there.
+    assert "step-000005-t2" in remote.children()
+    aside.rename(newest)
+    assert upload_all(run_dir, url, keep=1, keep_best=1) == [7]
+    assert remote.children() == ["step-000003-t2", "step-000007-t3"]
+
+
+def test_a_changed_copy_is_passed_over_with_a_notice(tmp_path: Path, url: str) -> None:
+    run_dir = unpack_run(tmp_path, BEFORE)
+    train(run_dir, 3)
+    assert upload_all(run_dir, url) == [3, 2]
+    [newest] = (tmp_path / "remote").glob("step-000003-*/checkpoints/*/manifest.json")
+    newest.write_bytes(newest.read_bytes()[:-1] + b" ")
+    said: list[str] = []
+    place = RunDir(path=tmp_path / "elsewhere")
+    fetch_run(url, place, StoreOptions(), tell=said.append)
+    assert len(said) == 1 and "something has changed the object" in said[0]
+    with place.looked_into() as store:
+        used = newest_usable(place.checkpoints, store.checkpoints())
+    assert used is not None and used.step == 2
+    # One copy can be named.
+    fetch_run(f"{url}/{OWN}", RunDir(path=tmp_path / "third"), StoreOptions(), tell=pytest.fail)
+
+
+def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
+    tmp_path: Path, url: str
+) -> None:
+    config = parse_config(
+        {
+            "model": {"tiny": {}},
+            "tasks": {"environment": "guessing"},
+            "run": {"checkpoint_url": url},
+        },
+        source="test",
+    )
+    check_address(config)
+    empty = RunDir(path=tmp_path / "empty")
+    with pytest.raises(ConfigError, match="has no complete copy of a checkpoint, expected"):
+        fetch_missing(config, empty, tell=lambda text: None)
+    assert not empty.path.exists()
+    run_dir = unpack_run(tmp_path, BEFORE)
+    upload_all(run_dir, url)
+    check_address(config, run_dir)
+    with pytest.raises(ConfigError, match="expected one address for each run: choose another"):
+        check_address(config)
+    # Without its marker a copy does not exist.
+    (tmp_path / "remote" / OWN / MARKER).unlink()
+    with pytest.raises(ConfigError, match="has no complete copy of a checkpoint, expected"):
+        fetch_missing(config, empty, tell=lambda text: None)
+    assert upload_all(run_dir, url) == [2]
+    said: list[str] = []
+    fetch_missing(config, empty, tell=said.append)
+    assert "has no run; reading its copy" in said[0] and f"newest {OWN}" in said[1]
+    # A directory that has a run stays as it is.
+    fetch_missing(config, empty, tell=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("s3://a b", "run.checkpoint_url"),
+        ("/path", "run.checkpoint_url"),
+        ("s3://key:secret@bucket/x", "run.checkpoint_url"),
+        ("no-such-scheme://x", "expected a protocol that fsspec knows, such as s3, gs, file"),
+        ("memory://run", "ends with its process"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused(value: str, message: str) -> None:
+    tree = {
+        "model": {"tiny": {}},
+        "tasks": {"environment": "guessing"},
+        "run": {"checkpoint_url": value},
+    }
+    with pytest.raises(ConfigError, match=message):
+        check_address(parse_config(tree, source="test"))
+
+
+def test_a_failed_upload_is_a_notice_and_is_tried_again(tmp_path: Path, url: str) -> None:
+    run_dir, metrics = unpack_run(tmp_path, BEFORE), Metrics()
+    # A file has the directory's name until the first notice.
+    blocking = tmp_path / "remote"
+    blocking.write_text("")
+    notices: list[str] = []
+
+    def notice(text: str) -> None:
+        blocking.unlink()
+        notices.append(text)
+
+    uploads = CheckpointUploads(run_dir, RunSettings(checkpoint_url=url), metrics=metrics)
+    uploads.begin_term(notice)
+    copy = RemoteDirectory(url).child(OWN)
+    assert poll(lambda: copy.read() if notices else None, limit_s=60) is not None
+    uploads.close(writes_rest=True)
+    assert len(notices) == 1 and notices[0].endswith("; trying again")
+    values = {
+        sample.name: sample.value
+        for families in metrics.read()
+        for family in families
+        for sample in family.samples
+    }
+    assert values["rayloom_checkpoint_upload_failures_total"] == 1
+    assert values["rayloom_checkpoint_uploaded_step"] == 2
+
+
+def test_a_run_whose_address_has_another_runs_copies_copies_no_more(
+    tmp_path: Path, url: str
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = (unpack_run(tmp_path / name, BEFORE) for name in ("one", "two"))
+    for run_dir in (one, two):
+        train(run_dir, 3)
+    upload_all(one, url)
+    notices: list[str] = []
+    uploads = CheckpointUploads(two, RunSettings(checkpoint_url=url), metrics=Metrics())
+    uploads.begin_term(notices.append)
+    uploads.close(writes_rest=True)
+    assert len(notices) == 1 and notices[0].endswith("this run copies no more")
