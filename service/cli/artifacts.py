@@ -6,6 +6,7 @@ that take seconds to import, so that invalid arguments are refused at once.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from service.cli.outlet import say
 from service.config.file import ConfigError, load_config
 from service.launch.resume import newest_complete, newest_usable
 from service.launch.run_dir import RunDir, check_no_sft, run_id_of
+from service.remote_files import RemoteDirectory, RemoteError
 from service.store.errors import LeaseHeld
 from service.store.lineage import Checkpoint
 from service.store.moving import move_run
@@ -41,6 +43,35 @@ def export_checkpoint(source: Path, directory: Path, *, only_adapter: bool = Fal
         f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in "
         f"{directory}{unchecked}"
     )
+
+
+def export_to_address(source: Path, url: str, *, only_adapter: bool = False) -> str:
+    """Write a checkpoint as a model directory at an fsspec address, with its marker last.
+
+    An interrupted export is continued by the same command. only_adapter: write its adapters in
+    PEFT's format. Raises: ConfigError.
+    """
+    checkpoint = checkpoint_of(source, command="export")
+    try:
+        remote = RemoteDirectory(url)
+        if remote.read() is not None:
+            raise RemoteError(
+                f"{url} has a complete upload, expected a new directory; choose another"
+            )
+        remote.check_writable()
+        with tempfile.TemporaryDirectory(prefix="rayloom-export-") as place:
+            directory = Path(place) / "model"
+            manifest = export_to(checkpoint, directory, command="export", only_adapter=only_adapter)
+            files = {
+                str(file.relative_to(directory)): file
+                for file in directory.rglob("*")
+                if file.is_file()
+            }
+            note = {"checkpoint": checkpoint.name, "version": manifest.version}
+            remote.upload(files, note=note)
+    except (RemoteError, OSError) as error:
+        raise ConfigError(f"export: {error}") from error
+    return f"{checkpoint.name}: step {manifest.step}, policy version {manifest.version}, in {url}"
 
 
 def export_to(

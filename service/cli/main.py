@@ -805,15 +805,22 @@ def rescore(
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="a run directory, or one of its checkpoints")],
-    directory: Annotated[Path, typer.Argument(help="new directory for the model; must not exist")],
+    directory: Annotated[
+        str,
+        typer.Argument(help="new directory for the model, or an address such as s3://bucket/model"),
+    ],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write only the LoRA adapters, in PEFT's format")
     ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory; LoRA adapters are merged into it."""
-    from service.cli.artifacts import export_checkpoint
+    from service.cli.artifacts import export_checkpoint, export_to_address
+    from service.remote_files import is_url
 
-    typer.echo(export_checkpoint(source, directory, only_adapter=adapter))
+    if is_url(directory):
+        typer.echo(export_to_address(source, directory, only_adapter=adapter))
+    else:
+        typer.echo(export_checkpoint(source, Path(directory), only_adapter=adapter))
 
 
 @app.command()

@@ -125,8 +125,8 @@ class ModelSettings:
     __pydantic_config__ = STRICT
 
     path: str | None = None
-    """Directory or hub name of a model in Hugging Face format, or a GGUF file, which is converted
-    once.
+    """Directory, hub name or address (s3://bucket/directory) of a model in Hugging Face format,
+    or a GGUF file. An address is downloaded once, and a GGUF file is converted once.
     """
     tiny: TinyModelSettings | None = None
     """Settings of the tiny model, which is built instead of loading a path."""

@@ -24,6 +24,8 @@ from typing import Any
 
 from service.config.file import ConfigError
 from service.config.tree import Config
+from service.launch.remote_models import fetched_model
+from service.remote_files import is_url
 from service.user_cache import user_cache
 
 SUFFIX = ".gguf"
@@ -44,14 +46,16 @@ Tell = Callable[[str], None]
 
 
 def with_converted_models(config: Config, *, tell: Tell) -> Config:
-    """Return the configuration with each GGUF file replaced by the directory of its conversion.
+    """Return the configuration with local directories in place of GGUF files and addresses.
 
-    tell: called with a sentence before a conversion, which may take minutes.
-    Raises: ConfigError if a file cannot be converted.
+    tell: called with a sentence before a conversion or a download, which may take minutes.
+    Raises: ConfigError if a file cannot be converted, or an address cannot be read.
     """
     algorithm = config.algorithm
 
     def converted(path: str | None, key: str) -> str | None:
+        if path is not None and is_url(path):
+            return str(fetched_model(path, key=key, tell=tell))
         if path is None or not path.lower().endswith(SUFFIX) or Path(path).expanduser().is_dir():
             return path
         return str(converted_model(Path(path).expanduser(), key=key, tell=tell))
