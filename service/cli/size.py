@@ -14,6 +14,7 @@ from pathlib import Path
 from actors.limits import GIB, MIB
 from service.config.file import ConfigError
 from service.config.tree import Config
+from service.store.retention import MILESTONE_STEPS
 
 # Weights and two moments in float32; once a checkpoint, the queue's state and the files' headers.
 CHECKPOINT_BYTES = 12
@@ -48,7 +49,9 @@ def disks(config: Config, *, num_parameters: float | None = None) -> list[Disk]:
     run, algorithm = config.run, config.algorithm
     num = num_parameters or _parameters(config)
     num_models = 2 if algorithm.has_critic else 1
-    num_kept = run.keep_checkpoints + run.keep_best + 1
+    # From before a collapse of the reward; there is a second one between the newest and that one.
+    num_old = 1 if run.checkpoint_every * (run.keep_checkpoints - 1) >= MILESTONE_STEPS else 2
+    num_kept = run.keep_checkpoints + run.keep_best + num_old + 1
     num_rollouts = algorithm.groups_per_step * algorithm.group_size
     num_tokens = config.model.max_context_tokens
     num_steps = min(run.journal_steps, run.steps)
@@ -60,7 +63,8 @@ def disks(config: Config, *, num_parameters: float | None = None) -> list[Disk]:
         Disk(
             part="checkpoints",
             num_bytes=num_kept * (num_models * CHECKPOINT_BYTES * num + CHECKPOINT_STATE),
-            formula=f"{num_kept} (run.keep_checkpoints + run.keep_best + one being written) x "
+            formula=f"{num_kept} (run.keep_checkpoints + run.keep_best + {num_old} from before a "
+            "collapse + one being written) x "
             f"({num_models} x {CHECKPOINT_BYTES} x {num:,.0f} parameters + 1 MiB)"
             f"{', of policy and critic' * (num_models - 1)}",
         ),

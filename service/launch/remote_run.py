@@ -20,7 +20,7 @@ from actors.trainer.checkpoint import MANIFEST, check_files
 from service.config.file import ConfigError
 from service.config.tree import Config
 from service.launch.backup import restore, state_files
-from service.launch.resume import newest_and_best
+from service.launch.resume import chosen_commits
 from service.launch.run_dir import RunDir
 from service.remote_files import Marker, RemoteDirectory, RemoteError, measured
 from service.store.errors import StoreError
@@ -64,7 +64,8 @@ def upload_next(
     remote = RemoteDirectory(url)
     with run_dir.looked_into() as store:
         leases = lease_digests(store)
-        kept = newest_and_best(store, keep=keep, keep_best=keep_best)
+        # The database has no other milestones than those that the run keeps.
+        kept = chosen_commits(store, keep=keep, keep_best=keep_best)
     copies = _copies(remote)
     _check_own(remote, copies, leases)
     uploaded = None

@@ -17,6 +17,7 @@ from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.database import PATIENCE_S
 from service.store.lineage import Checkpoint, is_named, mean_returns
+from service.store.retention import milestones
 from service.store.run_store import (
     TOLERANCE_S,
     LeaseHeld,
@@ -139,30 +140,48 @@ def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
 
 
 def kept_commits(
-    checkpoints: Path, store: RunStore, *, term: int, keep: int, keep_best: int = 0
+    checkpoints: Path,
+    store: RunStore,
+    *,
+    term: int,
+    keep: int,
+    keep_best: int = 0,
+    collapsed_since: int | None = None,
 ) -> list[Checkpoint]:
-    """Return the commits of the lineage to keep, the newest and the best ones, newest first.
+    """Return the commits of the lineage to keep, newest first.
+
+    These are the newest and the best ones, and those of `milestones`.
 
     Args: keep: number of newest commits to keep. keep_best: number of commits with the highest mean
-        return (`mean_returns`) to keep; the newer one if two are equal.
+        return (`mean_returns`) to keep; the newer one if two are equal. collapsed_since: the first
+        step of a suspected collapse of the reward.
     Returns: an empty list unless this term has committed and a kept directory exists.
     Raises: LeaseLost.
     """
     store.check_lease(term)
-    kept = newest_and_best(store, keep=keep, keep_best=keep_best)
+    kept = chosen_commits(store, keep=keep, keep_best=keep_best, collapsed_since=collapsed_since)
     is_ours = bool(kept) and kept[0].term == term
     is_there = any((checkpoints / commit.directory).is_dir() for commit in kept)
     return kept if is_ours and is_there else []
 
 
-def newest_and_best(store: ReadOnlyStore, *, keep: int, keep_best: int) -> list[Checkpoint]:
+def chosen_commits(
+    store: ReadOnlyStore, *, keep: int, keep_best: int, collapsed_since: int | None = None
+) -> list[Checkpoint]:
     """Return the commits that `kept_commits` chooses, whoever has the lease."""
     commits = store.checkpoints()
+    if not commits:
+        return []
     returns = mean_returns(store, [commit.step for commit in commits]) if keep_best else {}
     ranked = [commit for commit in commits if commit.step in returns]
     ranked.sort(key=lambda commit: (returns[commit.step], commit.id), reverse=True)
     best = {commit.id for commit in ranked[:keep_best]}
-    return [commit for number, commit in enumerate(commits) if number < keep or commit.id in best]
+    old = milestones([commit.step for commit in commits], collapsed_since=collapsed_since)
+    return [
+        commit
+        for number, commit in enumerate(commits)
+        if number < keep or commit.id in best or commit.step in old
+    ]
 
 
 def prune_directories(

@@ -5,7 +5,7 @@ Called after each committed checkpoint, in one fenced transaction. Sums are kept
 
 - Superseded rows are removed at once.
 - Queue snapshots are kept of the newest `run.keep_checkpoints` and the best `run.keep_best`
-  checkpoints: a run can go back only to these.
+  checkpoints, and of the `milestones`: a run can go back only to these.
 - Step records are kept of the first 5 steps, of the newest 256 (or back to the journal's and the
   newest kept checkpoints' steps, if these are older), of the best checkpoints, and of the first of
   each 2^k older steps, with the smallest k that leaves at most 257. The same holds for evaluations.
@@ -27,6 +27,10 @@ from service.store.lineage import Checkpoint, Span, surviving_spans, within
 from service.store.run_store import RunStore
 from service.telemetry.summary import AVERAGED_STEPS
 
+# A collapse of the reward is found within this number of steps.
+MILESTONE_STEPS = 20
+# A fall may begin slowly, before the first step that is found to be in it.
+SLOW_STEPS = 10
 WHOLE_STEPS = 256
 OLDER_STEPS = 256
 
@@ -41,6 +45,26 @@ class Retention:
     """Bound on the policy's age, in versions."""
     keep_checkpoints: int
     """Number of the newest checkpoints to keep; those among the best count too."""
+
+
+def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
+    """Return the checkpoints' steps to keep so that one from before a collapse is left.
+
+    While no collapse is suspected, these are the newest step that is MILESTONE_STEPS older than the
+    newest one, and the oldest step after it, which is the next milestone. Once a collapse is
+    suspected, it is the newest step that is at least SLOW_STEPS from before it, else the oldest.
+
+    Args: steps: newest first, at least one. collapsed_since: first step of a suspected collapse.
+    Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
+    """
+    if collapsed_since is not None:
+        before = [step for step in steps if step <= collapsed_since - SLOW_STEPS]
+        return frozenset(before[:1] or steps[-1:])
+    old = [step for step in steps if step <= steps[0] - MILESTONE_STEPS]
+    if not old:
+        # No collapse is reported as early as this; from now on there must be a next milestone.
+        return frozenset(steps[-1:] if steps[0] >= MILESTONE_STEPS else ())
+    return frozenset([old[0], *[step for step in steps if step > old[0]][-1:]])
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:

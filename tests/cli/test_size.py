@@ -50,7 +50,9 @@ def test_a_measured_run_of_the_tiny_model_is_below_its_bounds() -> None:
 
 def test_what_is_kept_decides_about_the_disks() -> None:
     usual = of()
-    assert of(keep_checkpoints=5)["checkpoints"] == 2 * usual["checkpoints"]
+    assert of(keep_checkpoints=6)["checkpoints"] == 2 * usual["checkpoints"]
+    # Every five steps, there is another one between the newest two and the one of 20 steps ago.
+    assert of(checkpoint_every=5)["checkpoints"] == 5 / 4 * usual["checkpoints"]
     assert of(journal_steps=50)["journal"] == usual["journal"] / 2
     assert of(journal_steps=0)["journal"] == 0
     assert of(journal_gib=0.01)["journal"] == pytest.approx(0.01 * GIB)

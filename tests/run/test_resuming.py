@@ -249,6 +249,24 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(
     assert store.acquire_lease(owner="c", returns_to=oldest.directory).parent == oldest
 
 
+def test_a_checkpoint_from_before_a_collapse_stays_beside_the_newest(tmp_path: Path) -> None:
+    place = make_run(tmp_path / "run", steps=())
+    store = RunStore(place.database_url)
+    term = store.acquire_lease(owner="b").term
+    for step in range(5, 65, 5):
+        commit(store, term=term, step=step, directory=write_checkpoint(place, step, term).name)
+
+    def kept(collapsed_since: int | None) -> list[int]:
+        commits = kept_commits(
+            place.checkpoints, store, term=term, keep=2, collapsed_since=collapsed_since
+        )
+        return [each.step for each in commits]
+
+    assert kept(None) == [60, 55, 45, 40]
+    assert kept(38) == [60, 55, 25]
+    assert kept(3) == [60, 55, 5]
+
+
 def test_where_no_checkpoint_is_left_the_run_ends_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,14 @@ from service.store.lineage import (
     stored_totals,
     totals_at,
 )
-from service.store.retention import OLDER_STEPS, WHOLE_STEPS, Retention, forget
+from service.store.retention import (
+    MILESTONE_STEPS,
+    OLDER_STEPS,
+    WHOLE_STEPS,
+    Retention,
+    forget,
+    milestones,
+)
 from service.store.run_store import RunStore
 
 STEPS, ROLLOUTS, JOURNAL = 600, 2, 20
@@ -192,3 +199,18 @@ def test_a_run_without_a_journal_keeps_what_a_kept_checkpoint_goes_back_before(
     )
     # Step 19 is the older one; what it trained was admitted after step 16.
     assert [item.seq for item in read_events(store)] == list(range(34, 42))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 3, 5, 20, 50])
+def test_there_is_always_a_checkpoint_of_twenty_steps_ago_and_few_in_all(
+    every: int, keep: int
+) -> None:
+    there: list[int] = []
+    for step in range(every, 1000, every):
+        there = [step, *there]
+        old = milestones(there, collapsed_since=None)
+        there = [each for number, each in enumerate(there) if number < keep or each in old]
+        ages = [step - each for each in there if step - each >= MILESTONE_STEPS]
+        assert step <= 2 * MILESTONE_STEPS + every or min(ages) <= 2 * MILESTONE_STEPS + every
+        assert len(there) <= keep + 2
