@@ -489,6 +489,11 @@ class StatisticMetrics:
             "Mean of each component of the reward over the trajectories that have it.",
             label="component",
         )
+        self.collapsed_since = registry.gauge(
+            "rayloom_reward_collapsed_since_step",
+            "First step of a collapse of the mean return that has not recovered; absent if there "
+            "is none.",
+        )
         self.evaluation_reward = registry.gauge(
             "rayloom_evaluation_scaled_reward_mean_ratio",
             "Mean return on held-out tasks, divided by the best possible return.",

@@ -34,7 +34,13 @@ from service.report.document import Phase
 from service.run.health import Tail
 from service.run.traces import RolloutTraces
 from service.store.controls import Pause
-from service.store.lineage import Checkpoint, count_events, newest_records, stored_totals
+from service.store.lineage import (
+    Checkpoint,
+    count_events,
+    newest_records,
+    read_history,
+    stored_totals,
+)
 from service.store.retention import Retention, forget
 from service.store.run_store import Lease, RunStore
 from service.store.tables import Pausable
@@ -42,6 +48,7 @@ from service.store.thread import StoreThread
 from service.telemetry.findings import Finding
 from service.telemetry.memory import memory_shortage
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
+from service.telemetry.reward_drop import RewardWatch
 from service.telemetry.totals import RunTotals
 from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
@@ -119,6 +126,7 @@ class RunRecorder:
         """Policy version after `last_step`."""
         self.checkpoint_step = 0
         """Step of the newest committed checkpoint."""
+        self._rewards = RewardWatch()
         self.steps = Tail[StepRecord](limit=KEPT_RECORDS)
         self.evaluations = Tail[EvaluationRecord](limit=KEPT_RECORDS)
         self.notices = Tail[str](limit=KEPT_NOTICES)
@@ -148,6 +156,11 @@ class RunRecorder:
         # After the writes that an older term had begun.
         newest = await self._thread.call(newest_records, self._store)
         self._stored.begin_term(*newest)
+        history = await self._thread.call(read_history, self._store)
+        self._rewards = RewardWatch()
+        for record in history.steps:
+            self._rewards.see(record)
+        self._metrics.statistics.collapsed_since.set(self.collapsed_since)
         self.last_step = self.checkpoint_step = lease.parent.step if lease.parent else 0
         if lease.parent is not None:
             self._metrics.run.checkpoint_step.set(lease.parent.step)
@@ -284,10 +297,27 @@ class RunRecorder:
                 self._hacking.stored(term, record.step)
             self.steps.append(record)
             self.last_step, self.policy_version = record.step, record.policy_version
+            self._watch_reward(record)
             log.info("%s", step_line(record, self._num_steps))
 
         term = self.term
         await self._thread.finish(write())
+
+    @property
+    def collapsed_since(self) -> int | None:
+        """First step of a collapse of the mean return that has not recovered, if there is one."""
+        drop = self._rewards.drop
+        return None if drop is None else drop.since
+
+    def _watch_reward(self, record: StepRecord) -> None:
+        before = self._rewards.drop
+        self._rewards.see(record)
+        drop = self._rewards.drop
+        self._metrics.statistics.collapsed_since.set(self.collapsed_since)
+        if drop is not None and before is None:
+            self.notice(f"step {record.step}: {drop.text}; a checkpoint from before is kept")
+        elif drop is None and before is not None:
+            self.notice(f"step {record.step}: the mean return has recovered")
 
     async def evaluation(self, record: EvaluationRecord) -> None:
         async def write() -> None:

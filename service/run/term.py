@@ -532,6 +532,7 @@ class Term:
             term=self._lease.term,
             keep=config.run.keep_checkpoints,
             keep_best=config.run.keep_best,
+            collapsed_since=self._recorder.collapsed_since,
         )
         if kept:
             retention = Retention(

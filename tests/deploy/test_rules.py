@@ -410,7 +410,9 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
         counting(series("rayloom_ledger_events_total", kind="evicted", reason="stale"), 0.2),
         None, 55, 60,
     ),
-    "RayloomRewardCollapsed": (showing("rayloom_reward_mean", 0.1), None, 75, 90),
+    "RayloomRewardCollapsed": (
+        showing("rayloom_reward_collapsed_since_step", 150), None, 1, 60
+    ),
     "RayloomEntropyCollapsed": (showing("rayloom_entropy_nats", 0.001), 10, 60, 90),
     "RayloomMismatchHigh": (showing("rayloom_mismatch_k3_nats", 0.5), 9, 15, 60),
     "RayloomLogprobCheckFailed": (showing("rayloom_logprob_check_ratio", 3.0), None, 5, 60),

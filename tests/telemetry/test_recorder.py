@@ -442,3 +442,38 @@ async def test_the_first_fault_of_each_kind_is_told_with_its_text(tmp_path: Path
         "first environment_error", "first wall_timeout",
     ]  # fmt: skip
     assert "reset: no server" in recorder.notices.since(0)[0]
+
+
+async def test_a_collapse_of_the_reward_is_shown_until_it_has_recovered(tmp_path: Path) -> None:
+    recorder, store, metrics = await make_recorder(tmp_path)
+    gauge = "rayloom_reward_collapsed_since_step"
+    for step in range(1, 61):
+        mean = 0.8 + 0.01 * (step % 2) if step <= 50 else 0.1
+        await recorder.step(step_record(step, reward_mean=mean, reward_std=0.1))
+        assert (value(metrics, gauge) is None) == (recorder.collapsed_since is None)
+        assert step > 50 or recorder.collapsed_since is None
+    assert value(metrics, gauge) == recorder.collapsed_since == 51
+    [notice] = [each for each in recorder.notices.since(0) if "mean return" in each]
+    assert "fallen from 0.805 to" in notice and "since step 51" in notice
+    # A later term continues without a checkpoint: the steps of the collapse are undone.
+    await recorder.begin_term(store.acquire_lease(owner="next"))
+    assert recorder.collapsed_since is None and value(metrics, gauge) is None
+
+
+async def test_a_term_that_continues_after_a_collapse_reads_it_from_the_stored_steps(
+    tmp_path: Path,
+) -> None:
+    recorder, store, metrics = await make_recorder(tmp_path)
+    snapshot = QueueState(make_settings()).snapshot()
+    for step in range(1, 61):
+        mean = 0.8 + 0.01 * (step % 2) if step <= 50 else 0.1
+        await recorder.step(step_record(step, reward_mean=mean, reward_std=0.1))
+    await recorder.checkpoint(step=60, version=60, directory="step-60", snapshot=snapshot)
+    await recorder.begin_term(store.acquire_lease(owner="next"))
+    assert recorder.collapsed_since == 51
+    assert value(metrics, "rayloom_reward_collapsed_since_step") == 51
+    for step in range(61, 71):
+        await recorder.step(step_record(step, reward_mean=0.8, reward_std=0.1))
+    assert recorder.collapsed_since is None
+    assert value(metrics, "rayloom_reward_collapsed_since_step") is None
+    assert "step 66: the mean return has recovered" in recorder.notices.since(0)

@@ -166,6 +166,7 @@ class SyntheticRun:
             series("rayloom_engine_policy_version", replica="a"): done,
             # A little noise, as every run has it.
             "rayloom_reward_mean": newest(lambda t: 0.5 + 0.02 * math.sin(7.0 * done(t))),
+            "rayloom_reward_collapsed_since_step": lambda t: None,
             "rayloom_entropy_nats": newest(lambda t: 0.4),
             "rayloom_mismatch_k3_nats": newest(lambda t: 1e-7),
             "rayloom_logprob_check_ratio": newest(lambda t: 0.01),
