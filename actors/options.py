@@ -15,14 +15,14 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 # Expected values, by the types of pydantic's errors.
 _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
-    "dict_type": "a map of values",
+    "dict_type": "a map of names to values",
     "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",
@@ -34,7 +34,7 @@ _EXPECTED = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "list_type": "a list, such as [a, b]",
-    "mapping_type": "a map of values",
+    "mapping_type": "a map of names to values",
     "string_pattern_mismatch": "a text that matches {pattern}",
     "string_too_long": "a text of at most {max_length} characters",
     "string_too_short": "a text of {min_length} characters or more",
@@ -49,11 +49,28 @@ _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 Options = TypeVar("Options")
 
 _USER_CODE = "user code"
-_FILE = "file"
+
+
+def _weighted(given: object) -> object:
+    """Return the weight of each name, which is 1 for a name or a list of names."""
+    if not isinstance(given, str | list | tuple | None):
+        return given
+    names = [given] if isinstance(given, str) else given or ()
+    if len(set(names)) < len(names):
+        raise ValueError(f"got {', '.join(names)}, expected each function once")
+    return dict.fromkeys(filter(None, names), 1.0)
+
+
+def _several(given: object) -> object:
+    return (given,) if isinstance(given, str) else given or ()
+
+
 UserCode = Annotated[str, _USER_CODE]
 """A name of user code, as FILE.py:NAME or module:NAME; a name without a colon is a built-in one."""
-DataFile = Annotated[str, _FILE]
-"""A path of a file that a run reads."""
+Weighted = Annotated[Mapping[UserCode, float], BeforeValidator(_weighted)]
+"""The weights of functions by their names; a name or a list of names has weight 1."""
+Several = Annotated[tuple[UserCode, ...], BeforeValidator(_several)]
+"""Names of functions and classes; a single name need not be in a list."""
 
 
 class BadOptions(ValueError):
@@ -152,6 +169,23 @@ def _section_of(annotation: Any) -> Any:
     if is_dataclass(annotation):
         return annotation
     return next(filter(None, map(_section_of, get_args(annotation))), None)
+
+
+def user_code(options: Any) -> list[str]:
+    """Return the names of user code in a dataclass of options."""
+    found: list[str] = []
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if value is not None and _is_user_code(hint):
+            found += [value] if isinstance(value, str) else value
+    # A name without a colon belongs to the environment.
+    return [name for name in found if ":" in name]
+
+
+def _is_user_code(hint: Any) -> bool:
+    return _USER_CODE in getattr(hint, "__metadata__", ()) or any(
+        map(_is_user_code, get_args(hint))
+    )
 
 
 def truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterator[str]:

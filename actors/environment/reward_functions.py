@@ -418,7 +418,7 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
     Args: asked: "my.py:score" or "package.module:score"; several of them; or each with its weight.
     Raises: BadRewardFunction.
     """
-    names = names_of(asked)
+    names = [asked] if isinstance(asked, str) else list(asked)
     if len(set(names)) < len(names):
         raise BadRewardFunction(f"reward: got {', '.join(names)}, expected each function once")
     weights = asked if isinstance(asked, Mapping) else dict.fromkeys(names, 1.0)
@@ -432,11 +432,6 @@ def load_functions(asked: str | Sequence[str] | Mapping[str, float]) -> tuple[Re
             "different name for each; rename one"
         )
     return functions
-
-
-def names_of(asked: str | Sequence[str] | Mapping[str, float]) -> list[str]:
-    """Return the names of the functions that `load_functions` would load."""
-    return [asked] if isinstance(asked, str) else list(asked)
 
 
 @lru_cache(maxsize=64, typed=True)

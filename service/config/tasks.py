@@ -20,11 +20,6 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from actors.environment.builtin.gymnasium_env import GYMNASIUM
-from actors.environment.builtin.single_turn import SINGLE_TURN
-from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM
-from actors.environment.builtin.textarena_env import TEXTARENA
-from actors.environment.builtin.tools import TOOLS
 from actors.environment.call_forms import call_form
 from actors.environment.chat_template import RenderError, template_variables
 from actors.environment.data_sets import read_data_set
@@ -37,7 +32,6 @@ from actors.environment.registry import (
     resolve,
 )
 from actors.environment.rendering import ChatRenderer
-from actors.environment.reward_functions import names_of
 from actors.environment.task_data import DataCheck, data_schema_of
 from actors.environment.tasks import (
     BadTaskFile,
@@ -50,20 +44,13 @@ from actors.environment.tasks import (
     read_tasks,
 )
 from actors.environment.tokenizer import load_tokenizer
+from actors.options import user_code
 from actors.types import Task
 from actors.user_code import closing, describe, location, note_of_close, root_cause
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.inference.settings import AUTO
 
-NAMING = {
-    GYMNASIUM: ("id",),
-    SINGLE_TURN: ("reward", "group_reward"),
-    SKYRL_GYM: ("id",),
-    TEXTARENA: ("opponent",),
-    TOOLS: ("reward", "group_reward", "tools"),
-}
-"""Options of built-in environments that name the user's own code."""
 RESET_LIMIT_S = 60.0
 """Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
@@ -394,16 +381,14 @@ def options_read(settings: TasksSettings) -> Any:
 
 
 def own_names(settings: TasksSettings) -> list[str]:
-    """Return the names of the user's own code in a configuration: functions, classes, modules."""
+    """Return the names of the user's own code in a configuration: functions, classes, modules.
+
+    Raises: ConfigError.
+    """
     if ":" in settings.environment:
         return [settings.environment]
-    return [
-        name
-        for option in NAMING.get(settings.environment, ())
-        for name in names_of(settings.options.get(option) or ())
-        # A name without a colon belongs to the environment.
-        if ":" in name
-    ]
+    options = options_read(settings)
+    return [] if options is None else user_code(options)
 
 
 def maker(config: Config) -> Callable[[], Environment]:

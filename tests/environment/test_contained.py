@@ -13,8 +13,8 @@ from worlds.parts.environment_fakes import GuessFour
 
 from actors.environment import workers
 from actors.environment.actor import EnvironmentActor
-from actors.environment.builtin.single_turn import SingleTurnEnvironment
-from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
+from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.evaluation import plays_of
 from actors.environment.protocol import Action, RewardError, ToolCall
 from actors.environment.settings import (
@@ -25,6 +25,7 @@ from actors.environment.settings import (
 )
 from actors.environment.worker_environment import WorkerEnvironment
 from actors.environment.workers import WorkerLost
+from actors.options import read
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Outcome, Task
 from actors.user_code import CallFailed, CallTimedOut, bounded, describe
@@ -116,9 +117,13 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
+def scored_by(function: str) -> SingleTurnEnvironment:
+    return SingleTurnEnvironment(SingleTurnOptions(reward={function: 1.0}))
+
+
 async def made(**options: Any) -> ToolsEnvironment:
     options["tools"] = [f"contained_of_test.py:{name}" for name in options.pop("tools").split()]
-    environment = ToolsEnvironment(**options)
+    environment = ToolsEnvironment(read(ToolsOptions, options, where="options"))
     await environment.reset(task(answer="pen"))
     return environment
 
@@ -129,11 +134,11 @@ async def said(environment: ToolsEnvironment, *calls: ToolCall) -> list[str]:
 
 
 async def test_a_score_is_made_in_a_main_thread_and_its_metrics_come_back() -> None:
-    environment = SingleTurnEnvironment(reward=["contained_of_test.py:score"])
+    environment = scored_by("contained_of_test.py:score")
     await environment.reset(task())
     result = await environment.step(Action(text="four"))
     assert result.reward == 1.0 and result.metrics == {"length": 4.0}
-    alarmed = SingleTurnEnvironment(reward="contained_of_test.py:alarmed")
+    alarmed = scored_by("contained_of_test.py:alarmed")
     await alarmed.reset(task())
     assert (await alarmed.step(Action(text="four"))).reward == 1.0
 
@@ -149,7 +154,7 @@ async def test_a_score_is_made_in_a_main_thread_and_its_metrics_come_back() -> N
 async def test_a_score_that_cannot_be_had_is_a_reward_error(
     text: str, told: str, is_tried_again: bool
 ) -> None:
-    environment = SingleTurnEnvironment(reward="contained_of_test.py:score")
+    environment = scored_by("contained_of_test.py:score")
     await environment.reset(task())
     assert (await environment.step(Action(text="warm"))).reward == 1.0
     playing.set(RolloutSettings(reward_limit_s=0.5))

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 from actors.environment import judge as judges
-from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
 from actors.environment.judge import Judge, load_judges
 from actors.environment.judge_options import BadJudge, judge_options, score_of
 from actors.environment.protocol import Action, RewardError
@@ -401,7 +401,7 @@ def test_a_score_is_read_out_of_json(reply: str, field: str, score: float | None
 
 async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
     judges = {"good": {**options(model), "weight": 0.5}}
-    environment = SingleTurnEnvironment(judges=judges)
+    environment = SingleTurnEnvironment(SingleTurnOptions(judges=judges))
     model.judges += [each.judge for each in load_judges(judges)]
     data = {"prompt": [{"role": "user", "content": "3+4?"}], "answer": 7}
     await environment.reset(Task(task_id="t", environment="single_turn", seed=0, data=data))
@@ -418,7 +418,7 @@ async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
 
 
 async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> None:
-    environment = SingleTurnEnvironment(judges={"good": options(model)})
+    environment = SingleTurnEnvironment(SingleTurnOptions(judges={"good": options(model)}))
     with pytest.raises(ValueError, match="its prompt needs answer, got the columns prompt"):
         await environment.reset(
             Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "x"})

@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from actors.environment import mcp_servers, server_keeper
-from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.mcp_servers import BadServer, ServerLost, server_options
 from actors.environment.protocol import Action, ToolCall
+from actors.options import read
 from actors.types import Task
 
 SERVER = str(Path(__file__).parents[1] / "worlds" / "servers" / "mcp_calculator.py")
@@ -49,7 +50,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(*tools: str, call_limit_s: float = 20, **servers: Any) -> ToolsEnvironment:
     names = [f"mcp_of_test:{each}" for each in tools]
-    return ToolsEnvironment("mcp_of_test:exact", names, servers, call_limit_s=call_limit_s)
+    given = {
+        "reward": "mcp_of_test:exact",
+        "tools": names,
+        "mcp": servers,
+        "call_limit_s": call_limit_s,
+    }
+    return ToolsEnvironment(read(ToolsOptions, given, where="options"))
 
 
 TASK = Task(task_id="t", environment="tools", seed=0, data={"prompt": "Go.", "answer": "7"})

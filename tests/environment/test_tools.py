@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from actors.environment.builtin.tools import ToolsEnvironment
+from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
 from actors.environment.function_tools import (
     BadArguments,
     BadTool,
@@ -28,6 +28,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.options import read
 from actors.types import Task
 
 
@@ -239,7 +240,8 @@ def named(*names: str) -> list[str]:
 
 
 def made(*tools: str, reward: str = "exact", **options: Any) -> ToolsEnvironment:
-    return ToolsEnvironment(named(reward), named(*tools), **options)
+    given = {"reward": named(reward), "tools": named(*tools), **options}
+    return ToolsEnvironment(read(ToolsOptions, given, where="options"))
 
 
 def task(**data: Any) -> Task:
@@ -321,9 +323,12 @@ def test_what_is_no_tool_is_refused_before_the_start(name: str, words: str) -> N
     [
         ({"tools": []}, "tools: got none"),
         ({"tools": "a.py"}, "expected FILE.py:NAME"),
-        ({"mcp": [{"url": "http://x"}]}, "mcp: got .*, expected servers by their names"),
-        ({"tools": named("long"), "call_limit_s": 0}, "call_limit_s=0"),
-        ({"tools": named("long"), "max_answer_chars": 0}, "max_answer_chars=0"),
+        ({"mcp": [{"url": "http://x"}]}, "mcp: got .*, expected a map of names to values"),
+        ({"tools": named("long"), "call_limit_s": 0}, "call_limit_s: got 0, expected more than 0"),
+        (
+            {"tools": named("long"), "max_answer_chars": 0},
+            "max_answer_chars: got 0, expected 1 or more",
+        ),
         ({}, "tools: got none"),
     ],
 )
@@ -478,13 +483,13 @@ async def test_a_score_that_cannot_be_had_is_no_zero() -> None:
 
 @pytest.mark.parametrize("tools", ["Vault", "make_vault"])
 async def test_the_reward_of_a_class_is_no_tool_and_counts(tools: str) -> None:
-    environment = ToolsEnvironment(tools=named(tools))
+    environment = ToolsEnvironment(read(ToolsOptions, {"tools": named(tools)}, where="options"))
     start = await environment.reset(task(secret="3", name="the column of this name"))
     assert [tool.name for tool in start.tools] == ["try_digit"]
     await environment.step(call("try_digit", digit=3))
     assert (await environment.step(Action(text="Done."))).reward == 1.0
     await environment.close()
-    both = ToolsEnvironment(named("exact"), named(tools))
+    both = made(tools)
     await both.reset(task(secret="3", name="", answer="Done."))
     found = await both.step(Action(text="Done."))
     assert found.reward == 1.0 and found.reward_components == {"exact": 1.0, "get_reward": 0.0}

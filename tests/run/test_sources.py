@@ -127,7 +127,7 @@ def test_tasks_that_a_seed_makes_have_no_digest() -> None:
     ("environment", "options", "modules"),
     [
         ("tools", {"reward": {"a/one.py:f": 1.0}, "tools": ["two.py:g"]}, ["a.one", "two"]),
-        ("tools", {"reward": "one.py:f", "tools": None}, ["one"]),
+        ("single_turn", {"reward": "one.py:f"}, ["one"]),
         ("textarena", {"game": "Chess-v0", "opponent": "games.py:move"}, ["games"]),
         ("textarena", {"game": "Sokoban-v0"}, []),
         ("skyrl_gym", {"id": "envs/sums.py:Sums"}, ["envs.sums"]),

@@ -24,7 +24,7 @@ from actors.environment.builtin.reasoning_gym_env import extract_answer
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
 from actors.environment.tool_turns import MalformedTurns, TurnOptions
 from actors.limits import STRICT
-from actors.options import holding
+from actors.options import UserCode, holding
 from actors.types import Task
 from actors.user_code import in_thread
 
@@ -73,7 +73,7 @@ class GymnasiumOptions(TurnOptions):
 
     __pydantic_config__ = STRICT
 
-    id: str
+    id: UserCode
     """A registered environment, such as FrozenLake-v1, or module:Name-v0."""
     kwargs: Mapping[str, Any] | None = None
     """Further arguments of `gymnasium.make`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -36,6 +36,8 @@ from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.tool_calls import visible_text
 from actors.environment.trainer_arguments import mean_metrics
 from actors.environment.workers import WorkerLost
+from actors.limits import STRICT
+from actors.options import Weighted
 from actors.types import Task
 from actors.user_code import CallTimedOut, describe, root_cause
 
@@ -43,38 +45,44 @@ SINGLE_TURN = "single_turn"
 """Its registered name."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleTurnOptions:
+    """Options of `single_turn`: the system message, and the functions and judges that score."""
+
+    __pydantic_config__ = STRICT
+
+    reward: Weighted = field(default_factory=dict)
+    """Reward functions: a name as FILE.py:NAME, several names, or each name with its weight."""
+    system: str | None = None
+    """Text of a system message before every prompt; null: no such message."""
+    judges: Mapping[str, Any] | None = None
+    """Options of each judge by its name."""
+    answer_pattern: str | None = None
+    """Regular expression whose one group matches the answer in the text, which majority votes
+    count; null: the whole text is the answer."""
+    group_reward: Weighted = field(default_factory=dict)
+    """Functions that score the answers of a group together, with weights as for reward."""
+
+    def __post_init__(self) -> None:
+        pattern = self.answer_pattern
+        if pattern is not None and (problem := problem_of(pattern)) is not None:
+            raise ValueError(f"answer_pattern: {problem}; correct it")
+
+
 class SingleTurnEnvironment:
     """One task's prompt and answer."""
 
     data_schema = PROMPT_DATA
 
-    def __init__(
-        self,
-        reward: str | Sequence[str] | Mapping[str, float] = (),
-        system: str | None = None,
-        judges: Mapping[str, Any] | None = None,
-        answer_pattern: str | None = None,
-        group_reward: str | Sequence[str] | Mapping[str, float] = (),
-    ) -> None:
+    def __init__(self, options: SingleTurnOptions) -> None:
         """Load the functions and judges that score the answers.
 
-        At least one of `reward`, `judges` and `group_reward` is needed.
-
-        Args:
-            reward: Reward functions, as for `load_functions`.
-            system: Text of a system message before every prompt; None for no such message.
-            judges: Options of each judge by its name, as for `load_judges`.
-            answer_pattern: Regular expression whose one group matches the answer in the text, which
-                majority votes count. None means that the whole text is the answer.
-            group_reward: Functions that score a group together, as for `load_group_functions`.
-
-        Raises: BadRewardFunction, BadJudge; ValueError if the pattern cannot be used.
+        Raises: BadRewardFunction, also if there are none; BadJudge.
         """
-        if answer_pattern is not None and (problem := problem_of(answer_pattern)) is not None:
-            raise ValueError(f"answer_pattern: {problem}; correct it")
+        group_reward, judges = options.group_reward, options.judges
         self._group_functions = load_group_functions(group_reward) if group_reward else ()
         is_scored = bool(self._group_functions) or self._has_reward(judges)
-        functions = load_functions(reward) if reward or not is_scored else ()
+        functions = load_functions(options.reward) if options.reward or not is_scored else ()
         self._functions: tuple[RewardFunction | JudgeReward, ...] = (
             *functions,
             *load_judges(judges or {}),
@@ -87,8 +95,8 @@ class SingleTurnEnvironment:
                 f"group_reward: {', '.join(twice)} is the name of two functions, expected a "
                 "different name for each; rename one"
             )
-        self._system = system
-        self._answer_pattern = answer_pattern
+        self._system = options.system
+        self._answer_pattern = options.answer_pattern
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:

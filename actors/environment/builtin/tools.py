@@ -10,11 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from annotated_types import Gt, Lt
 
 from actors.environment import workers
-from actors.environment.builtin.single_turn import SingleTurnEnvironment, must_be_read
+from actors.environment.builtin.single_turn import (
+    SingleTurnEnvironment,
+    SingleTurnOptions,
+    must_be_read,
+)
 from actors.environment.function_tools import FunctionTool, load_tools
 from actors.environment.mcp_servers import (
     EPISODE,
@@ -34,6 +40,8 @@ from actors.environment.settings import playing
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
 from actors.environment.workers import WorkerLost
+from actors.limits import STRICT, Natural, Positive
+from actors.options import Several
 from actors.types import Task
 from actors.user_code import CallFailed, CallTimedOut
 
@@ -45,58 +53,48 @@ CLOSE_LIMIT_S = 5.0
 CUT_OFF = "\n[cut off: the first {shown} of {all} characters]"
 
 
-class ToolsEnvironment(SingleTurnEnvironment):
-    """One task's prompt, calls and answer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsOptions(SingleTurnOptions):
+    """Options of `tools`: the tools, and those of `single_turn`."""
 
-    def __init__(
-        self,
-        reward: str | Sequence[str] | Mapping[str, float] = (),
-        tools: str | Sequence[str] = (),
-        mcp: Mapping[str, Any] | None = None,
-        system: str | None = None,
-        call_limit_s: float = 20.0,
-        max_answer_chars: int = 8000,
-        max_malformed: int = 3,
-        judges: Mapping[str, Any] | None = None,
-        answer_pattern: str | None = None,
-        group_reward: str | Sequence[str] | Mapping[str, float] = (),
-    ) -> None:
-        """Load the tools, and the functions and judges that score the answers.
+    __pydantic_config__ = STRICT
 
-        Args:
-            reward, system, judges, answer_pattern, group_reward: As for `SingleTurnEnvironment`.
-            tools: Names of functions and classes, as for `load_tools`.
-            mcp: Options of each MCP server by its name, as for `server_options`.
-            call_limit_s: Seconds that one tool call may take.
-            max_answer_chars: Characters of a tool's answer that are kept; the note that the rest
-                was cut off is not counted.
+    tools: Several = ()
+    """Functions and classes, each as FILE.py:NAME."""
+    mcp: Mapping[str, Any] | None = None
+    """Options of each MCP server by its name."""
+    call_limit_s: Annotated[float, Gt(0), Lt(86400)] = 20.0
+    """Seconds that one tool call may take."""
+    max_answer_chars: Positive = 8000
+    """Characters of a tool's answer that are kept; the note that the rest was cut off is not
+    counted."""
+    max_malformed: Natural = 3
+    """Malformed turns in a row; one more ends the episode."""
 
-        Raises: BadRewardFunction, BadTool, BadServer; ValueError for the other arguments.
-        """
-        names = [tools] if isinstance(tools, str) else list(tools)
-        self._toolset = load_tools(names)
-        super().__init__(reward, system, judges, answer_pattern, group_reward)
-        self._configured = self._functions
-        if not names and not mcp:
+    def __post_init__(self) -> None:
+        SingleTurnOptions.__post_init__(self)
+        if not self.tools and not self.mcp:
             raise ValueError(
                 "tools: got none, expected one or more, such as my_tools.py:search, or a server in "
                 "mcp"
             )
-        if not isinstance(mcp, Mapping | None):
-            raise ValueError(
-                f"tools: mcp: got {mcp!r:.80}, expected servers by their names, such as "
-                "{files: {command: [python, server.py]}}"
-            )
-        if not (0 < call_limit_s < 86400 and max_answer_chars > 0 and max_malformed >= 0):
-            raise ValueError(
-                f"tools: got call_limit_s={call_limit_s}, max_answer_chars={max_answer_chars}, "
-                f"max_malformed={max_malformed}; expected seconds above 0, one character or more, "
-                "and turns from 0"
-            )
-        self._servers = [server_options(name, given) for name, given in (mcp or {}).items()]
-        self._call_limit_s = call_limit_s
-        self._max_answer_chars = max_answer_chars
-        self._turns = ToolTurns(self._call, at_most=max_malformed, penalty=None)
+
+
+class ToolsEnvironment(SingleTurnEnvironment):
+    """One task's prompt, calls and answer."""
+
+    def __init__(self, options: ToolsOptions) -> None:
+        """Load the tools, and the functions and judges that score the answers.
+
+        Raises: BadRewardFunction, BadTool, BadJudge, BadServer.
+        """
+        self._toolset = load_tools(options.tools)
+        super().__init__(options)
+        self._configured = self._functions
+        self._servers = [server_options(name, given) for name, given in (options.mcp or {}).items()]
+        self._call_limit_s = options.call_limit_s
+        self._max_answer_chars = options.max_answer_chars
+        self._turns = ToolTurns(self._call, at_most=options.max_malformed, penalty=None)
         # Either instances in this process, or `workers.Held` references to those in `_home`.
         self._instances: list[Any] = []
         self._home: workers.Home | None = None

@@ -15,7 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
+from actors.environment.builtin.single_turn import (
+    SINGLE_TURN,
+    SingleTurnEnvironment,
+    SingleTurnOptions,
+)
 from actors.environment.protocol import Environment
 from actors.types import Task
 from service.telemetry.findings import Kind
@@ -130,7 +134,8 @@ def _verify_sum(task: Task, reply: str) -> bool:
 
 
 def _graded_by(name: str) -> Callable[[], Environment]:
-    return partial(SingleTurnEnvironment, reward=f"worlds.faults.grader_holes:{name}")
+    reward = {f"worlds.faults.grader_holes:{name}": 1.0}
+    return partial(SingleTurnEnvironment, SingleTurnOptions(reward=reward))
 
 
 # -- the others ----------------------------------------------------------------------------------
