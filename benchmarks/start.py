@@ -8,7 +8,8 @@ started in a plain process with the same model and the same options. Each round 
 that are empty (cold: the tiny model is built, and vLLM compiles) and repeats both with the caches
 that this has filled (warm). The stages are those that the run prints and those of the first step
 that the run stores; several run at the same time. Processor seconds, of all processes of a side
-until then, hardly depend on what else the machine does. Prints medians, the goals, and a JSON line.
+until then, hardly depend on what else the machine does. Prints each run's processes with their
+seconds and memory at the first step, medians, the goals, and a JSON line.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
     """Train one step. Returns: seconds by stage. Raises: RuntimeError if the run fails."""
     command = [sys.executable, "-m", "service.cli.main", "train", *start.arguments]
     found: dict[str, float] = {}
-    began, training_at, lines = time.monotonic(), 0.0, []
+    began, training_at, lines, processes = time.monotonic(), 0.0, [], ""
     with subprocess.Popen(
         [*command, "--run-dir", str(run_dir)],
         stdout=subprocess.PIPE,
@@ -119,6 +120,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
             elif line.startswith("step 1/"):
                 found[FIRST_STEP] = elapsed
                 found[f"{FIRST_STEP}: {PROCESSOR}"] = processor_s(process.pid)
+                processes = process_table(process.pid)
             elif line.startswith("training"):
                 training_at = elapsed
             elif line.startswith("evaluation  v0"):
@@ -127,6 +129,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
                 found[_general(match["name"])] = float(match["seconds"])
     if process.returncode != 0 or FIRST_STEP not in found:
         raise RuntimeError(f"the run ended with {process.returncode}:\n{''.join(lines)}")
+    print(f"{processes}\n", flush=True)
     return found | _first_step(RunDir(path=run_dir))
 
 
@@ -150,6 +153,35 @@ def processor_s(root: int) -> float:
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])
     return total
+
+
+def process_table(root: int) -> str:
+    """Return a Markdown table of a process and its descendants, most processor seconds first.
+
+    Memory is the proportional set size: a page that n processes share counts as a page/n in each.
+    """
+    this = psutil.Process(root)
+    rows = []
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            seconds = sum(process.cpu_times()[:2])
+            mib = process.memory_full_info().pss // 2**20
+            rows.append((seconds, mib, _process_name(process.cmdline())))
+    lines = ["| process | processor, s | memory, MiB |", "|---|---|---|"]
+    lines += [f"| {name} | {s:.1f} | {mib} |" for s, mib, name in sorted(rows, reverse=True)]
+    total_s, total_mib = (sum(each) for each in list(zip(*rows, strict=True))[:2])
+    return "\n".join([*lines, f"| sum | {total_s:.1f} | {total_mib} |"])
+
+
+def _process_name(command: Sequence[str]) -> str:
+    """Return a short name: an actor's class, the command, or the file that is run."""
+    words = " ".join(command).split()
+    if not words:
+        return "(ended)"
+    if words[0].startswith("ray::"):
+        return re.split(r"[.:]", words[0].removeprefix("ray::"))[0]
+    files = [Path(word).name for word in words if word.endswith(".py")]
+    return "rayloom train" if "train" in words else (files or [Path(words[0]).name])[0]
 
 
 def start_vllm(run_dir: RunDir, *, environment: Mapping[str, str]) -> dict[str, float]:
