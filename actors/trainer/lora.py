@@ -102,6 +102,17 @@ def target_names(config: PretrainedConfig, settings: LoraSettings) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
+def num_adapter_parameters(config: PretrainedConfig, settings: LoraSettings) -> int:
+    """Return the number of parameters of all adapters, from a model without weights.
+
+    Raises: NotImplementedError, as `attach_adapters`.
+    """
+    with torch.device("meta"):
+        body = AutoModelForCausalLM.from_config(config).base_model
+    layers = _chosen(body, settings.targets).values()
+    return sum(settings.rank * (layer.in_features + layer.out_features) for layer in layers)
+
+
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:
     """Return the layers to adapt by their names. Raises: NotImplementedError."""
     found = {

@@ -656,11 +656,11 @@ def check(
     call: CallOption = None,
     answer: AnswerOption = None,
     size: Annotated[
-        bool, typer.Option("--size", help="print only the disks that a run of CONFIG needs")
+        bool, typer.Option("--size", help="print only the disks and memory that a run needs")
     ] = False,
     parameters: Annotated[
         float | None,
-        typer.Option(min=1, help="with --size: parameters of the model; default: of its files"),
+        typer.Option(help="with --size: parameters of the model; default: of its files"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -679,9 +679,9 @@ def check(
         overrides=overrides or [],
     )
     if size:
-        from service.cli.size import describe_disks, disks
+        from service.cli.size import describe_needs, needs
 
-        typer.echo(describe_disks(disks(settings, num_parameters=parameters)))
+        typer.echo(describe_needs(needs(settings, num_parameters=parameters)))
         return
     if parameters is not None:
         raise ConfigError("--parameters: got no --size, expected it; add --size")
