@@ -484,6 +484,22 @@ def test_an_application_that_never_came_up_is_reported_without_a_run(tmp_path: P
     check(tmp_path, [run], [At(240, query, {}, "release"), At(600, query, told, "release")])
 
 
+def test_a_collapse_is_reported_with_its_first_step_while_the_run_trains(tmp_path: Path) -> None:
+    runs = [
+        SyntheticRun(step_s=60.0, scrape_s=60, seconds=HOUR, run=name, labels={"release": "a"})
+        for name in ("well", "fallen", "over")
+    ]
+    for run in runs[1:]:
+        run.change("rayloom_reward_collapsed_since_step", since=1200, until=2400, to=lambda t: 17.0)
+    runs[2].enter(Phase.FINISHED, since=600)
+    query = 'max by (run) (rayloom_reward_collapsed_since_step) and on (run) ALERTS{alertname="%s"}'
+    found = query % "RayloomRewardCollapsed"
+    looks = [
+        At(1140, found, {}), At(1260, found, {"fallen": 17.0}), At(3000, found, {}),
+    ]  # fmt: skip
+    check(tmp_path, runs, looks)
+
+
 def test_every_alert_has_its_fault() -> None:
     assert list(FAULTS) == [rule["alert"] for rule in ALERTS]
 
