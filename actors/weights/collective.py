@@ -158,8 +158,8 @@ class Reception:
             broadcast(group, buffer, device=self._device)
             if (found := buffer_checksum(buffer.numpy())) != checksum:
                 raise ValueError(
-                    f"weights: got checksum {found}, expected {checksum}; the buffer was changed "
-                    "on its way"
+                    f"weights: got checksum {found}, expected {checksum}; the buffer changed "
+                    "during the transfer"
                 )
             yield
         linger(store, self._seat, rank=self._rank)

@@ -420,8 +420,8 @@ class SessionTree:
             if self._nodes[number].turn.request_digest != digest:
                 raise Refused(
                     RefusalCode.CONFLICT,
-                    f"idempotency key: it named another request of this session, which turn "
-                    f"{self.turn_id(number)} answers; send each request with a different key",
+                    "idempotency key: got the key of a different request of this session, which "
+                    f"turn {self.turn_id(number)} answers; send each request with its own key",
                 )
         if number is None and is_retry and digest == self._newest_digest:
             number = self._by_digest.get(digest)
@@ -776,7 +776,7 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: _Node, history: tuple[Message, ...]) -> int:
-    """Return the number of first messages that came as instructions, 0 or 1: to be replaced."""
+    """Return how many first messages of a history come from a request's `instructions`: 0 or 1."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 

@@ -209,7 +209,8 @@ class SqlEnvironment:
         result = await self._run(query, max_rows=MAX_TRUE_ROWS)
         if result.is_cut:
             raise QueryFailed(
-                f"data.query finds more than {MAX_TRUE_ROWS} rows or a MiB, expected fewer"
+                f"data.query: got more than {MAX_TRUE_ROWS} rows or 1 MiB, expected less; "
+                "correct the task's query"
             )
         return result.rows
 
