@@ -417,7 +417,7 @@ class AlgorithmSettings:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's optimiser updates in one step; a critic makes one."""
+        """Number of the policy's optimiser updates in one step; a critic is updated once."""
         return self.epochs * self.minibatches
 
     @property

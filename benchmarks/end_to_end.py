@@ -252,7 +252,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
 def summarise(
     trained: Mapping[str, Sequence[Trained]], *, goals: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Rates, ratios to TRL's of the same round, and rewards at equal samples."""
+    """Return each side's rates, ratios to TRL in the same round and rewards, and missed goals."""
     theirs = trained["trl"]
     sides, missed = {}, []
     for name, runs in trained.items():

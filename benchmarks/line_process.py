@@ -16,8 +16,9 @@ END_S = 60.0
 
 
 class LineProcess:
-    """The parent's end of such a process. Its first line, which means that it is ready, is read at
-    the start.
+    """The parent's handle of a child process that answers each line with a line.
+
+    The child's first line means that it is ready.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The number of bytes of tensors that are alive at once, counted, so the answer never varies.
+"""Count the bytes of all tensors that are alive at once; the result is the same in every run.
 
 Counts the storages that torch's operators make while the mode is active, each until it is freed,
 including backward passes of the same thread. Memory that a kernel allocates internally is not

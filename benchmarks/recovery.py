@@ -65,7 +65,7 @@ class Part:
     goal_s: float
     """Goal beyond the allowance, or for the whole time if there is no allowance."""
     start: str = ""
-    """The part whose bare start is the allowance; empty: none."""
+    """The part whose start time, measured separately, is added to goal_s; empty: none."""
 
 
 PARTS = {
@@ -114,9 +114,7 @@ class Recoveries:
 
     by_part: dict[str, list[float]]
     again_s: list[float]
-    """For every lost rank: the time of the steps that were trained again, at the speed of training
-    here, and of one step.
-    """
+    """For every lost rank: the expected time to train the lost steps again, plus one whole step."""
 
 
 def recoveries(run_dir: Path, config: Path, *, num_rounds: int) -> Recoveries:

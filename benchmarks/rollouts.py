@@ -78,7 +78,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds by the clock, and of processor time by process."""
+    """Elapsed seconds, and the processor seconds of each process by its id."""
 
     wall_s: float
     cpu_s: Mapping[int, float]

@@ -139,8 +139,9 @@ def wait_until_answered(client: httpx.Client, path: str, body: bytes) -> bytes:
 
 
 def deploy_echo(address: str) -> None:
-    """Run the child: deploy the echo like the API (`service.serve.ingress`), with its input as the
-    answer.
+    """Deploy an app that gives every request the same answer, deployed as the API is.
+
+    Runs in a child process; the answer is read from its standard input.
     """
     from ray import serve
 

@@ -202,7 +202,7 @@ def system_merged(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def _conversation(messages: Iterable[Message], form: _CallForm) -> list[dict[str, Any]]:
-    """Return messages in the form that templates expect: OpenAI's, except calls in their form."""
+    """Convert messages to OpenAI's format, with tool calls in the form that the template needs."""
     found = []
     for message in messages:
         if form.splits and message.call_texts and message.content:

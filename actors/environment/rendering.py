@@ -140,7 +140,10 @@ _PLAIN_TEXT = _Ending()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dummy:
-    """A chat to render a delta after; none of its texts is contained in another."""
+    """An invented chat, after which new messages are rendered to find the text that they add.
+
+    None of its texts is contained in another, so each can be found in the rendering.
+    """
 
     before: _Messages
     content: str

@@ -238,8 +238,8 @@ class Pool:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers for calls; homes whose calls are coroutines may have as
-                many again, and so may the other homes.
+            size: Maximum number of workers for calls. The same maximum holds separately for homes
+                whose calls are coroutines, and for all other homes.
             memory_mib: Memory in MiB that a worker may use beyond that of the imported modules; 0
                 means no limit.
         """

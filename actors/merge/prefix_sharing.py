@@ -307,8 +307,9 @@ def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[i
 
 
 def bundle_items(items: SortedItems, bounds: Sequence[int]) -> SortedItems:
-    """Combine the trajectories between each two bounds into a bundle; `order` numbers the
-    bundles.
+    """Combine the trajectories from each bound to the next into a bundle.
+
+    Returns: the bundles, numbered from 0 in `order`.
     """
     starts = np.array(bounds[:-1])
     inside = items.shared.copy()

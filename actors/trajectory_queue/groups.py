@@ -412,7 +412,7 @@ class Refills:
         return True
 
     def forget(self, number: int) -> None:
-        """Forget a number whose step is finalised."""
+        """Drop the count of refills of a group number whose step is finalised."""
         self._counts.pop(number, None)
 
     def counts(self) -> dict[int, int]:

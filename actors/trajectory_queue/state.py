@@ -415,7 +415,7 @@ class QueueState:
         )
 
     def holds_back(self, environments: Collection[str]) -> bool:
-        """Whether only the bounds keep a rollout of these environments from being handed out."""
+        """Whether a rollout of these environments waits only because the queue is full."""
         if not self._is_full():
             return False
         heaps = (self._ready.get(environment, ()) for environment in environments)

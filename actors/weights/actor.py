@@ -68,7 +68,7 @@ class Keeping:
     orphan_timeout_s: float
     """Time without a call of any term after which board and applications end, in seconds."""
     applications: tuple[str, ...]
-    """Serve applications that end with the run."""
+    """Names of the applications in Ray Serve that are deleted when the run ends."""
     deployment: Any = None
     """The record of the engines' settings, which a supervisor reads when it takes them over."""
 

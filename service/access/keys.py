@@ -111,8 +111,8 @@ class Caller:
     def whole(self, name: str) -> str:
         """Return the run's id for an id of this caller.
 
-        An admin may name any tenant's: TENANT~ID, or ~ID for the run's own. For a client, the id of
-        another tenant becomes an id that does not exist.
+        An admin may give the id of any tenant's task or session, as TENANT~ID, or as ~ID if it is
+        the run's own. A client that gives another tenant's id gets an id that does not exist.
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):

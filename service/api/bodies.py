@@ -47,7 +47,7 @@ class BodyRoom:
             return False
 
     def give_back(self, num_bytes: int) -> None:
-        """Give back room; a moment later its memory is returned to the system too."""
+        """Release reserved room; after a large body, also return free memory to the system soon."""
         self.num_bytes -= num_bytes
         self._freed.set()
         if num_bytes >= _TRIM_BYTES and self._trimming is None:

@@ -194,8 +194,9 @@ class _Body:
     """A request's body, from its first byte until the route has read it."""
 
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
-        """Create a reader of a body. room: num_bytes of it are reserved for this body until its
-        end.
+        """Create a reader of a body.
+
+        room: the memory in which num_bytes are reserved for this body until it ends.
         """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes

@@ -215,9 +215,10 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
 
 
 def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[Sample]]) -> None:
-    """Write the configuration, and the digest of the chats or compare it with the one before.
+    """Write the configuration and the digest of the chats.
 
-    Raises: ConfigError if a resumed training would have other chats.
+    Raises: ConfigError if the digest of an earlier start is different: a resumed training must have
+        the same chats.
     """
     file, digest = run_dir.chats_file, _digest(chats)
     try:

@@ -227,7 +227,7 @@ class EvaluationSetSettings:
 
     @property
     def place(self) -> Path | None:
-        """Path of the set's own file or local data set; None: there is neither, or a hub has it."""
+        """Path of the set's own file or local data set; None if it has neither."""
         return _place(self.file, self.dataset)
 
     @property

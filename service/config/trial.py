@@ -143,7 +143,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """Input of a child process."""
+    """The input of the child process: configuration, limits, and the calls made before."""
 
     config: Config
     trial: Trial

@@ -242,7 +242,7 @@ def _at_most(name: str, asked: Any, limit: Any) -> Any:
 
 
 class FinishBody(StrictBody):
-    """The end of a session. The same body again changes nothing."""
+    """The request that ends a session. Sending the same body again changes nothing."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -195,7 +195,11 @@ def trajectory_of(
 
 
 def _judged(trajectory: Trajectory, end: SessionEnd, oldest_version: int) -> tuple[Outcome, str]:
-    """Return the outcome and detail, by the session's end, its samples and their versions."""
+    """Return the outcome of a session's trajectory, and a detail for people.
+
+    The session's own outcome is replaced if nothing can be trained, a reward is missing, or a
+    sample is older than oldest_version.
+    """
     versions = trajectory.versions
     if end.status is SessionStatus.FINISHED and not trajectory.samples:
         return Outcome.EMPTY, end.detail or "it has no trained turn"

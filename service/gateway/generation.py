@@ -28,9 +28,10 @@ def checked_request(
     rollouts: RolloutSettings,
     deadline_s: float,
 ) -> GenerateRequest:
-    """Return the request that a body asks for. tenant: the client's.
+    """Convert the body of an HTTP request to a request for the engine. tenant: the client's tenant.
 
-    Raises: Violation; Problem for more tokens than the run samples in a turn.
+    Raises: Violation if the prompt is invalid or does not fit into the context; Problem if
+        max_tokens is larger than `rollouts.max_tokens_per_turn`.
     """
 
     def fail(fault: Fault, name: str, message: str) -> Violation:

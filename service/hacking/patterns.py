@@ -101,9 +101,10 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return the rise of the marked share if it is new.
+    """Return the rise of the share of marked trajectories in the newest steps, or None.
 
-    before: the share in earlier steps; None uses their median.
+    among: the trajectories of which the share is taken. before: the share with which the newest is
+    compared; None: the median of the earlier steps.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)

@@ -110,7 +110,9 @@ class Window:
 
     @cached_property
     def scale(self) -> float:
-        """The spread of returns without extremes; half of the whole spread if most are equal."""
+        """The range of returns from the 5th to the 95th percentile, but at least half of the whole
+        range.
+        """
         known = self.reward[self.is_graded]
         if not known.size:
             return 0.0

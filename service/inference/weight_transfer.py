@@ -173,7 +173,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
             initialize_layerwise_reload(self.model)
 
     def load(self, manifest: WeightManifest, buffer: Tensor) -> None:
-        """Load a group into the model, or keep its tensors if they are of an adapter."""
+        """Load a group of weights into the model; with LoRA, keep it for `take_adapter`."""
         tensors = unpack_group(manifest, buffer)
         if self._adapter is None:
             self.model.load_weights(tensors)

@@ -525,7 +525,7 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Yield the steps with a file that the run cannot have begun."""
+    """Yield an offence for each step that has a file although the run cannot have begun it."""
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:

@@ -26,7 +26,7 @@ class FeedKind(StrEnum):
     ADMITTED = "admitted"
     """A task's group was admitted to the window."""
     TRAINED = "trained"
-    """A rollout left with a training step, which the entry names."""
+    """A rollout left the window with a training step; the entry names the step."""
     EVICTED = "evicted"
     """A rollout was evicted, for the reason in the entry."""
     SESSION_OPENED = "session_opened"
@@ -53,8 +53,8 @@ class FeedEntry:
     outcome: Outcome | None = None
     reward: float | None = None
     step: int | None = None
-    """The training step that a rollout left with; for `went_back`, the step that the run continues
-    from.
+    """The training step with which a rollout left the window; for `went_back`, the step from
+    which the run continues.
     """
     reason: EvictionReason | None = None
     session_status: SessionStatus | None = None

@@ -157,7 +157,10 @@ class SessionClaimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCut:
-    """A request was refused for a limit, or for a full context; the newest counts."""
+    """A request was refused because of a limit or a full context.
+
+    If a session has several such refusals, only the newest is kept.
+    """
 
     session_id: str
     cut: Cut

@@ -111,8 +111,9 @@ def kept_from_children() -> Iterator[None]:
     """Keep SIGHUP and SIGTSTP from all processes that are started within the block.
 
     A closed terminal sends SIGHUP, and Ctrl-Z sends SIGTSTP, to all processes of the terminal at
-    once. An orderly end needs the children, and a run whose control store is stopped for a minute
-    loses its actors. Signals to this process are delivered at the end of the block.
+    once. The children must not receive them: the run needs them to end in order, and it loses its
+    actors if Ray's control store is suspended for a minute. Signals to this process are delivered
+    at the end of the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTSTP})
     try:

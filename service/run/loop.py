@@ -156,7 +156,7 @@ class Commit:
     step: int
     version: int
     directory: str
-    """Its name; empty before the first checkpoint."""
+    """Name of the checkpoint's directory; empty before the first checkpoint."""
 
 
 class Stopwatch:

@@ -124,7 +124,10 @@ class RunView:
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read how long other processes ran before a lease's checkpoint. Raises: StoreError."""
+        """Read the running time that earlier supervisors had reached at a lease's checkpoint.
+
+        parent: the checkpoint; None: the run is new. Raises: StoreError.
+        """
         if parent is None:
             self._earlier_wall_s = 0.0
         elif parent.term < self._first_term:

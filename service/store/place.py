@@ -40,7 +40,9 @@ class StoreOptions:
     state_dir: Path | None = None
     """The directory of rayloom.db; if None, the run directory."""
     database_url: str | None = None
-    """URL of a PostgreSQL database; None: the environment's, unless state_dir is given."""
+    """URL of a PostgreSQL database; None: that of the environment variable, unless state_dir is
+    given.
+    """
 
     def check(self) -> None:
         """Check the options without a run directory. Raises: StoreError."""

@@ -123,10 +123,10 @@ class ReadOnlyStore:
         """Open a store.
 
         Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        accept an older format unchanged: the caller reads only the tables that no step changes
+        accept an older format unchanged: the caller reads only tables that no migration changes
         (`service.store.migrations`). any_format: accept every format unchanged, newer ones and
-        those that cannot be moved too: the caller expects errors. steps: the steps of this Rayloom.
-        count_failure: as for `Database`.
+        those that cannot be migrated too: the caller expects errors. steps: the migrations to use,
+        by format number. count_failure: as for `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(
@@ -203,9 +203,10 @@ class ReadOnlyStore:
         return self.read(count)
 
     def all_checkpoints(self) -> list[Checkpoint]:
-        """Return every kept checkpoint, of every lineage, newest first.
+        """Return every recorded checkpoint, of every lineage, newest first.
 
-        Included are rows that only show where terms joined, and rows that are undone.
+        This includes checkpoints to which the run can no longer return: undone ones, and those of
+        which only the row is left, as the point where a term began.
         """
         return self.read(every_checkpoint)
 

@@ -1,7 +1,7 @@
 """The stored uploads of trajectories, kept until they cannot be delivered any more.
 
 Invariants: an id has one content; a closed group has `num_members` members, numbered from 0, and
-gets no more. Rows that remain are deleted with the group's submission
+gets no more. The rows of a group are deleted, at the latest, with its submission
 (`service.store.submissions`).
 """
 

@@ -51,7 +51,7 @@ class Push:
     increments: tuple[Metric, ...] = ()
     values: tuple[Metric, ...] = ()
     is_last: bool = False
-    """Whether the process ends in order, so that the endpoint keeps its values."""
+    """Whether the process ends in order after this push; the endpoint then keeps its values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,7 +260,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return the start of a block, and the deltas that complete it."""
+    """Return a block without its content, and the deltas of a stream that add the content."""
     if block["type"] == "tool_use":
         arguments = json.dumps(block["input"], ensure_ascii=False)
         parts = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces(arguments)]

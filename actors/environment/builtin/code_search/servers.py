@@ -201,6 +201,9 @@ class ServerThreads:
 
 
 def signal_group(process: subprocess.Popen[bytes]) -> None:
-    """Have the kernel kill a program with its group; its reader waits for its end."""
+    """Kill a program and its process group; return at once.
+
+    The thread that reads the program's output waits for its end.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
