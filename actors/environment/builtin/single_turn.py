@@ -233,7 +233,7 @@ class SingleTurnEnvironment:
         return last_of(self._answer_pattern, text, what="answer_pattern")
 
     def _components(self, scores: _Scores) -> dict[str, float]:
-        """Return a single function's parts, or the value and the parts of each of several."""
+        """Return the only function's parts; of several functions, each one's value and parts."""
         known = {
             function: score.value for function, score in scores.items() if score.value is not None
         }
