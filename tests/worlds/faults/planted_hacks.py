@@ -15,6 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.environment.builtin.calculator import CalculatorOptions
+from actors.environment.builtin.code_search.environment import CodeSearchOptions
+from actors.environment.builtin.guessing import GuessingOptions
+from actors.environment.builtin.reasoning_gym_env import ReasoningGymOptions
 from actors.environment.builtin.single_turn import (
     SINGLE_TURN,
     SingleTurnEnvironment,
@@ -245,7 +249,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
         ),
         Planted(
             name="length padding",
-            make_environment=ThoroughIsGood,
+            make_environment=partial(ThoroughIsGood, ReasoningGymOptions()),
             make_task=_seeded("reasoning_gym", _CHAIN),
             honest=_says_chain,
             hack=_pads,
@@ -261,7 +265,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
         ),
         Planted(
             name="tool farming",
-            make_environment=PaysEachCall,
+            make_environment=partial(PaysEachCall, CalculatorOptions()),
             make_task=_seeded("calculator"),
             honest=_computes,
             hack=_farms,
@@ -269,7 +273,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
         ),
         Planted(
             name="malformed that scores",
-            make_environment=FailsOpen,
+            make_environment=partial(FailsOpen, GuessingOptions()),
             make_task=_seeded("guessing"),
             honest=_guesses,
             hack=_says_nothing,
@@ -277,7 +281,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
         ),
         Planted(
             name="failing in place of a zero",
-            make_environment=Overflows,
+            make_environment=partial(Overflows, CalculatorOptions()),
             make_task=_seeded("calculator"),
             honest=_computes,
             hack=_gives_up_loudly,
@@ -301,7 +305,7 @@ def planted_hacks(directory: Path) -> tuple[Planted, ...]:
         ),
         Planted(
             name="answering without looking",
-            make_environment=partial(MatchesPatterns, root=str(directory)),
+            make_environment=partial(MatchesPatterns, CodeSearchOptions(root=str(directory))),
             make_task=_search_task,
             honest=_searches,
             hack=_answers_all,
