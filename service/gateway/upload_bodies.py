@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.datastructures import Headers
 
+from actors.environment.turn_loop import MAX_ANSWER_CHARS
 from actors.types import BranchReason, FinishReason
 from service.api.problems import Problem, shown
 from service.api.schemas import ID_PATTERN
@@ -63,6 +64,9 @@ class TurnBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     is_malformed: bool = False
     index: int | None = None
     """Index of the turn in its trajectory, in the order of play; null in all: as listed."""
+    state_key: Annotated[str, Meta(max_length=MAX_ANSWER_CHARS)] | None = None
+    """Text that is equal for turns in equal states (`algorithm.state_credit`); null: turns are in
+    equal states if their observations have equal tokens."""
 
 
 class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):

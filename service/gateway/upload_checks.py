@@ -232,6 +232,7 @@ def _turn_spans(bodies: Sequence[TurnBody], length: int, fail: _Fail) -> tuple[T
             end=turn.end,
             finish_reason=turn.finish_reason,
             is_malformed=turn.is_malformed,
+            state_key=turn.state_key,
         )
         for turn in bodies
     )

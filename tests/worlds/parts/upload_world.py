@@ -170,6 +170,7 @@ def _as_sample(sample: Sample, *, packed: bool) -> dict[str, Any]:
                 "index": turn.index,
                 "finish_reason": turn.finish_reason.value,
                 "is_malformed": turn.is_malformed,
+                "state_key": turn.state_key,
             }
             for turn in sample.turns
         ],
