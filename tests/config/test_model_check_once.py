@@ -54,6 +54,9 @@ def imports_torch(directory: Path, *, max_context_tokens: int = 64) -> bool:
     return done.stdout.strip() == "True"
 
 
+# Each check is a process that imports torch and transformers: 9 s.
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_model_is_checked_once_and_again_when_something_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +76,9 @@ def test_a_model_is_checked_once_and_again_when_something_changes(
             check(model)
 
 
+# Each check is a process that imports torch and transformers: 9 s.
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_repeats_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,6 +258,9 @@ def test_an_environments_score_of_a_group_is_tried_too(place: Path, name: str, w
         check_without_model(config)
 
 
+# It waits for the limit of a trial: 13 s.
+@pytest.mark.proof
+@pytest.mark.slow
 def test_an_import_that_does_not_end_is_refused_with_its_file_and_the_limit(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,9 @@ except ConfigError as error:
     assert re.search(r"a local Ray did not start \(.*expected it to start here", done.stdout), done
 
 
+# It starts Ray, and a worker writes more than its files may hold: 15 s.
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_files_of_rays_workers_are_bounded_and_the_runs_log_is_not_among_them(
     tmp_path: Path,
 ) -> None:
