@@ -36,11 +36,12 @@ class Scale(StrEnum):
 
 
 class Truncation(StrEnum):
-    """The treatment of a trajectory that was cut off, with a critic.
+    """The treatment of a trajectory that was cut off, if the baseline is a critic.
 
-    bootstrap: it is trained, and the value after its last token is V(s_T). terminal: it is trained,
-    and that value is 0. mask: it is not in the loss. penalty: as terminal, and an amount is
-    subtracted from its return. drop: it is in neither the loss nor the baseline.
+    bootstrap: it is trained, and the value after its last token is V(s_T), the critic's value of
+    its last state. terminal: it is trained, and that value is 0. mask: it is not in the loss.
+    penalty: as terminal, and an amount is subtracted from its return. drop: it is in neither the
+    loss nor the baseline.
     """
 
     BOOTSTRAP = "bootstrap"
@@ -96,8 +97,9 @@ class CriticSettings:
     """Lambda of GAE, from one sampled token to the next."""
     truncation: Truncation = Truncation.BOOTSTRAP
     """How a trajectory that was cut off is treated. bootstrap: the value after its last token is
-    V(s_T). terminal: that value is 0. mask: it is not in the loss. penalty: as terminal, and
-    truncation_penalty is subtracted from its return. drop: it is left out.
+    V(s_T), the critic's value of its last state. terminal: that value is 0. mask: the trajectory is
+    not in the loss. penalty: as terminal, and truncation_penalty is subtracted from its return.
+    drop: it is left out.
     """
     truncation_penalty: NotNegative = 0.0
     """Amount subtracted from the return of a trajectory that was cut off, if truncation is
@@ -201,8 +203,8 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler. The trainer's policy is old if the
-    denominator is old, otherwise current.
+    A band is a range [low, high] of the ratio trainer / sampler. The trainer's probability in this
+    ratio is that at the step's start if the denominator is old, otherwise the current one.
     """
 
     __pydantic_config__ = STRICT
@@ -226,7 +228,7 @@ class LossSettings:
     the ratio of a token whose probability has not changed.
     """
     ratio_cap: Rate = 20.0
-    """Largest weight of a token (reinforce, dppo_*)."""
+    """Largest value of a token's ratio, by which its gradient is weighted (reinforce, dppo_*)."""
     sapo_tau_positive: Rate = 1.0
     """Steepness of SAPO's gate for advantages above 0."""
     sapo_tau_negative: Rate = 1.05
@@ -238,7 +240,7 @@ class LossSettings:
     correction: Correction = Correction.NONE
     """Importance weight old / behaviour; only with denominator old."""
     correction_cap: Rate = 2.0
-    """Largest importance weight."""
+    """Upper limit of the importance weight (`correction`)."""
     token_band: tuple[Rate, Rate] | None = None
     """Tokens whose ratio trainer / sampler is outside this range are not trained."""
     sequence_band: tuple[Rate, Rate] | None = None
@@ -246,7 +248,8 @@ class LossSettings:
     outlier_below: Annotated[float, Gt(0), Lt(1)] | None = None
     """A trajectory is not trained if one of its tokens has a lower ratio than this."""
     entropy_coefficient: NotNegative = 0.0
-    """Weight of the entropy bonus, over all trained tokens, masked ones too."""
+    """Weight of the entropy bonus. The bonus is the entropy of all trained tokens, weighted as in
+    the loss; tokens that a band or outlier_below removes from the policy loss are included."""
     kl: KlSettings = field(default_factory=KlSettings)
 
     @property
@@ -326,13 +329,15 @@ class AlgorithmSettings:
     group_size: Positive = 16
     """Number of rollouts of one task; they share a baseline."""
     min_group_size: Positive = 2
-    """Number of usable members that a group needs to be trained."""
+    """Number of usable members that a group needs to be trained; a member is usable if its return
+    counts in the group's baseline."""
     min_usable_samples: Positive | None = None
     """Number of usable members at which a group closes; null: it closes when all have ended."""
     max_lag: Natural = 0
     """S: number of versions that admission may run ahead of training; 0: synchronous."""
     window_groups: Positive | None = None
-    """W: number of groups among which a step chooses closed ones; null: P, or 1 with max_lag 0."""
+    """W: a step takes each of its groups from W consecutive group numbers, the first of which is
+    the oldest that no step has taken; null: P, or 1 with max_lag 0."""
     baseline: Baseline = Baseline.MEAN
     """Value subtracted from returns; critic: that of a value model, with GAE over tokens (PPO)."""
     scale: Scale = Scale.STD
@@ -366,7 +371,7 @@ class AlgorithmSettings:
 
     @property
     def bootstraps(self) -> bool:
-        """Whether the end of a truncated trajectory has the value that a critic gives it."""
+        """Whether a truncated trajectory's last state has the critic's value instead of 0."""
         return self.has_critic and self.critic.truncation is Truncation.BOOTSTRAP
 
     @property
@@ -375,12 +380,12 @@ class AlgorithmSettings:
 
     @property
     def shapes_by_reference(self) -> bool:
-        """Whether rewards need a reference's log-probabilities."""
+        """Whether rewards need the reference model's log-probabilities."""
         return self.reward.kl is not None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the rewards or the loss compare with a reference."""
+        """Whether the rewards or the loss need the reference model's log-probabilities."""
         return self.shapes_by_reference or self.loss.needs_reference
 
     @property
@@ -392,7 +397,8 @@ class AlgorithmSettings:
     def trains_without_signal(self) -> bool:
         """Whether groups of equal returns are trained, with advantage 0.
 
-        This is so if the loss has a KL term or an entropy bonus, which have a gradient there.
+        This is so if the loss has a KL term or an entropy bonus, whose gradient does not depend on
+        the advantage.
         """
         return self.loss.needs_reference or self.loss.needs_entropy_gradient
 
@@ -403,7 +409,7 @@ class AlgorithmSettings:
 
     @property
     def window(self) -> int:
-        """The window W: window_groups, or its default."""
+        """The window W: `window_groups`, or its default if it is null."""
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 
     @property

@@ -100,12 +100,17 @@ class RankShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """A reference's and a critic's scores of a row or a sample; advantages are made from them."""
+    """The reference model's and the critic's scores of a row or of a sample.
+
+    Rewards (KL) and advantages are computed from them.
+    """
 
     reference_logprobs: Float32s | None = None
-    """[M] float32, nats, the reference's log-probabilities of the targets; None without one."""
+    """[M] float32, nats, the reference model's log-probabilities of the targets; None without
+    a reference model."""
     values: Float32s | None = None
-    """[T] float32, the critic's value of the state that ends with each token; None without one."""
+    """[T] float32, the critic's value of the state that ends with each token; None without a
+    critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

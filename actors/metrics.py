@@ -58,9 +58,10 @@ class PublishPhase(StrEnum):
 
 
 class OptionalGauges(Collector):
-    """Gauges of one name, by the value of their label; only the values shown last are present.
+    """A gauge metric whose values are set together: `show` replaces all that were shown before.
 
-    The library's own gauges begin at 0. Without a label there is one gauge, whose key is "".
+    It has one value for each value of its label, or, without a label, one value under the key "".
+    Before the first `show` it has no value; the library's own gauges begin at 0.
     """
 
     def __init__(self, name: str, documentation: str, label: str = "") -> None:
@@ -85,7 +86,7 @@ class OptionalGauges(Collector):
 
 
 class OptionalGauge(OptionalGauges):
-    """A gauge that is absent while its value is not known."""
+    """A gauge without a label that is absent while its value is not known."""
 
     def set(self, value: float | None) -> None:
         """Set the value; None if it is not known."""
@@ -93,10 +94,10 @@ class OptionalGauge(OptionalGauges):
 
 
 class StoredHistograms(Collector):
-    """Histograms of one name, by the value of their label, whose counts are kept elsewhere.
+    """A histogram metric that shows given counts, such as counts of stored rows.
 
-    The library's own histograms cannot start from counts. Without a label there is one histogram,
-    whose key is "".
+    The library's own histograms cannot start from counts. The metric has one for each value of
+    its label, or, without a label, one under the key "".
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class SecretUse(StrEnum):
 
 
 def secret_failures(gained: AtomicRegistry, use: SecretUse) -> Counter:
-    """Return the counter of one secret; the processes that read it have one each."""
+    """Return the counter of failed readings of a secret's file, for one process that reads it."""
     counter = gained.counter(
         "rayloom_secret_read_failures",
         "Readings of a secret's file that found it missing, empty or invalid, by secret; the last "
@@ -258,7 +259,7 @@ class RunMetrics:
 
 
 class RolloutMetrics:
-    """Ended trajectories, counted since the start of this process: no stored row holds them."""
+    """Ended trajectories since the start of this process; no stored row has their counts."""
 
     def __init__(self, gained: AtomicRegistry, values: AtomicRegistry) -> None:
         self.ended = gained.counter(
@@ -361,7 +362,7 @@ class LedgerMetrics:
 
 
 class WaitMetrics:
-    """Time spent waiting for the queue since this process started: no stored row holds it."""
+    """Time spent waiting for the queue since this process started; no stored row has it."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.blocked = registry.counter(

@@ -12,10 +12,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The address at which rank 0's store listens.
+    """The address of torch.distributed's store, through which the trainer's ranks find each other.
 
-    It is not in a module of the trainer, because the supervisor receives it and must not import
-    torch.
+    Rank 0 opens the store. This class is not in a module of the trainer, because the supervisor
+    receives it and must not import torch.
     """
 
     address: str

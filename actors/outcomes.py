@@ -19,7 +19,7 @@ EQUAL_TOLERANCE = 1e-9
 
 
 class Disposition(StrEnum):
-    """The treatment of a trajectory, which `OutcomeRule` defines for each kind."""
+    """The treatment of a trajectory; the methods of `OutcomeRule` define what each value means."""
 
     TRAIN = "train"
     TRAIN_CLAMPED = "train_clamped"
@@ -55,8 +55,8 @@ class OutcomeRule:
         train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
         mask: r if it was graded; drop: nothing.   Source: docs/semantics.md, Outcomes.
 
-        Args: worst_completed: the lowest return of the group's completed members; None if no member
-        has completed.
+        Args: episode_return: r. worst_completed: the lowest return of the group's completed
+        members; None if no member has completed.
 
         Example: train_clamped: baseline_return(1, is_graded=True, worst_completed=-1) -> -1
         """

@@ -185,7 +185,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> slice:
-        """The index of its sampled tokens in the sample's columns."""
+        """The slice of the turn's sampled tokens in the sample's columns."""
         return slice(self.start, self.end)
 
 
