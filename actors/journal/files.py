@@ -205,13 +205,14 @@ def write_file(directory: Path, step: JournalStep) -> Path:
 
     Raises: OSError; then the temporary file is removed.
     """
-    # Parents are not created: if the run's directory is not visible here, it must not be invented.
+    # Parents are not created: if the run's directory is not visible on this machine, creating
+    # it would hide that.
     directory.mkdir(exist_ok=True)
     path = directory / file_name(step.step, term=step.term)
     aside = directory / f".{path.name}.{os.getpid()}.tmp"
     try:
-        # Not synced to the disk: after a power failure a file may be damaged, which reading it
-        # detects.
+        # Not synced to the disk: a power failure may damage a file, and reading the file detects
+        # the damage.
         with aside.open("wb") as file:
             write_step(file, step)
         aside.replace(path)

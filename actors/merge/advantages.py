@@ -29,7 +29,7 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """The advantages that one group's returns give."""
+    """The advantages of one group, computed from its returns."""
 
     values: Float64s
     """[G] float64, in the order of the returns."""
@@ -120,7 +120,7 @@ def group_advantages(
         case Baseline.MEAN:
             differences = values - mean
         case Baseline.LEAVE_ONE_OUT:
-            # Returns that are not all equal are at least two: the divisor is not 0.
+            # Unequal returns are at least two, so the divisor is not 0.
             differences = values - (values.sum() - values) / (values.size - 1)
         case Baseline.CRITIC:
             raise AssertionError("advantages: a critic's are per token")

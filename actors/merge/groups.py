@@ -111,7 +111,7 @@ def _classify_group(group: Sequence[Trajectory], settings: StepSettings) -> Grou
     )
 
 
-# Most notices of a step: many trajectories usually share one fault.
+# Largest number of notices of a step: many trajectories usually share one fault.
 MAX_NOTICES = 3
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = RewardSettings()

@@ -162,8 +162,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         merge=report_merge(trajectories),
         statistics=_statistics(
             {
-                # Before the outcome's rule: the reward that was played, not the one that is
-                # trained.
+                # The returns before the outcome's rule changes them: what the policy earned, not
+                # what is trained.
                 "reward": shaped,
                 "scaled_reward": _scaled(graded),
                 "trajectory_advantage": [float(values.mean()) for values in advantages],

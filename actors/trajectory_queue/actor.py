@@ -7,8 +7,8 @@ queue's own object. Readers get references. Every wait has a deadline; an empty 
 nothing was available before it.
 
 Ray restarts a queue that died, with the same handles and without its state; calls wait until the
-supervisor has opened it. Every answer to the training loop has a cut: the next queue is opened from
-the newest cut, so that loop and queue agree.
+supervisor has opened it. Every answer to the training loop has a cut (`QueueCut`): the next queue
+is opened from the newest cut, so that loop and queue agree.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class TrajectoryQueue:
         return self._cut()
 
     async def release_actor(self, actor_id: str) -> int:
-        """Have the rollouts of a dead actor played again; its id is never used again.
+        """Have the rollouts of a dead actor played again; the actor's id is never used again.
 
         Returns: the number of rollouts that it held.
         """
@@ -225,7 +225,7 @@ class TrajectoryQueue:
         return num_released
 
     async def give_back(self, actor_id: str) -> int:
-        """Have the rollouts of a live actor that has dropped them played again.
+        """Have rollouts that a live actor has dropped played again.
 
         Returns: the number of rollouts that it held.
         """

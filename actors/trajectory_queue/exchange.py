@@ -1,10 +1,10 @@
-"""The side of the queue in a playing actor: takes assignments, sends finished trajectories.
+"""The part of the queue in a playing actor: it takes assignments and sends finished trajectories.
 
 Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
 raises, and the supervisor then gives this actor's rollouts to another one. A slot is free again
 only after its trajectory has been sent, so a full queue slows the player down. If the queue dies,
-this side drops everything that it holds, and the next queue hands it out again. Called by the
-actors that play: environment actors and the gateway.
+the exchange drops its assignments and trajectories, and the next queue hands the rollouts out
+again. Called by the actors that play: environment actors and the gateway.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class QueueUnreachable(Exception):
 
 
 class QueueDied(Exception):
-    """The queue died that handed out this actor's rollouts; the next one hands them out again."""
+    """The queue that handed out this actor's rollouts died; the next queue hands them out again."""
 
 
 class RolloutExchange:
@@ -162,7 +162,7 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Drop everything that is held, and report this to the queue.
+        """Cancel all plays, drop their trajectories, and give the rollouts back to the new queue.
 
         Raises: QueueUnreachable.
         """

@@ -61,7 +61,7 @@ def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
 
 
 TokenCause = EvictionReason | LeftOutReason
-"""The cause why a sampled token is not trained."""
+"""The cause for which a sampled token is not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

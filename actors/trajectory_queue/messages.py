@@ -137,7 +137,7 @@ class QueueSnapshot:
 
     @property
     def last_event_seq(self) -> int:
-        """Number of the newest ledger event that the snapshot includes; -1 if there is none."""
+        """The `seq` of the newest ledger event that the snapshot includes; -1 if there is none."""
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:

@@ -20,7 +20,7 @@ class QueueSettings:
     __pydantic_config__ = STRICT
 
     max_items: Positive | None = None
-    """Largest number of rollouts handed out or buffered; null: those of two steps more than the
+    """Largest number of rollouts handed out or buffered; null: the rollouts of A + 2 steps, A the
     largest policy age."""
     max_mib: Positive = 1024
     """Largest size of the buffered payloads, in MiB."""

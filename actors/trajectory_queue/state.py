@@ -50,7 +50,7 @@ from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
-# Outcomes of a trajectory that can be caused by holding its turns for too long.
+# Outcomes that a hold can cause: no turn is sampled while it lasts, so a deadline may pass.
 HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
@@ -99,7 +99,8 @@ class QueueState:
         self._waiting_rows: Counter[Any] = Counter()
         """Rows in `_waiting` by block."""
         self._waiting_bytes = 0
-        """Total size of these blocks in bytes; each is counted once, with all its rows."""
+        """Total size in bytes of the blocks in `_waiting_rows`; each counts once, with all its
+        rows."""
         self._summaries: list[TrajectorySummary] = []
         self._num_refused = self._num_retries = self._num_replaced_groups = 0
         self._failures = FailureCounter()
@@ -285,7 +286,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _tell(self, rollout: Rollout) -> None:
-        """Let a rollout's summary be drained that waited until its group was scored."""
+        """Add a rollout's summary, which waited until its group was scored, to the next drain."""
         if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 

@@ -79,7 +79,7 @@ class AdmissionWindow:
 
     @property
     def admissible_end(self) -> int:
-        """The end of the admissible group numbers, P (v + S + 1), or that of the whole run."""
+        """The lowest group number that is not admissible: P (v + S + 1), or the end of the run."""
         algorithm = self._algorithm
         num_steps = self._loaded_version + algorithm.max_lag + 1
         if self._num_steps is not None:
