@@ -196,7 +196,7 @@ class EnvironmentActor:
         """Play an evaluation during training; its trajectories do not enter the queue.
 
         Args: kept: the tokens that may be sampled; None: every token. slots_share: share of
-        rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each
+        rollouts.slots_per_actor to play at once. keeps_tokens: put the `rollout_line` of each play
         into the object store, so that this process keeps only the running episodes.
         Returns: a result for each play, in order, the first SHOWN_SAMPLES with their text.
         """

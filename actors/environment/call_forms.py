@@ -1,7 +1,7 @@
 """Find in a model's chat template how it writes its calls and its thoughts, without vLLM.
 
 A form is recognised by its signs, in the template's text or in its rendering of a call. Called by
-the engine's replica, which reads replies with vLLM's parser of that name, by the gateway, and by
+the engine's replica, which reads replies with vLLM's parser of the form, by the gateway, and by
 the checks before a start.
 """
 
@@ -70,7 +70,7 @@ CALL_FORMS = (
 _JSON_CALL = re.compile(rf"{re.escape(OPEN)}\s*\{{")
 _BARE_JSON_CALL = re.compile(r'\{\s*"name": *"probe", *"parameters": *\{')
 # A text in the template, and its parser. vLLM's `qwen3` lets a call end the thought around it;
-# `deepseek_r1` splits at the end of the thought, so that a call inside a thought calls nothing.
+# `deepseek_r1` splits at the end of the thought, so that a call inside a thought is ignored.
 _THINKING = (("[THINK]", "mistral"), ("</think>", "deepseek_r1"))
 
 

@@ -149,8 +149,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template shows a content only if it is a list of parts (some that also
-        take images)."""
+        """Whether the template shows a content only if it is a list of parts, as some templates do
+        that also take images."""
         probe: dict[str, Any] = {"role": "user", "content": _CONTENT}
         for message, wants in ((probe, False), (_in_parts(probe), True)):
             try:
@@ -188,7 +188,7 @@ def template_variables(template: object) -> frozenset[str] | None:
     try:
         return frozenset(jinja2.meta.find_undeclared_variables(language.parse(template)))
     except jinja2.TemplateError:
-        # It has tags that only the tokenizer's library knows.
+        # The template has tags that only the tokenizer's library knows.
         return None
 
 
@@ -233,7 +233,7 @@ def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
     if message.tool_call_id is not None:
         rendered["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
-        # Some templates use the first name, some the second.
+        # Some templates read `reasoning_content`, others `reasoning`.
         rendered["reasoning_content"] = rendered["reasoning"] = message.reasoning
     if message.call_texts:
         rendered["tool_calls"] = [

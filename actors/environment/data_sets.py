@@ -241,7 +241,7 @@ def _check_names(names: Sequence[str], *, what: str) -> None:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that names the format, in small letters: .jsonl for rows.JSONL.gz."""
+    """Return the suffix that names the format, in lower case: .jsonl for rows.JSONL.gz."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if last == ".gz" else last
 
@@ -384,7 +384,7 @@ def _task(
             "out, and rows get ids by content"
         )
     seed = row.get("seed", derived_seed("seed", task_id))
-    # A CSV file has texts.
+    # Values of a CSV file are texts.
     seed = int(seed) if isinstance(seed, str) and seed.isascii() and seed.isdigit() else seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise BadTaskFile(f"{where}: seed: expected a whole number from 0 to 2^63 - 1")

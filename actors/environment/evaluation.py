@@ -27,7 +27,7 @@ class EvaluationSet:
     tasks: Sequence[Task]
     sampling: Sampling
     is_part: bool = False
-    """Whether it is one part of a mixture; all parts together are the run's held-out tasks."""
+    """Whether the set is one part of a mixture; all parts together are the run's held-out tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Play:
 
     task: Task
     sample: int
-    """Number of the sample among those of its task, from 0."""
+    """Index of the sample among the samples of its task, from 0."""
 
     @property
     def assignment(self) -> RolloutAssignment:

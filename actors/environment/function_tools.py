@@ -53,7 +53,7 @@ class BadTool(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTool:
-    """A function, and how it is called."""
+    """A tool: a user's function, its schema, and the process that calls it."""
 
     schema: ToolSchema
     function: Callable[..., Any]
@@ -168,7 +168,7 @@ async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _tool_of(target: str) -> FunctionTool:
-    """Return the tool that is a function (my_tools.py:search), or a method of a class
+    """Return the tool of a name: a function (my_tools.py:search) or a method of a class
     (my_tools.py:Desk.look)."""
     name, _, method = target.rpartition(".")
     if ":" in name:
@@ -181,7 +181,10 @@ def _tool_of(target: str) -> FunctionTool:
 
 
 def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Return the arguments with refused JSON texts of objects and lists read; None if none is."""
+    """Return the arguments with the refused JSON texts of objects and lists parsed.
+
+    Returns: None if no refused argument is such a text, or if one cannot be parsed.
+    """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
         text = read.get(str(name))
@@ -516,7 +519,7 @@ def tidy(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tree: Any) -> Any:
-    """Return a schema without titles, without what the checks enforce, and without references."""
+    """Return a schema without titles, references and `additionalProperties: false`."""
     return _without_titles(_inlined(tree, tree.get("$defs", {}), frozenset()))
 
 
@@ -578,7 +581,8 @@ def _references(tree: Any) -> Iterator[str]:
             yield from _references(each)
 
 
-# Keywords of JSON Schema whose values are data, or schemas by names that are the user's.
+# Keywords of JSON Schema: those whose values are data, and those whose values are schemas by names
+# that the user chose.
 _DATA = frozenset({"default", "const", "enum", "examples", "example"})
 _BY_NAME = frozenset({"properties", "$defs", "patternProperties", "dependentSchemas"})
 

@@ -57,16 +57,17 @@ class JudgeOptions:
     timeout_s: float = 60.0
     """Time limit of one request, in seconds."""
     max_retries: int = 3
-    """Retries after a lost request, or a status that may pass (429, 503, …)."""
+    """Number of retries after a lost request, or a status that may be temporary (429, 503, …)."""
     concurrency: int = 16
-    """Concurrent requests of one environment actor."""
+    """Maximum number of concurrent requests of one environment actor."""
     cache: str | None = None
     """An SQLite file for replies; None: the newest KEPT_REPLIES are kept in memory."""
     api_key: str | None = None
     """Sent as a bearer token; $NAME is a variable of the run's processes. None: $OPENAI_API_KEY, if
     it is set; empty: no key is sent."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the request, as the service requires; null removes one of ours."""
+    """More fields of the request, as the service requires; null removes a field that
+    Rayloom sets."""
     input_price: float = 0.0
     """Price of a million tokens of the question."""
     output_price: float = 0.0

@@ -127,7 +127,7 @@ def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
         raise BadServer(str(error)) from error
 
 
-# The client, and the tools of its server.
+# An open server: the client, and the tools of the server.
 _Opened = asyncio.Future[tuple[Any, tuple["McpTool", ...]]]
 
 
@@ -377,7 +377,7 @@ def _text_of(result: Any) -> str:
 # closed. Logging has a limit for each process, because a server may write a line for every call of
 # every episode into the log of the worker.
 SHOWN_BYTES = 1 << 20
-"""Bytes to log, of all servers of this process together."""
+"""Maximum number of bytes to log, from all servers of this process together."""
 _KEPT_BYTES = 2048
 _CHUNK_BYTES = 1 << 16
 # Chunks read in one pass of the event loop, so that a server that writes fast does not block it.

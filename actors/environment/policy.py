@@ -57,7 +57,7 @@ class GenerateRequest:
     empty: only for thinking. None: not parsed."""
 
     def salted(self, salt: str) -> str:
-        """Return the key of the engine's prefix cache, which no salt gives to another tenant."""
+        """Return the salt for the engine's prefix cache; two tenants never get the same."""
         # No tenant's name contains a slash.
         return f"{self.tenant}/{salt}"
 

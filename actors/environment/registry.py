@@ -113,7 +113,10 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
 def _bound(
     name: str, factory: EnvironmentFactory, options: Mapping[str, Any]
 ) -> Callable[[], Environment]:
-    """Raise BadOptions, or BadEnvironmentOptions for keyword arguments that it does not take."""
+    """Bind an environment's options to its factory.
+
+    Raises: BadOptions; BadEnvironmentOptions for keyword arguments that the factory does not take.
+    """
     if (kind := options_of(factory)) is not None:
         return partial(factory, read(kind, options, where="options"))
     try:

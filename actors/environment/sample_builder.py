@@ -179,9 +179,9 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """Return the sample (the newest if tied) that shares most ids with a prompt, and how many.
+        """Return the open sample that shares most ids with a prompt, the newest of equals.
 
-        The second value is the number of shared ids.
+        Returns: the sample's index, and the number of shared ids.
         """
         nearest = len(self._open) - 1
         most = self._open[nearest].num_common(prompt)
@@ -189,7 +189,7 @@ class SampleBuilder:
             if most == prompt.shape[0]:
                 break
             sample = self._open[number]
-            # A sample that shares more has the prompt's id at the first position that differs here.
+            # A sample that shares more ids also has the prompt's id at position `most`.
             if sample.length > most and sample.id_at(most) == prompt[most]:
                 shared = sample.num_common(prompt)
                 if shared > most:

@@ -51,7 +51,10 @@ def main(user: int, command: Sequence[str]) -> int:
 
 
 def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
-    """Start the server and end it. watched: file descriptors of processes that it ends with."""
+    """Run the server, and end all its processes when it or a watched process ends, or on a signal.
+
+    watched: file descriptors of processes. Returns: the exit status, as a shell reports it.
+    """
     woken, waking = os.pipe()
     for end in (woken, waking):
         os.set_blocking(end, False)

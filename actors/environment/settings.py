@@ -39,35 +39,37 @@ class RolloutSettings:
     __pydantic_config__ = STRICT
 
     num_actors: Positive = 1
-    """Environment actor processes."""
+    """Number of environment actors; each is a process."""
     slots_per_actor: Positive = 256
-    """Episodes that one actor plays at once."""
+    """Maximum number of episodes that one actor plays at once."""
     max_turns: Positive = 8
-    """Model calls in one trajectory."""
+    """Maximum number of model calls in one trajectory."""
     max_tokens_per_turn: Positive = 64
-    """Sampled tokens in one turn."""
+    """Maximum number of sampled tokens in one turn."""
     temperature: Temperature = 1.0
     """Temperature of training rollouts; evaluations have their own (evaluation.temperature)."""
     stop: StopStrings = ()
-    """Strings that end a turn: the turn ends at the first one that it contains. The environment
-    gets the text before it; all sampled tokens are trained."""
+    """Strings that end a turn: the turn ends at the first of them in its text. The environment gets
+    the text before that string; all sampled tokens are trained."""
     turn_deadline_s: Seconds = 60
-    """Limit of one model call with the environment's answer to it; also of the environment's
-    reset."""
+    """Seconds that one model call and the environment's step after it may take together; also the
+    limit of the environment's reset."""
     episode_deadline_s: Seconds = 600
-    """Limit of one trajectory, from reset to the end."""
+    """Seconds that one trajectory may take, from its reset to its end."""
     frozen_after_s: Seconds = 60
-    """An environment actor that does not answer for this time is replaced."""
+    """Seconds without an answer after which an environment actor is replaced."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Changed rows of the outcome table."""
+    """Rules that replace the default rules of outcomes, by outcome."""
     max_failed_groups: Positive = 32
-    """Number of groups in a row without enough usable rollouts that ends the run."""
+    """The run ends after this many groups in a row that had too few usable rollouts to be
+    trained."""
     failed_groups_grace_s: NotNegative = 30
-    """Such a row ends the run only after this time, whatever its length."""
+    """Seconds for which groups must have failed in a row before the run ends, however many
+    failed."""
     workers: Positive = 64
-    """Maximum number of processes in which one actor calls reward functions and tools. Up to the
-    same number again may hold instances of tool classes, and again your own environments. Processes
-    are started when calls need them."""
+    """Maximum number of processes in which one actor calls reward functions and tools. In
+    addition, up to this number of processes hold instances of tool classes, and up to this number
+    hold your own environments. Processes are started when calls need them."""
     worker_memory_mib: Natural = 4096
     """Memory in MiB that a worker process may use beyond that of its imported modules; 0 means no
     limit."""
@@ -75,7 +77,8 @@ class RolloutSettings:
     """Whether the actor calls functions, tools and your own environments in its own process instead
     of in workers. Use it only for fast code that cannot hang."""
     reward_limit_s: Seconds = 20
-    """Limit of one call of a reward function in a worker. The wait for a worker does not count."""
+    """Seconds that one call of a reward function in a worker may take, without the wait for a
+    worker."""
     max_calls_per_turn: Positive = 8
     """Maximum number of tool calls that are answered in one turn. A turn with more is malformed."""
     parallel_calls: bool = False
@@ -134,11 +137,12 @@ class Sampling:
     """Sampling of an evaluation's tasks, and the return with which a sample passes."""
 
     num_samples: int = 1
-    """Samples of each task."""
+    """Number of samples of each task."""
     temperature: float = 0.0
     kept: KeptTokens = field(default_factory=KeptTokens)
     pass_reward: float = 1.0
-    """The least return with which a sample passes; the scaled return, if it is known."""
+    """The lowest return with which a sample passes; if the best possible return is known, the
+    return is divided by it first."""
     ks: tuple[int, ...] = (1,)
     """Values of k for pass@k, each at most num_samples."""
 
@@ -171,10 +175,11 @@ class PlayedEnvironment:
     """An environment with its options and limits."""
 
     environment: str
-    """Its registered name, or package.module:Class."""
+    """The environment's registered name, or package.module:Class."""
     options: Mapping[str, Any] = field(default_factory=dict)
     rollouts: RolloutSettings | None = None
-    """Its limits; None: the actor's."""
+    """The limits of its rollouts; None: those of the actor
+    (`EnvironmentActorSettings.rollouts`)."""
 
     @property
     def scores_groups(self) -> bool:
@@ -189,7 +194,7 @@ class EnvironmentActorSettings:
 
     rollouts: RolloutSettings
     environments: Mapping[str, PlayedEnvironment]
-    """Each environment by the value of `environment` in its tasks."""
+    """The environments, each under the name that its tasks have in `Task.environment`."""
     max_context_tokens: int
     """The engine's limit on prompt and reply together."""
     chat_template: str | None
@@ -197,7 +202,7 @@ class EnvironmentActorSettings:
     own template."""
     groups_per_step: int
     keeps_last_observation: bool = False
-    """See `play_episode`; true if a critic bootstraps episodes that were cut off."""
+    """As in `play_episode`; true if the critic's value is used for the end of cut-off episodes."""
     num_steps: int = 0
     """Number of training steps of the run; 0 if nothing is trained."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

@@ -336,7 +336,9 @@ def apportioned(weights: Mapping[str, float], *, total: int) -> dict[str, int]:
 
 
 def spread(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Spread names evenly by their counts: the first j items have j c / total of each, within one.
+    """Spread names evenly by their counts.
+
+    Among the first j items, a name of count c occurs j c / total times, within one.
 
     At position j a name may be chosen if it is late by at least 1 / (2 n - 2), for n names; among
     these the name is chosen that would first be too late (R. Tijdeman, The chairman assignment

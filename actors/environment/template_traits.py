@@ -34,7 +34,7 @@ _CALL = ToolCall(id="lookup001", name="look_up", arguments={"title": _ARGUMENT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trait:
-    """One line of the table."""
+    """One finding about a chat template: a line of the table that `rayloom check` prints."""
 
     name: str
     finding: str

@@ -47,7 +47,7 @@ _RAW_BODY = """
 {%- endfor -%}"""
 # Tokenizer classes that load without AutoTokenizer.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# After one of these a text is encoded without the tokens that a tokenizer puts before a beginning.
+# Texts to put before a text, so that a tokenizer adds nothing to the beginning of the latter.
 _BEFORE = (".", "0", "a", "\n")
 
 

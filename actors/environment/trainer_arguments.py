@@ -24,7 +24,7 @@ from typing import Any
 TRAINER_STATE = "trainer_state"
 LOGS = frozenset({"log_metric", "log_extra"})
 TRAINER_ARGUMENTS = LOGS | {TRAINER_STATE}
-# Limits on what one call logs. The rest is dropped, because logs only serve people.
+# Limits on what one call logs. Logs beyond them are dropped, because only people read logs.
 MAX_LOGGED, MAX_NAME, MAX_EXTRA_CHARS = 64, 128, 1000
 
 

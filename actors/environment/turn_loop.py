@@ -57,13 +57,13 @@ from actors.types import (
 )
 from actors.user_code import CallFailed, CallTimedOut, FaultLog, bounded, describe
 
-# The client gets the deadline and ends by itself; it is cancelled only if it does not.
+# A request has the deadline and ends by itself; only if it does not, it is cancelled.
 _POLICY_GRACE_S = 2.0
 _CLOSE_LIMIT_S = 5.0
 _RESCORE_DELAYS_S = (0.1, 0.5)
 # Each trajectory's summary has its answer; longer answers are distinguished by their digest.
 MAX_ANSWER_CHARS = 256
-# One for the process: its episodes share an environment and so have the same faults.
+# One log for the process, because its episodes share an environment and so have the same faults.
 _faults = FaultLog(logging.getLogger(__name__))
 
 
@@ -425,7 +425,8 @@ async def _step(environment: Environment, action: Action) -> StepResult:
 
 
 def _short_key(key: str | None) -> str | None:
-    """Return a state's key, shortened as an answer is: every turn of a trajectory may have one."""
+    """Return a state's key, shortened by `short_answer`: every turn of a trajectory may have a
+    key."""
     return None if key is None else short_answer(key)
 
 

@@ -177,7 +177,7 @@ class _Game:
         )
 
     def _num_refused(self) -> int:
-        """Return the number of moves in a row that the game refused of the current seat.
+        """Return the number of moves in a row that the game refused from the current seat.
 
         The result is 0 if the game has its own state class that does not count them.
         """

@@ -24,7 +24,7 @@ from annotated_types import Ge, Le
 from actors.environment.tasks import BadTaskFile, json_rows
 from actors.limits import STRICT
 
-# The number of names that the parts below make.
+# The number of names that `_STARTS`, `_MIDDLES` and `_ENDS` make.
 MAX_GENERATED = 200
 _SUFFIXES = (".jsonl", ".parquet")
 _KEPT_INDEXES = 4

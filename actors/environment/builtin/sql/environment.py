@@ -78,13 +78,13 @@ class SqlOptions(TurnOptions):
     root: str = "."
     """Directory of the tasks' databases, relative to the working directory."""
     database_path: Annotated[str, holding("{database}")] = "{database}"
-    """Path of a task's database below it, such as {database}/{database}.sqlite."""
+    """Path of a task's database below `root`, such as {database}/{database}.sqlite."""
     level: Annotated[int, Ge(1), Le(LEVELS)] = 1
-    """Level of generated questions."""
+    """Difficulty of generated questions."""
     max_queries: Natural = 5
     """Maximum number of queries in an episode; 0: there is no tool."""
     sample_rows: Natural = 0
-    """Rows of each table in the prompt."""
+    """Number of rows of each table that the prompt shows."""
     max_rows: Positive = 20
     """Maximum number of rows in the tool's answer."""
     max_chars: Positive = 2_000
