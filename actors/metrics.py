@@ -246,7 +246,8 @@ class RunMetrics:
         )
         self.checkpoint_free_bytes = registry.gauge(
             "rayloom_checkpoint_free_bytes",
-            "Free space of the checkpoints' volume after the newest one; absent as its size is.",
+            "Free space of the checkpoints' volume after the newest checkpoint was written; absent "
+            "until this process has written one.",
         )
         self.checkpoint_seconds = registry.gauge(
             "rayloom_checkpoint_seconds",
@@ -349,7 +350,8 @@ class LedgerMetrics:
         )
         self.bytes_limit = registry.gauge(
             "rayloom_queue_bytes_limit",
-            "Size of the waiting trajectories at which the same happens (queue.max_mib).",
+            "Size of the waiting trajectories at which the queue starts further rollouts only for "
+            "the step that is being collected (queue.max_mib).",
         )
         self.oldest = registry.gauge(
             "rayloom_queue_oldest_seconds",

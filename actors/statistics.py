@@ -293,26 +293,27 @@ STATISTICS: tuple[Statistic, ...] = (
     *_check(
         "logprob_check_mean",
         unit=Unit.NATS,
-        help="Mean difference between the log-probabilities on that text; if there are several "
-        "series, the largest mean.",
+        help="Mean difference between the log-probabilities of trainer and engines on the text of "
+        "the check after a publish; if there are several series, the largest mean.",
     ),
     *_check(
         "logprob_check_ratio",
         unit=Unit.NUMBER,
-        help="That difference, divided by the largest difference that rounding can cause; above "
+        help="Difference between the log-probabilities of trainer and engines on the text of the "
+        "check after a publish, divided by the largest difference that rounding can cause; above "
         "1, trainer and engines compute different functions.",
     ),
     *_check(
         "logprob_check_tokens",
         unit=Unit.NUMBER,
-        help="Tokens of that text; in the first step of a term also the continuations of the "
-        "check at the start.",
+        help="Tokens of the text of the check after a publish; in the first step of a term also "
+        "the continuations of the check at the start.",
     ),
     *_check(
         "logprob_check_seconds",
         unit=Unit.SECONDS,
-        help="Time in which trainer and engines scored that text; absent in a step without a "
-        "check.",
+        help="Time in which trainer and engines scored the text of the check after a publish; "
+        "absent in a step without a check.",
     ),
     *_of(
         "mfu",
@@ -346,8 +347,12 @@ STATISTICS: tuple[Statistic, ...] = (
         "they predict every return, 0 if they are as good as the mean, negative if they are "
         "worse; absent if the targets did not vary.",
     ),
-    *_critic("critic_value_mean", _STEP, help="Mean value of the trained tokens' states."),
-    *_critic("critic_target_mean", _STEP, help="Mean target of these values."),
+    *_critic(
+        "critic_value_mean",
+        _STEP,
+        help="Mean of the critic's values of the trained tokens' states.",
+    ),
+    *_critic("critic_target_mean", _STEP, help="Mean target of the critic's values."),
     *_critic(
         "critic_clip_fraction",
         _STEP,
@@ -362,7 +367,11 @@ STATISTICS: tuple[Statistic, ...] = (
         "bounds it.",
     ),
     *_rewards(
-        "reward", _STD, _MIN, _MAX, help="Standard deviation, minimum and maximum of these returns."
+        "reward",
+        _STD,
+        _MIN,
+        _MAX,
+        help="Standard deviation, minimum and maximum of the returns of `reward_mean`.",
     ),
     *_rewards(
         "scaled_reward",
