@@ -206,4 +206,4 @@ class FaultLog:
         if key in self._seen or len(self._seen) >= MAX_LOCATIONS:
             return
         self._seen.add(key)
-        self._logger.warning("%s; further ones from there are only counted", summary, exc_info=root)
+        self._logger.warning("%s; further such errors are only counted", summary, exc_info=root)

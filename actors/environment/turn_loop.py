@@ -284,8 +284,8 @@ class _Episode:
                 self._samples.observe(prompt[: self._max_context_tokens])
             raise _Ended(
                 Outcome.TRUNCATED_CONTEXT,
-                f"a prompt of {prompt.shape[0]} tokens leaves no room in "
-                f"{self._max_context_tokens}",
+                f"a prompt of {prompt.shape[0]} tokens leaves no room for a reply in a context of "
+                f"{self._max_context_tokens} tokens",
             )
         limit = min(self._settings.max_tokens_per_turn, room)
         turn, parsed = await self._call_policy(prompt, tools, max_tokens=limit)

@@ -449,7 +449,7 @@ class Pool:
             raise
         finally:
             if not is_done and not worker.is_over:
-                self.kill(worker, f"its process was ended with a call of {named}")
+                self.kill(worker, f"its process was killed to end a call of {named}")
 
     async def _within(
         self,
@@ -540,7 +540,7 @@ class Pool:
         self._reasons.setdefault((function, what), why)
         if is_first:
             _logger.warning(
-                "%s: a call %s: %s (task %s); further ones are only counted",
+                "%s: a call %s: %s (task %s); further such calls are only counted",
                 function,
                 "ended its process" if what == "died" else "was ended at its limit",
                 why,

@@ -151,8 +151,12 @@ def _check_format(file: IO[bytes]) -> None:
         return
     if line.startswith(_FIRST_WORDS):
         found = line.removeprefix(_FIRST_WORDS).split(b"\n")[0].decode(errors="replace")
-        raise JournalDamaged(f"format {found}, expected {FORMAT}: another version wrote it")
-    raise JournalDamaged(f"no journal of format {FORMAT}: damaged, or another version wrote it")
+        raise JournalDamaged(
+            f"format {found}, expected {FORMAT}: another version of Rayloom wrote it"
+        )
+    raise JournalDamaged(
+        f"no journal of format {FORMAT}: it is damaged, or another version of Rayloom wrote it"
+    )
 
 
 def _read_section(file: IO[bytes]) -> bytes:

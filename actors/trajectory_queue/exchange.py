@@ -325,7 +325,11 @@ class GroupExchange:
         try:
             blocks = await within(limit_s, asyncio.gather(*group.blocks))
         except (RayError, TimeoutError) as error:
-            logger.warning("group %s: its payloads: %s", group.group_id, describe(error))
+            logger.warning(
+                "group %s is not scored and is played again, because its payloads are lost: %s",
+                group.group_id,
+                describe(error),
+            )
         else:
             played = [decode(blocks[each.block], each.row) for each in group.trajectories]
             scored = await self._score_group(group, played)

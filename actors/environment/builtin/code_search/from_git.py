@@ -84,7 +84,7 @@ def tasks_of_repository(
     if not tasks:
         raise ValueError(
             f"{repository}: got no {source} that make a question, expected one or more; try the "
-            f"other of {', '.join(QuestionSource)}, or allow more files to change"
+            f"other source ({' or '.join(QuestionSource)}), or allow more files to change"
         )
     return tasks
 
