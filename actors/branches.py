@@ -1,12 +1,12 @@
 """The reason why a turn extended no sample, guessed from token ids.
 
-Ids show the position where two histories part, not the cause. The sample that shares most with the
-prompt is compared with it as one changed span: the last few tokens of the sample after the
-divergence are searched in the prompt. From the position where they are found the two are alike
-again, and the tokens between are the change. The change
+Ids show the position where two histories part, not the cause. The prompt is compared with the
+sample that shares most with it, as if one span had changed: the last few tokens of the sample are
+searched for in the prompt after the divergence. From the position where they are found, sample and
+prompt are alike again, and the tokens between are the change. The change
 
-- is not followed by a match, is a plain deletion (a stripped thought, a rolled-back or compacted
-  history), or covers several regions: history_rewritten
+- is not followed by a match, is a plain deletion after the first prompt (a stripped thought, a
+  rolled-back or compacted history), or covers several `regions`: history_rewritten
 - is within the first prompt, which holds the system text and tool schemas: tools_changed
 - is only an insertion, or is in an observation: template
 - is in sampled tokens, which were encoded differently: retokenised

@@ -99,7 +99,7 @@ UNSCORED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePolicy:
-    """The rules of one environment: the defaults, with the rows that it replaces."""
+    """The rules of one environment: `overrides`, and the defaults for all other outcomes."""
 
     overrides: Mapping[Outcome, OutcomeRule] = field(default_factory=dict)
 
@@ -107,7 +107,8 @@ class OutcomePolicy:
         return self.overrides.get(outcome, DEFAULT_RULES[outcome])
 
     def is_retried(self, outcome: Outcome, *, attempt: int) -> bool:
-        """Whether another attempt follows attempt number `attempt` (from 0) with this outcome."""
+        """Whether a rollout is played again after this outcome and `attempt` earlier failed
+        attempts."""
         return attempt < self.rule(outcome).max_retries
 
     def disposition(self, outcome: Outcome) -> Disposition:

@@ -391,7 +391,7 @@ class Trajectory(Attempt):
     def is_graded(self) -> bool:
         """Whether its return may be in a baseline unchanged.
 
-        It is for a trajectory that was played to its end, and is not if its reward could not be
+        True for a trajectory that was played to its end; false if its reward could not be
         computed. A truncated or aborted trajectory is graded only if a reward was given or, if
         was_rewarded is None, if its last turn has a reward component or a reward other than 0.
         """

@@ -44,7 +44,7 @@ def problem_of(pattern: object) -> str | None:
 
 
 def last_of(pattern: str, text: str, *, what: str) -> str | None:
-    """Return the stripped group of the last match with a group that is not empty; None if none.
+    """Return the stripped group of the last match whose group is not empty; None without one.
 
     Args: what: the owner of the pattern, for the error.
     Raises: RewardError if the search exceeds LIMIT_S.

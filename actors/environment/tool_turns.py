@@ -62,7 +62,7 @@ class MalformedTurns:
     def result(self, messages: tuple[Message, ...]) -> StepResult:
         """Return the result of one more malformed turn.
 
-        Args: messages: what the policy is shown, unless the episode ends.
+        Args: messages: messages for the policy; left out if the episode ends.
         """
         self._num_in_a_row += 1
         is_over = self._num_in_a_row > self._at_most
@@ -132,7 +132,8 @@ class ToolTurns(MalformedTurns):
     ) -> tuple[tuple[Message, ...], bool]:
         """Return the answers to a turn's calls, and whether the turn is malformed.
 
-        It is if one of its calls is, or if it has more than `max_calls_per_turn`.
+        A turn is malformed if one of its calls is, or if it has more than `max_calls_per_turn`
+        calls.
         """
         settings = playing.get()
         taken = calls[: settings.max_calls_per_turn]

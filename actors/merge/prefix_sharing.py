@@ -207,7 +207,7 @@ class SortedItems:
     num_tokens: Int64s
     """Tokens of each item in a row without others."""
     cost: Float64s
-    """Cost of each item in a row without others, as `Size.cost`."""
+    """Cost of each item in a row without others, in the unit of `Size.cost`."""
     shared: Int64s
     """Number of leading tokens that each item shares with the item before it; 0 for the first."""
     inner: Int64s
@@ -218,7 +218,8 @@ class SortedItems:
     """Sample length at which attention costs as much as all other computation."""
 
     def cost_of(self, shared: Int64s) -> Float64s:
-        """Return the cost that sharing this many leading tokens saves, as `Size.cost`."""
+        """Return the cost that sharing this many leading tokens saves, in the unit of
+        `Size.cost`."""
         return shared + shared.astype(np.float64) ** 2 / self.attention_tokens
 
     def shared_with(self, number: int) -> Int64s:
