@@ -1,4 +1,4 @@
-"""A term's actors of one kind that play rollouts: start, watch, and replace dead or frozen ones.
+"""Start and watch a term's actors that play rollouts, and replace dead or frozen ones.
 
 Invariant: a dead actor's rollouts are returned to the queue before its successor starts, so that
 none is lost and none is counted twice.
@@ -27,7 +27,8 @@ from service.run.restartable_queue import RestartableQueue
 log = logging.getLogger("rayloom.pool")
 
 STOP_DEADLINE_S = 40.0
-# Early deaths in a row that end the term; a death within EARLY_DEATH_S of the start is early.
+# Number of early deaths in a row that end the term; a death is early if it comes within
+# EARLY_DEATH_S of the actor's start.
 MAX_EARLY_DEATHS = 5
 EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
@@ -36,15 +37,15 @@ PING_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolKind:
-    """The names and texts for the actors of a pool."""
+    """The kind of a pool's actors, and its names in ids and messages."""
 
     part: Part
     name: str
     """Name in messages."""
     id_prefix: str
-    """An actor's id is this, the term and a number: gateway-2-0."""
+    """Beginning of an actor's id, before the term and a number: `gateway` in gateway-2-0."""
     resumption: str
-    """The words between `7 rollouts` and the successor's id in the message about a dead actor."""
+    """Words in the message about a dead actor, between `7 rollouts` and the new actor's id."""
     why_blocked: str
     """The likely reason why an actor's event loop does not answer, for messages."""
 
@@ -121,7 +122,7 @@ class ActorPool:
         tasks = [asyncio.create_task(self._keep_alive(slot)) for slot in range(len(self._members))]
         try:
             await asyncio.gather(*tasks)
-            # A pool without actors gets here.
+            # Only a pool without actors reaches this line.
             await asyncio.Event().wait()
         finally:
             for task in tasks:

@@ -1,8 +1,8 @@
 """Copy committed checkpoints to `run.checkpoint_url`, in a thread.
 
-Invariants: nothing of the run waits for an upload, except its end, for a limited time; a failing
-upload is a notice and a count, and never ends the run; the newest checkpoint is copied first, so an
-address that is slower than the run lacks older ones. The recorder owns the thread.
+Invariants: only the end of a run waits for an upload, and only for a limited time; an upload that
+fails causes a notice, is counted, and never ends the run; the newest checkpoint is copied first, so
+that the address lacks older ones if copying is slower than the run. The recorder owns the thread.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from service.store.errors import StoreError
 
 log = logging.getLogger("rayloom.uploads")
 
-# Between two attempts: doubled after each failure, plus a random part of up to half of it. After
-# the last one the next checkpoint is waited for.
+# Delay before the second attempt; it doubles after each failure, and a random part of up to half of
+# it is added. After the last attempt the thread waits for the next checkpoint.
 FIRST_DELAY_S, MAX_ATTEMPTS = 2.0, 7
 CLOSE_LIMIT_S = 600.0
 
 
 class CheckpointUploads:
-    """The thread: call `begin_term` first, `wake` after each commit, and `close` last."""
+    """The thread that copies: call `begin_term` first, `wake` after each commit, `close` last."""
 
     def __init__(self, run_dir: RunDir, settings: RunSettings, *, metrics: Metrics) -> None:
         assert settings.checkpoint_url is not None
@@ -56,9 +56,9 @@ class CheckpointUploads:
         self._woken.set()
 
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
-        """Copy what is committed, then end the thread. Blocks for at most `limit_s` seconds.
+        """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
 
-        writes_rest: False if another process has the run.
+        writes_rest: False if another process has taken over the run: then copy nothing more.
         """
         if not writes_rest:
             self._is_lost.set()

@@ -56,9 +56,9 @@ from service.telemetry.records import EvaluationRecord
 log = logging.getLogger("rayloom.control")
 
 KEPT_OPERATIONS = 256
-# How long an answer waits for an admission in progress, or for engines to hold.
+# Seconds that an answer waits for an admission in progress, or for the engines to hold their turns.
 PASSED_LIMIT_S = 10.0
-# Share of an environment actor's slots; training keeps the others.
+# Share of each environment actor's slots that an evaluation may use; training keeps the others.
 EVALUATION_SLOTS_SHARE = 0.25
 MAX_EVALUATED = 100_000
 _KEPT_BY = "run.keep_checkpoints, run.keep_best"
@@ -266,7 +266,7 @@ class Control(ControlPort):
         views = [
             each for each in await self.checkpoints() if checkpoint_id in (each.id, str(each.step))
         ]
-        # If one step has several checkpoints, all but one are undone.
+        # If a step has several checkpoints, a return to an earlier one has undone all but one.
         found = next((each for each in views if not each.why_not), views[0] if views else None)
         if found is None:
             raise ControlRefused(

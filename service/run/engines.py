@@ -70,7 +70,7 @@ from service.run.restartable_trainer import RestartableTrainer
 
 log = logging.getLogger("rayloom.engines")
 
-# Engines that were never ready have nothing to lose: Serve may end them while the process exits.
+# Engines that were never ready have no turns to end: Serve may end them while the process exits.
 END_LIMIT_S, END_UNREADY_LIMIT_S = 90.0, 1.0
 NAME_LIMIT_S = 30.0
 BOARD_START_S = 300.0
@@ -87,7 +87,7 @@ class Engines:
     def __init__(
         self, settings: EngineSettings, *, run_id: str, orphan_timeout_s: float, has_api: bool
     ) -> None:
-        """Start nothing yet.
+        """Store the settings; `open_term` starts the engines.
 
         Args: run_id: the same in every process of this run. orphan_timeout_s: the configured value.
         has_api: whether the run has an API that outlives the supervisor; the board ends it
@@ -128,7 +128,7 @@ class Engines:
             self._board = await self._start_board()
             # Engines are slow to start, and until then need only the board's handle.
             await self._deploy()
-            # The board may wait for a node, and imports.
+            # The board may have to wait for a node, and then imports its packages.
             handle = board_handle(self._board, deadline_s=BOARD_START_S)
             await handle.open_term(term)
         if self._beating is None:
@@ -276,9 +276,9 @@ class Publisher:
     The first publication of a term runs the full check (`check_start`): the trainer scores the text
     by itself and packed with other rows, and then scores the engines' continuations. Each later
     publication checks the end of the text; every `check_every`-th one checks all of it. These later
-    checks may take at most COST_SHARE of the time since the start: if the text would exceed this,
-    the publication checks only the beginning of the text, or nothing. After a check beyond its
-    bound, the same text is checked again regardless of the cost.
+    checks may take at most COST_SHARE of the time since the start: if a check of the text would
+    take longer, the publication checks only the beginning of the text, or nothing. If a check is
+    beyond its bound, the next publication checks the same text again, regardless of the cost.
     """
 
     def __init__(
@@ -301,8 +301,8 @@ class Publisher:
         Args: quiet_limit_s: how long the engines may go without any progress in starting or
         loading. measure: context manager for each phase of a publication. text: text of the first
         check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
-        prompt tokens. check_every: one in this number of later checks uses all of the text; 0: none
-        does. dtype, is_quantised: select the bounds. clock: returns seconds.
+        prompt tokens. check_every: number of publications after which a check of all of the text is
+        due; 0: none is. dtype, is_quantised: select the bounds. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -329,7 +329,7 @@ class Publisher:
         self._own_logprobs: Float32s = np.empty(0, np.float32)
         self._own_s = 0.0
         self._start_check: LogprobCheck | None = None
-        """The first check, until the check of a step has been joined with it."""
+        """Result of the first check; None once it has been joined with the check of a step."""
 
     async def publish(self, version: int) -> None:
         """Put the trainer's weights on the board as `version`; do not wait for the engines.
@@ -466,7 +466,7 @@ class Publisher:
                 raise ActorLost(str(error)) from error
             if status.is_loaded:
                 return status
-            # While ranks are replaced, there may be none to broadcast.
+            # While ranks are replaced, there may be no rank that can broadcast the weights.
             if status.quiet_s > self._quiet_limit_s and not self._trainer.is_restarting:
                 raise ActorLost(
                     f"{len(status.holders)} of {len(status.replicas)} engines hold version "

@@ -90,7 +90,7 @@ class EnvironmentPool(ActorPool):
     async def opening_prompts(
         self, tasks: Sequence[Task], *, num_tokens: int
     ) -> Sequence[TokenIds]:
-        """Call `EnvironmentActor.opening_prompts` of one actor; empty without an answer."""
+        """Call `EnvironmentActor.opening_prompts` of one actor; return () if it does not answer."""
         for actor in self.actors[:1]:
             call = actor.opening_prompts.remote(
                 list(tasks), num_tokens=num_tokens, limit_s=PROMPTS_LIMIT_S

@@ -1,9 +1,9 @@
 """Play evaluations on environment actors, and store their rollouts in files.
 
-If an actor dies, the rollouts of its share are missing from the evaluation, because an evaluation
-is a measurement and not work to preserve. The file is meant for people: if it cannot be written,
-the user gets one notice and the run continues. Lines are read one by one from the object store, so
-that memory holds only one line. Used by `EnvironmentPool` and by `rayloom evaluate`.
+If an actor dies, the rollouts of its share are missing from the evaluation and are not played
+again. The file is meant for people: if it cannot be written, the user gets one notice and the run
+continues. Lines are read one by one from the object store, so that memory holds only one line. Used
+by `EnvironmentPool` and by `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def _play_share(
         return await await_reply(answer, name=name, deadline_s=idle_s)
     finally:
         answer.cancel()
-        # This has no effect after an answer; else it stops what the actor still plays.
+        # If the actor has not answered yet, this ends the rollouts that it still plays.
         ray.cancel(playing)
 
 
@@ -111,7 +111,7 @@ class EvaluationFiles:
     """The newest evaluations of a run, each in a file of JSON lines."""
 
     def __init__(self, directory: Path, *, keep: int, notice: Callable[[str], None]) -> None:
-        """Write nothing yet.
+        """Store the settings; only `write` writes.
 
         keep: number of newest files to keep; 0 writes none. notice: called once if a file cannot be
         written.

@@ -35,9 +35,10 @@ from service.telemetry.findings import Finding
 log = logging.getLogger("rayloom.hacking")
 
 CLOSE_LIMIT_S = 5.0
-# In addition to the verifier's own time: its process starts, and reads the tasks.
+# Seconds that a call may take in addition to a turn's limit, because the verifier's process may
+# first have to start and to read the tasks.
 SHADOW_START_S = 120.0
-# Starts of the verifier's process, after which it is not started again.
+# Maximum number of starts of the verifier's process.
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
 Ask = Callable[[str], Verdicts]
@@ -54,7 +55,9 @@ class HackingWatch:
         """Prepare the thread. ask: calls the shadow verifier; None if there is none."""
         self._run_dir, self._ask = run_dir, ask
         self._todo: queue.SimpleQueue[tuple[int, int | None] | None] = queue.SimpleQueue()
-        """Terms with a stored step, or with None when the term begins; None ends the thread."""
+        """Work of the thread: a term and a stored step, or a term that begins and None; None alone
+        ends the thread.
+        """
         self._notice: Callable[[str], None] = log.warning
         self._detector = Detector()
         self._findings: tuple[Finding, ...] = ()
@@ -116,7 +119,7 @@ class HackingWatch:
     def _check_step(self, term: int, number: int) -> None:
         path = self._run_dir.journal / file_name(number, term=term)
         if not path.exists():
-            # It could not be written, which caused a notice, or was removed since.
+            # The file could not be written, which caused a notice, or has been removed since.
             return
         parts = step_features(load_step(path))
         # A verifier that is slower than the run skips steps.

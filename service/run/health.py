@@ -52,7 +52,7 @@ REMEDIES = {
     Outcome.EMPTY: "check the model: it ends its answers before the first token",
     Outcome.TOKEN_MISALIGNED: "check the engines: their log-probabilities are unusable",
 }
-# By the cause that sampled tokens are not trained; REMEDIES has the other outcomes.
+# Remedies by the cause for which sampled tokens are not trained; REMEDIES has the other outcomes.
 TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     EvictionReason.TRUNCATED_TOKENS: "raise rollouts.max_tokens_per_turn, or train cut-off "
     "answers: set rollouts.outcomes.truncated_tokens to {disposition: score} or {disposition: "
@@ -244,11 +244,11 @@ class EngineChange:
 
 
 class EngineWatch:
-    """Counts the engines that were lost or came back, and measures how long one has been behind.
+    """Counts lost and new engines, and measures how long one has lacked the current version.
 
     An engine counts from the time at which it first has the current version. It is not lost if it
     lacks a version that was just published, or if it was stopped because fewer engines were
-    requested. A replica never returns under the name of a dead one.
+    requested. A new replica never has the name of a dead one.
 
     num_expected: initially the requested number of engines; it rises when more engines appear, and
     falls when engines are stopped on request.
@@ -351,14 +351,15 @@ class FailureLimits:
 
 
 class FailureWatch:
-    """Ends a run that makes no progress. Each term has one; it is called after each drain and step.
+    """Ends a run that makes no progress. The loop of each term calls it while it waits for a step
+    and after each step.
 
     A run with submissions calls it only after each step, because untrainable groups of clients are
     not a failure of the run. A run fails in three cases. First, the last `max_failed_groups` groups
     in a row could not be trained, and this has lasted for `failed_groups_grace_s`, so that a short
     outage of a server does not end the run; failures while no engine is ready do not count, because
     the environment did not cause them. Second, no update was finite in `max_skipped_steps` steps in
-    a row. Third, the merge actor refused every trajectory in as many steps.
+    a row. Third, the merge actor refused every trajectory in `max_skipped_steps` steps in a row.
     """
 
     def __init__(self, limits: FailureLimits) -> None:
@@ -367,7 +368,9 @@ class FailureWatch:
         """`num_usable_before` of the counted failures; None if there are none."""
         self._failing_since = 0.0
         self._num_uncounted = 0
-        """Number of these groups that failed before or while no engine was ready."""
+        """Number of failed groups that do not count, because no engine was ready at that time or
+        later.
+        """
         self._away_since: float | None = None
         """Time since which no engine has been ready."""
         self._num_skipped = 0

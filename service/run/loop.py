@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from service.run.restartable_trainer import RestartableTrainer
 
 POLL_S = 1.0
-# A trainer group that is being replaced cannot abandon a step; ask the next one again.
+# A trainer group that is being replaced cannot abandon a step, so the next group is asked again.
 ASK_AGAIN_S = 1.0
 # Writing a checkpoint's files costs more than committing existing files again.
 FILES_FACTOR = 10
@@ -128,7 +128,7 @@ class Handles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """A step whose weights are published, but which the engines may not have loaded yet."""
+    """A step whose weights are published; the engines may still be loading them."""
 
     step: int
     version: int
@@ -474,7 +474,7 @@ class Loop:
         """
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
-                # The ranks may be busy with it, but are needed for a checkpoint.
+                # The ranks may still execute the call, but are needed for a checkpoint.
                 await self._handles.trainer.abandon()
                 raise StepAbandoned("its grace is over")
             answer: Answer = working.result()
@@ -562,7 +562,7 @@ class Loop:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
-        # After the record, which shows by how much they differ.
+        # After the record, which shows by how much trainer and engines differ.
         if notice := self._failures.note_logprobs(trained.step, check):
             self._handles.recorder.notice(notice)
 
@@ -571,7 +571,7 @@ class Loop:
         if not self._handles.evaluation_sets:
             return
         if self._handles.pauses.holds_generation:
-            # It would delay the record and the checkpoint of a finished step.
+            # Waiting for the resume would delay the record and the checkpoint of a finished step.
             self._handles.recorder.notice(
                 f"step {step}: its evaluation is left out, because generation is paused"
             )

@@ -63,11 +63,12 @@ log = logging.getLogger("rayloom.run")
 # A step writes a few hundred bytes: at least the newest hundred thousand steps are kept.
 LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
-# Records and notices that a status still has for a client that did not read it for a while.
+# Number of newest records and notices that are kept for clients that read the status rarely.
 KEPT_RECORDS = 256
 KEPT_NOTICES = 256
 
-# A user should see the first of each with its text; metrics and the report have the counts.
+# The first rollout with each of these outcomes causes a notice with its error; metrics and the
+# report have the counts.
 FAULTS = frozenset(
     {
         Outcome.AGENT_ERROR,
@@ -142,7 +143,7 @@ class RunRecorder:
         self._faults_noticed: set[Outcome] = set()
         self.user_calls = UserCalls(metrics, self.notice)
         self._blocked_s: Mapping[Side, float] = {}
-        """Seconds for which each side of the term's queue was blocked, as far as counted."""
+        """Seconds for which each side of the term's queue was blocked, as last read from it."""
 
     async def begin_term(self, lease: Lease) -> None:
         """Begin to write under `lease`; drop everything that an older term has not stored yet."""
@@ -153,7 +154,7 @@ class RunRecorder:
             self._traces.begin_term()
         if self._submissions is not None:
             await self._submissions.begin_term(lease)
-        # After the writes that an older term had begun.
+        # The thread reads this after the writes that an older term had begun.
         newest = await self._thread.call(newest_records, self._store)
         self._stored.begin_term(*newest)
         history = await self._thread.call(read_history, self._store)
@@ -305,7 +306,7 @@ class RunRecorder:
 
     @property
     def collapsed_since(self) -> int | None:
-        """First step of a collapse of the mean return that has not recovered, if there is one."""
+        """First step of a collapse of the mean return that has not recovered; None without one."""
         drop = self._rewards.drop
         return None if drop is None else drop.since
 
@@ -396,7 +397,7 @@ class RunRecorder:
             )
             self._stored.events(events)
             if step != self.checkpoint_step:
-                # At its end, and while no step comes, a run commits the newest one again.
+                # At its end, and while it waits for a step, a run commits the newest step again.
                 log.info("checkpoint of step %d in %s", step, directory)
                 self._metrics.run.checkpoint_step.set(step)
                 self._metrics.run.checkpoint_time.set(time.time())
@@ -420,7 +421,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Count the seconds of the block, which is a phase of a publication, or its failure."""
+        """Count the block's seconds as a phase of a publication; if it fails, count a failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -432,7 +433,7 @@ class RunRecorder:
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
         """Remove the rows that nothing needs any more. kept: see `retention.forget`."""
         if self._submissions is not None:
-            # Before the events are removed that say how their rollouts left.
+            # Before the removal of the events, which say how the submissions' rollouts ended.
             await self._submissions.archive(
                 last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
             )
@@ -474,7 +475,7 @@ class RunRecorder:
             metrics.admitted.set(ledger.admitted)
             metrics.trained.set(ledger.trained)
             metrics.in_flight.set(ledger.in_flight)
-            # Every reason: one that a lost term counted is 0 again in the next.
+            # Set every reason: a count of a lost term must become 0 again in the next term.
             for reason in EvictionReason:
                 metrics.evicted.labels(reason=reason.value).set(ledger.evicted.get(reason, 0))
             metrics.waiting_items.set(stats.num_waiting)
@@ -525,7 +526,7 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the checkpoint's step and evaluation, from which the run continues, if any."""
+        """Show the step and the evaluation from which the run continues; None shows nothing."""
         with self._metrics.together():
             self._show_step(step)
             self._show_evaluation(evaluation)

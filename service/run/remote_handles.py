@@ -32,13 +32,13 @@ from service.store.submissions import offer_of
 RPC_DEADLINE_S = 60.0
 MERGE_DEADLINE_S = 300.0
 BOARD_DEADLINE_S = 10.0
-# For a process that starts, imports a tokenizer, and reads files of a few steps.
+# Limit for a process that starts, imports a tokenizer, and reads files of a few steps.
 JOURNAL_DEADLINE_S = 60.0
-# For the supervisor's methods that wait for such a process.
+# Limits for the supervisor's methods that wait for such a process.
 DEADLINES_S = dict.fromkeys(("journal", "trajectory"), 2 * JOURNAL_DEADLINE_S)
-# For the first call: a supervisor that is starting does not answer, but /readyz must.
+# Limit for the first call: a supervisor that is starting does not answer, but /readyz must.
 CONTACT_DEADLINE_S = 5.0
-# For the submissions in one call; a larger one has its own call.
+# Limit for the submissions in one call; a larger submission is sent in a call of its own.
 MAX_CALL_BYTES = 1 << 20
 _REPLIES = msgspec.msgpack.Decoder(SubmitReply)
 Actor = TypeVar("Actor")

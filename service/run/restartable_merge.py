@@ -23,7 +23,7 @@ from actors.trajectory_queue.messages import StepInput
 from service.remote_calls import await_reply, reason_of
 from service.run.remote_handles import MERGE_DEADLINE_S
 
-# For one call.
+# Limit for one call.
 MAX_ATTEMPTS = 3
 FETCH_DEADLINE_S = 60.0
 

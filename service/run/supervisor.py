@@ -83,7 +83,7 @@ class GoingBack(Exception):
 
 
 class Supervisor:
-    """An asynchronous Ray actor. `run` returns once; `status` and `stop` may come at any time."""
+    """The Ray actor that runs the terms; `status` and `stop` may be called at any time."""
 
     def __init__(
         self,
@@ -369,10 +369,10 @@ class Supervisor:
                 # Steps that are trained again are progress.
                 furthest_step = 0
             except ParentUnusable as error:
-                # Not tried again, so this repeats at most once for each checkpoint.
+                # This checkpoint is not tried again, so each checkpoint fails at most once.
                 self._faults[error.directory] = error.reason
             except CheckpointError:
-                # A full disk can fail this check too; then the first error is the one to read.
+                # A full disk can make this check fail too; then the first error is shown.
                 with suppress(StoreError):
                     await self._thread.call(self._store.check_lease, self._recorder.term)
                 raise
@@ -516,7 +516,8 @@ class Supervisor:
         """Renew the lease. Raises: LeaseLost; StoreError if the store remains unavailable."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            # Without the lock, this process's own next lease would look like another's.
+            # Without the lock, a renewal could mistake this process's own next lease for another
+            # process's.
             async with self._leasing:
                 if term := self._recorder.term:
                     await asyncio.to_thread(self._store.renew, term)

@@ -13,7 +13,8 @@ from actors.trajectory_queue.groups import GroupRequest
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
 
-# Other choices for a slot: tasks of the same source, then the first tasks of the next sources.
+# Offsets of the tasks that the curriculum considers for a slot: first tasks of the slot's own
+# source, then the first tasks of the next sources.
 _OTHERS = (*(n * OTHER_TASK for n in range(8)), *(n * OTHER_SOURCE for n in range(1, 9)))
 
 
@@ -36,9 +37,9 @@ def task_index(slot: OpenSlot) -> int:
 class Curriculum:
     """Chooses tasks by the results of their newest groups, and keeps these results.
 
-    A task that occurs more than once has its own results; tasks made from seeds share the results
-    of their environment. Choices depend on earlier training, so a run that continues from a
-    checkpoint restores the results stored with it.
+    Each task that the run can play more than once has its own results; tasks made from seeds share
+    the results of their environment. Choices depend on earlier training, so a run that continues
+    from a checkpoint restores the results stored with it.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Curriculum:
 
     @property
     def results(self) -> dict[str, tuple[float, ...]]:
-        """Passed shares of the newest groups by key, oldest first."""
+        """Shares of passed samples in the newest groups, by key, oldest first."""
         return dict(self._results)
 
     def task(self, slot: OpenSlot) -> Task:
@@ -134,10 +135,10 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that is not resting, or that its coin lets play; else the first task.
+    """Return the first task that is not resting or is played by chance; if none, the first task.
 
-    Args: choices: one or more tasks, each with the key of its results. results: passed shares of
-    the newest groups by key, oldest first. slot: together with the key it determines the coin.
+    Args: choices: one or more tasks, each with the key of its results. results: shares of passed
+    samples in the newest groups, by key, oldest first. slot: determines the chance, with the key.
     """
     first: Task | None = None
     for task, key in choices:
@@ -150,7 +151,7 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether the mean share of the newest groups means that a task is solved or hopeless.
+    """Return whether the newest groups' mean share of passed samples is too high or too low.
 
     False if there are too few groups. Example: with window 2 it is true for [1, 1] and [0, 0], but
     not for [0.5, 0] or [1].

@@ -63,9 +63,10 @@ from service.store.run_store import Lease, RunStore
 
 log = logging.getLogger("rayloom.term")
 
-# Tasks whose first prompts make the check's text, and how long these may delay a start.
+# Number of tasks whose first prompts make up the text of the log-probability check, and the seconds
+# for which these prompts may delay a start.
 MAX_OPENING_TASKS, PROMPTS_GRACE_S = 16, 5.0
-# Requests that wait in the gateway for their group's admission or their turn.
+# Number of requests that may wait in the gateway for their group's admission or for their turn.
 MAX_HELD_REQUESTS = 20_000
 
 

@@ -20,12 +20,12 @@ from service.config.tree import TracingSettings
 from service.telemetry.records import StepRecord
 
 if TYPE_CHECKING:
-    # A second of imports, for traced runs only.
+    # Importing these takes a second, so only traced runs do.
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
-# Spans that wait for the collector; a step of 512 rollouts makes some five thousand.
+# Number of spans that may wait for the collector; a step of 512 rollouts has about five thousand.
 QUEUE_SPANS = 2**15
 EXPORT_LIMIT_S = 10.0
 FLUSH_LIMIT_MS = 5000
@@ -44,7 +44,7 @@ class _Rollout:
 
 
 class RolloutTraces:
-    """The rollouts in flight; writes the spans of each rollout that leaves the ledger."""
+    """Keeps the rollouts in flight, and writes the spans of each rollout that leaves the ledger."""
 
     def __init__(
         self,
@@ -72,7 +72,9 @@ class RolloutTraces:
         self._accepted_at = accepted_at
         self._in_flight: dict[str, _Rollout] = {}
         self._evicted: dict[str, tuple[_Rollout, str]] = {}
-        """Evicted rollouts with their reasons; attempts of the same cut are reported later."""
+        """Evicted rollouts with their reasons, until `attempts` reports their last attempts, which
+        are in the same cut as the eviction.
+        """
         self._trained: dict[int, list[tuple[str, _Rollout]]] = {}
         """Rollouts that were trained in a step that is not recorded yet, by step."""
 
