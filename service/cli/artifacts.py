@@ -96,7 +96,7 @@ def export_to(
         return export.export_checkpoint(
             checkpoint,
             directory,
-            # The tiny model moves with its run; any other is where the manifest says.
+            # A run's directory contains its tiny model; the manifest has the path of another model.
             model=str(own_model) if (own_model / "config.json").is_file() else None,
             dtype=getattr(torch, dtype.value),
             only_adapter=only_adapter,

@@ -39,7 +39,7 @@ STAGE_BAR_WIDTH = 20
 WIDE = 100
 MIN_WIDTH = 50
 SHOWN_CAUSES = 3
-# Set if the output is not shown on a terminal's screen.
+# Variables, one of which is set if the output is not shown on a terminal's screen.
 PLAIN = ("NO_COLOR", "CI", "JPY_PARENT_PID")
 SHOWN_STAGE_S = 0.05
 
@@ -302,7 +302,9 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """Return the trained share of sampled tokens, then those of the most frequent causes."""
+    """Return the shares of sampled tokens: the trained one, and those of the most frequent causes
+    for which tokens were not trained.
+    """
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)
     shares = [("trained", tokens.trained_share), *tokens.causes()[:SHOWN_CAUSES]]

@@ -51,10 +51,10 @@ from service.run.start import engine_settings
 from service.telemetry.evaluation import evaluation_record
 from service.telemetry.records import EvaluationRecord
 
-# There is no other run in the command's own Ray.
+# Constant, because the command's own Ray has no other run.
 RUN_ID, TERM = "rayloom-evaluate", 1
 LOOK_S = 0.2
-# The board copies each buffer.
+# Long, because the board copies each buffer.
 PUBLISH_LIMIT_S = 600.0
 _RECORD = TypeAdapter(EvaluationRecord)
 

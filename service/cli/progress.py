@@ -30,7 +30,7 @@ RECENT_STEPS = 20
 SHOWN_STEPS = 5
 MAX_REWARDS = 1024
 
-# A return to training from these phases has no line.
+# No line is shown when a run returns from these phases to training.
 _INTERLUDES = frozenset({Phase.EVALUATING, Phase.CHECKPOINTING})
 _ENDINGS = frozenset(
     {Phase.RECOVERING, Phase.STOPPING, Phase.FINISHED, Phase.FAILED, Phase.TAKEN_OVER}
@@ -90,7 +90,7 @@ class ProgressState:
             lines.append(StoryLine(text=evaluation_line(evaluation)))
         lines += [StoryLine(text=visible_lines(text), is_notice=True) for text in status.notices]
         if news := _phase_news(previous, status):
-            # An ending comes after its last steps, a beginning before its first.
+            # An ending's line follows the last steps; any other line precedes its phase's steps.
             index = len(lines) if status.phase in _ENDINGS else 0
             texts = [*self._ended_stage(previous, now), news]
             lines[index:index] = [StoryLine(text=visible_lines(text)) for text in texts]
@@ -119,7 +119,7 @@ class ProgressState:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds for the remaining steps at the last ones' median pace; None before the first."""
+        """Seconds for the remaining steps at the last steps' median pace; None before step 1."""
         if self.status is None or not self.recent or self.status.is_done:
             return None
         return self._pace_s * max(0, self.status.steps - self.status.step)

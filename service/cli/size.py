@@ -22,27 +22,29 @@ from service.config.file import ConfigError
 from service.config.tree import Config
 from service.store.retention import MILESTONE_STEPS
 
-# Weights and two moments in float32; once a checkpoint, the queue's state and the files' headers.
+# Bytes of a checkpoint for each parameter (weights and two moments in float32), and once for the
+# queue's state and the files' headers.
 CHECKPOINT_BYTES = 12
 CHECKPOINT_STATE = MIB
 EXPORT_BYTES = 4
-# Weights, gradients and two moments in float32.
+# Bytes of a rank's memory for each parameter: weights, gradients and two moments in float32.
 RANK_BYTES = 16
 MAX_PARAMETERS = 1e14
-# The larger of 4.2 (8 turns of 256 sampled and 256 observed tokens) and 5.1 (40 turns of 256 and
-# 512), with random tokens and compressed.
+# Bytes of a token in the compressed journal: the larger of two measurements with random tokens, 4.2
+# (8 turns of 256 sampled and 256 observed tokens) and 5.1 (40 turns of 256 and 512).
 JOURNAL_BYTES = 5.1
-# Of a token with its share of the text and of the row, for random tokens of four letters. In a file
-# of an evaluation (JSON): 22 to 31 measured. In the database's row of a session's turn: 11 (512 new
-# and 256 sampled tokens a turn) to 18 (64 and 64).
+# Bytes of a token with its share of the text and of the row, measured with random tokens of four
+# letters: 22 to 31 in an evaluation's file (JSON), and 11 (turns of 512 new and 256 sampled tokens)
+# to 18 (64 and 64) in the database's row of a session's turn.
 EVALUATION_BYTES = 32
 SESSION_BYTES = 20
-# Of a ledger event with its index: 47 measured, and more with the longer names of submitted tasks.
+# Bytes of a ledger event with its index: 47 were measured; the longer names of submitted tasks take
+# more.
 EVENT_BYTES = 100
-# Of a step's record; those of all steps are kept.
+# Bytes of a step's record; the records of all steps are kept.
 RECORD_BYTES = 4200
 LOG_BYTES = 4 * 32 * MIB
-# Of the tiny model.
+# Number of the tiny model's parameters.
 TINY_PARAMETERS = 854_000
 
 
@@ -80,7 +82,8 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
     if algorithm.has_critic:
         trained.append(f"{CHECKPOINT_BYTES} x {num:,.0f} parameters of the critic")
         num_trained += num
-    # From before a collapse of the reward; there is a second one between the newest and that one.
+    # Number of older checkpoints that are kept for a return to before a collapse of the reward: one
+    # or, if the newest checkpoints span too few steps, also one between it and the newest.
     num_old = 1 if run.checkpoint_every * (run.keep_checkpoints - 1) >= MILESTONE_STEPS else 2
     num_kept = run.keep_checkpoints + run.keep_best + num_old + 1
     num_rollouts = algorithm.groups_per_step * algorithm.group_size
@@ -274,7 +277,7 @@ def _architecture(config: Config) -> Any | None:
 
 
 def _adapter_parameters(config: Config) -> int | None:
-    """Return the number of adapters' parameters; None without LoRA. Raises: ConfigError."""
+    """Return the number of the adapters' parameters; None without LoRA. Raises: ConfigError."""
     lora = config.trainer.lora
     if lora is None:
         return None

@@ -21,7 +21,7 @@ from service.launch.run_dir import RunDir, run_id_of, run_name_of
 from service.remote_calls import NAMESPACE
 
 EXIT_OK, EXIT_LATE = 0, 1
-# After the grace: for a checkpoint, the report, the end of the actors.
+# Seconds after the grace for a checkpoint, the report and the end of the actors.
 END_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 20.0
 LOOK_EVERY_S = 0.5

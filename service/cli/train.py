@@ -150,7 +150,8 @@ def _run(
             root_process=os.getpid() if is_local else None,
         )
         supervisor = start()
-        # During the supervisor's imports; it needs Serve in `run`, which is called later.
+        # Serve starts while the supervisor imports; it needs Serve only in `run`, which is called
+        # later.
         start_serve_for_engines()
         if api is not None:
             route = api_route(run_id, is_local=is_local)
@@ -167,7 +168,7 @@ def _run(
             is_stop_asked=lambda: signals.is_asked,
         )
         code = _show_until_done(watcher, display, run_dir, signals, stays=api is not None)
-        # The metrics end with this process.
+        # The metrics' endpoint ends with this process, so give Prometheus time to read it.
         poll(lambda: signals.is_asked or None, limit_s=config.metrics.stays_s)
         return code
     finally:

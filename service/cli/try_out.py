@@ -177,7 +177,7 @@ def _with_group_rewards(
         return own
     environment = make()
     if not hasattr(environment, "score_group"):
-        # It is another environment of a mixture.
+        # Another environment of the mixture has the group functions.
         return own
 
     async def score() -> Sequence[StepResult | None]:

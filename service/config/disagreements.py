@@ -35,7 +35,8 @@ _OUT = frozenset({Disposition.MASK, Disposition.DROP})
 _CLIPPED = frozenset({Objective.PPO_CLIP, Objective.DUAL_CLIP, Objective.CISPO})
 _DPPO = frozenset({Objective.DPPO_TV, Objective.DPPO_KL})
 _CAPPED = _DPPO | {Objective.REINFORCE}
-# Objectives with a ratio by token: with one by trajectory they would be other algorithms.
+# Objectives whose ratio is computed by token; with a ratio by trajectory they would be other
+# algorithms.
 _BY_TOKEN = _DPPO | {Objective.SAPO}
 
 

@@ -28,7 +28,8 @@ class ConfigError(Exception):
 
 
 _logger = logging.getLogger(__name__)
-# Most values in a file or an override. The longest configuration in this repository has a hundred.
+# Maximum number of values in a file or an override. The longest configuration of this repository
+# has a hundred.
 MAX_VALUES = 100_000
 _Root = TypeVar("_Root", Config, SftConfig)
 # Distinguishes the text of a template from a path.
@@ -201,7 +202,7 @@ def _described(
             each["$ref"] for each in (setting, *setting.get("anyOf", ())) if "$ref" in each
         ]
         target = sections[references[0].rpartition("/")[2]] if references else {}
-        # A section is described where it is declared; its first paragraph says what it is.
+        # Without a description of its own, a section has the first paragraph of its docstring.
         described = setting.get("description") or target.get("description", "").partition("\n\n")[0]
         if described:
             yield f"# {' '.join(described.split())}"

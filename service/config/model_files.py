@@ -23,7 +23,8 @@ from service.user_cache import user_cache
 
 _ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
-# Read by transformers, tokenizers and vLLM, each of which has an error of its own for broken files.
+# Settings files, checked here because transformers, tokenizers and vLLM each raise another error
+# for a broken file.
 _SETTINGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _REMEDY = "copy or download the model again, or export it again with `rayloom export`"
 
@@ -184,7 +185,7 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which {INDEX} names; "
             f"expected every file of the model; {_REMEDY}"
         )
-    # Besides the indexed files, the one that transformers would load instead of them.
+    # Check model.safetensors too: if it exists, transformers loads it instead of the indexed files.
     return sorted(expected | ({directory / "model.safetensors"} & set(files)))
 
 

@@ -33,9 +33,10 @@ from service.config.trial import Trial, has_own_code, tried
 from service.inference.settings import AUTO, NONE
 
 _logger = logging.getLogger(__name__)
-# Each takes about half a GiB before it has a model.
+# Limit on ranks, engines and actors for each CPU; a process takes about half a GiB before it has a
+# model.
 MAX_PROCESSES_PER_CPU = 16
-# gpt-oss's replies are read by another interface of vLLM's, which the engines do not call.
+# vLLM reads gpt-oss's replies through another interface, which the engines do not call.
 UNSUPPORTED_PARSERS = frozenset({"openai", "openai_gptoss"})
 
 

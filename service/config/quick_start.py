@@ -18,11 +18,12 @@ from actors.environment.builtin.single_turn import SINGLE_TURN
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.settings import GROUP_REWARD
 
-# Turns of one episode with tools: calls and answers.
+# Maximum number of turns of an episode with tools: calls and answers.
 MAX_TOOL_TURNS = 8
-# For a pretrained model: by rewards, and by chats.
+# Learning rates of a pretrained model: for training with rewards, and on chats.
 _LEARNING_RATE, _SFT_LEARNING_RATE = 1e-6, 1e-5
-# Not masked: docs/reward-functions.md, "Answers that were cut off", has what was measured.
+# Answers that were cut off are trained and not masked, because of the measurements in
+# docs/reward-functions.md, "Answers that were cut off".
 _CUT_OFF: dict[str, Any] = {"truncated_tokens": {"disposition": "train_clamped"}}
 # Settings with which the tiny model learns: deploy/configs/guessing-cpu.yaml says why.
 _TINY: dict[str, Any] = {

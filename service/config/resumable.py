@@ -49,7 +49,7 @@ def _shown(lora: LoraSettings | None) -> str:
 
 
 def refused_temperature(before: Config, now: Config, *, num_kept_samples: int) -> list[str]:
-    """Return a sentence if the temperature changed while samples of the old one are stored.
+    """Return a sentence if the temperature changed while samples of the old temperature are stored.
 
     Stored turns and uploads are trained with the temperature at which they were sampled.
 

@@ -54,7 +54,9 @@ from service.inference.settings import AUTO
 RESET_LIMIT_S = 60.0
 """Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
-"""Seconds after both limits at which the event loop that enforces them is considered blocked."""
+"""Seconds without a result after the limits of reset and close, until the environment is considered
+to block its event loop, which enforces these limits.
+"""
 
 
 def open_tasks(

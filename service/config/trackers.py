@@ -14,7 +14,7 @@ from pydantic import Field
 from actors.limits import STRICT
 
 Name = Annotated[str, MinLen(1)]
-# Without a password, which would otherwise be in the files of the run.
+# A URL without a user and a password, which would otherwise be in the files of the run.
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/@]+(/\S*)?$")]
 
 
@@ -26,14 +26,14 @@ class WandbMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbSettings:
-    """A run at Weights & Biases, whose key is read from WANDB_API_KEY."""
+    """A run at Weights & Biases; the API key is read from WANDB_API_KEY."""
 
     __pydantic_config__ = STRICT
 
     project: Name
     """Name of the project that the run belongs to."""
     entity: str | None = None
-    """User or team; null: the owner of the key."""
+    """User or team that the run belongs to; null: the owner of the API key."""
     group: str | None = None
     """Name of a group of runs that W&B shows together; null: no group."""
     tags: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class WandbSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlflowSettings:
-    """An MLflow tracking server, whose bearer token is read from MLFLOW_TRACKING_TOKEN."""
+    """An MLflow tracking server; the bearer token is read from MLFLOW_TRACKING_TOKEN."""
 
     __pydantic_config__ = STRICT
 
@@ -93,8 +93,8 @@ class TrackerSettings:
     jsonl: bool = False
     """Write metrics.jsonl in the run's directory."""
     tensorboard: str | None = None
-    """Directory in which the run gets its own directory; empty: the folder tensorboard in the run's
-    directory; null: no event files.
+    """Directory for event files, in which the run gets its own directory; empty: the folder
+    tensorboard in the run's directory; null: no event files.
     """
     wandb: WandbSettings | None = None
     """Settings of a run at Weights & Biases; null: the run is not written to it."""

@@ -50,11 +50,11 @@ from service.config.trackers import TrackerSettings
 from service.inference.settings import InferenceSettings
 
 HttpUrl = Annotated[str, Field(pattern=r"^(https?://\S+)?$")]
-# Of fsspec. Without a user and a password, which would be in the files of the run.
+# An address of fsspec's, without a user and a password, which would be in the run's files.
 RemoteUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s@?#]+$")]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
-# Such a name is part of names of files.
+# The name is part of file names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 
 
@@ -85,8 +85,8 @@ class RunSettings:
     evaluate_every: Positive = 20
     """Steps between evaluations."""
     stop_at_reward: float | None = None
-    """Mean return of five steps, scaled if the scale is known, at which the run ends; null:
-    never.
+    """Mean return of the last five steps, scaled if the scale is known, at which the run ends;
+    null: the run does not end early.
     """
     journal_steps: Natural = 200
     """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""
@@ -263,7 +263,7 @@ class EvaluationSettings:
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the form of each reply; null: no constraint."""
     pass_reward: float = 1.0
-    """Return from which on a sample passes, as a share of the best possible return if the
+    """Smallest return with which a sample passes, as a share of the best possible return if the
     environment knows that.
     """
     keep_results: Natural = 20
@@ -320,7 +320,7 @@ class MemberRollouts:
     episode_deadline_s: Seconds | None = None
     """Value of rollouts.episode_deadline_s for this part; null: that of rollouts."""
     outcomes: dict[Outcome, OutcomeRule] = field(default_factory=dict)
-    """Rows of the outcome table that differ in this part, laid over those of rollouts.outcomes."""
+    """Rows of the outcome table that replace those of rollouts.outcomes in this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,7 +369,7 @@ class AuditSettings:
     """Report patterns of reward hacking in the journal of each step."""
     shadow: str | None = None
     """FILE.py:NAME of a second verifier, which is called like a reward function; a score of at
-    least 0.5 verifies a trajectory. The verifier changes no reward.
+    least 0.5 verifies a trajectory. The verifier changes no reward. Null: there is none.
     """
     shadow_samples: Positive = 16
     """Trajectories of each step that the second verifier scores."""
@@ -535,7 +535,7 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The run's own rows of the outcome table, laid over a critic's, over the default ones."""
+        """The outcome table: the run's own rows replace a critic's, which replace the defaults."""
         algorithm = self.algorithm
         of_critic = {}
         if algorithm.has_critic:
