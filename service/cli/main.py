@@ -44,7 +44,7 @@ from service.store.tables import RunKind
 if TYPE_CHECKING:
     from service.config.trial import Trial
 
-# A month.
+# Largest grace of `stop` in seconds: 31 days.
 MAX_GRACE_S = 2_678_400
 app = typer.Typer(
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
@@ -139,11 +139,17 @@ AnswerOption = Annotated[
 Temperature = Annotated[float | None, typer.Option(min=0, help="sampling temperature")]
 TargetUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="to this PostgreSQL; with a password: RAYLOOM_DATABASE_URL"),
+    typer.Option(
+        metavar="URL",
+        help="PostgreSQL database to write to; for a URL with a password, set the variable "
+        "RAYLOOM_DATABASE_URL instead",
+    ),
 ]
 TargetDirectory = Annotated[
     str | None,
-    typer.Option(metavar="DIRECTORY", help="to SQLite in this directory, on a local disk"),
+    typer.Option(
+        metavar="DIRECTORY", help="directory on a local disk for a SQLite database to write to"
+    ),
 ]
 TaskFile = Annotated[Path, typer.Argument(help="a .jsonl or .parquet file")]
 
@@ -209,14 +215,14 @@ def start(
         bool,
         typer.Option(
             "--take-over",
-            help="with --resume: take the run from the process that has it, which then ends",
+            help="with --resume: take over the run from the process that runs it, which then ends",
         ),
     ] = False,
     state_dir: Annotated[
         str | None,
         typer.Option(
             metavar="DIRECTORY",
-            help="for the run's database, on a local disk; default: the run's directory",
+            help="directory on a local disk for the run's database; default: the run's directory",
         ),
     ] = None,
     database_url: Annotated[
@@ -313,17 +319,22 @@ def sft(
         ),
     ] = None,
     run_dir: Annotated[
-        str | None, typer.Option(metavar="DIRECTORY", help="default: runs/sft-TIME")
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY", help="directory of the new training; default: runs/sft-TIME"
+        ),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN_DIR", help="continue from its newest checkpoint")
+        str | None,
+        typer.Option(metavar="RUN_DIR", help="a training to continue from its newest checkpoint"),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Train a model on chats, so that it imitates the assistant's replies, and export it.
 
-    The exported model in RUN_DIR/export is one for `rayloom train --model`. Ends with 0 after the
-    last step, 1 if the training failed, 2 if refused, 130 if interrupted.
+    The exported model is in RUN_DIR/export, for example for `rayloom train --model`. Exit codes: 0
+    after the last step, 1 if the training failed, 2 if the command was refused, 130 if it was
+    interrupted.
     """
     stages = Stages(f"reading {config or resume or dataset or 'the configuration'}")
     with stop_signals() as signals:
@@ -564,7 +575,9 @@ def submit(
             metavar="FILE", help="file for the results of the tasks; default: FILE.results"
         ),
     ] = None,
-    batch: Annotated[str | None, typer.Option(help="a name by which to list these tasks")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="name of a batch, by which these tasks can be listed")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="number of rollouts of each task; default: the run's")
     ] = None,
@@ -610,7 +623,8 @@ def stop(
             metavar="SECONDS",
             min=0,
             max=MAX_GRACE_S,
-            help="abandon a step that is not trained by then; default: wait until it is",
+            help="abandon the current step if it is not trained after this time; default: wait for "
+            "the step",
         ),
     ] = None,
 ) -> None:
@@ -656,11 +670,13 @@ def check(
     call: CallOption = None,
     answer: AnswerOption = None,
     size: Annotated[
-        bool, typer.Option("--size", help="print only the disks and memory that a run needs")
+        bool, typer.Option("--size", help="print only the disk space and memory that a run needs")
     ] = False,
     parameters: Annotated[
         float | None,
-        typer.Option(help="with --size: parameters of the model; default: of its files"),
+        typer.Option(
+            help="with --size: number of the model's parameters; default: read from its files"
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -715,10 +731,13 @@ def try_out(
     base_url: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="an API like OpenAI's; its key is read from OPENAI_API_KEY"
+            metavar="URL",
+            help="URL of an API compatible with OpenAI's; its key is read from OPENAI_API_KEY",
         ),
     ] = None,
-    tasks: Annotated[int, typer.Option(min=1, help="number of tasks, from the first")] = 3,
+    tasks: Annotated[
+        int, typer.Option(min=1, help="number of tasks to play, beginning with the first")
+    ] = 3,
     samples: Annotated[
         int | None,
         typer.Option(
@@ -727,7 +746,12 @@ def try_out(
     ] = None,
     temperature: Temperature = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="sample from this share of the probability")
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="sample from the likeliest tokens whose probabilities add up to this number",
+        ),
     ] = None,
     top_k: Annotated[
         int | None,
@@ -735,7 +759,12 @@ def try_out(
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="least relative probability; only with vLLM's API"),
+        typer.Option(
+            min=0,
+            max=1,
+            help="lowest probability of a sampled token, as a share of the likeliest token's; only "
+            "with vLLM's API",
+        ),
     ] = None,
     json_schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="replies must match this JSON schema")
@@ -831,7 +860,7 @@ def move(
 ) -> None:
     """Move the database of a run that has ended to PostgreSQL or SQLite.
 
-    The old database can then only be read. If the command is killed, give it again.
+    The old database can then only be read. If the command is killed, run it again.
     """
     place = _path("--state-dir", state_dir)
     from service.cli.artifacts import move as move_run
@@ -842,7 +871,7 @@ def move(
 @app.command()
 def backup(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory")],
-    directory: Annotated[Path, typer.Argument(help="where to write; must not exist")],
+    directory: Annotated[Path, typer.Argument(help="directory for the backup; must not exist")],
 ) -> None:
     """Back up a run, which may be running: its database, checkpoints, model and journal."""
     from service.launch.backup import back_up
@@ -856,14 +885,20 @@ def restore(
     backup: Annotated[
         str,
         typer.Argument(
-            metavar="BACKUP", help="a directory that `backup` wrote, or a run's checkpoint_url"
+            metavar="BACKUP", help="directory of a backup, or the run.checkpoint_url of a run"
         ),
     ],
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="must not exist")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN_DIR", help="directory of the restored run; must not exist"),
+    ],
     database_url: TargetUrl = None,
     state_dir: TargetDirectory = None,
 ) -> None:
-    """Make a run directory from a backup, or from a copy at an address; then give --resume."""
+    """Make a run directory from a backup, or from a run's copies at its checkpoint_url.
+
+    Continue the run with `rayloom train --resume RUN_DIR` or `rayloom serve --resume RUN_DIR`.
+    """
     place = _path("--state-dir", state_dir)
     from service.launch.backup import restore as restore_run
     from service.launch.run_dir import RunDir
@@ -905,7 +940,8 @@ def evaluate(
     ] = None,
     temperature: Temperature = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="number of tasks, from the first; default: all")
+        int | None,
+        typer.Option(min=1, help="number of tasks to play, beginning with the first; default: all"),
     ] = None,
     out: Annotated[
         str | None,
@@ -961,7 +997,10 @@ def evaluate(
 @app.command()
 def inspect(
     target: Annotated[
-        str, typer.Argument(metavar="RUN", help="a run directory, a journal file, or an id")
+        str,
+        typer.Argument(
+            metavar="RUN", help="a run directory, a journal file, or the id of a trajectory"
+        ),
     ],
     trajectory: Annotated[
         str | None, typer.Argument(metavar="ID", help="id of a trajectory of RUN")
@@ -970,13 +1009,15 @@ def inspect(
         str | None,
         typer.Option(
             metavar="RUN_DIR",
-            help="the run of an id that is given without RUN; default: the newest",
+            help="run of the trajectory whose id is given instead of RUN; default: the newest run",
         ),
     ] = None,
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="write the trajectory as an HTML page")
     ] = None,
-    audit: Annotated[bool, typer.Option(help="check every invariant and list violations")] = False,
+    audit: Annotated[
+        bool, typer.Option(help="check every invariant of the journal, and list violations")
+    ] = False,
     hacking: Annotated[bool, typer.Option(help="search for patterns of reward hacking")] = False,
     shadow: Annotated[
         str | None, typer.Option(metavar="FILE.py:NAME", help="second verifier for --hacking")
@@ -1023,15 +1064,19 @@ def explain(
     by: Annotated[
         Order,
         typer.Option(
-            help="order by own gradient, by whole gradient (norm), or by share of the update"
+            help="order by the part of the gradient's norm that does not depend on other "
+            "trajectories (own), by the whole norm, or by the share of the update"
         ),
     ] = Order.OWN,
     replay: Annotated[
-        bool, typer.Option("--replay", help="first train again from the checkpoint to the step")
+        bool,
+        typer.Option(
+            "--replay", help="first train the steps between the checkpoint and this step again"
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON document")] = False,
 ) -> None:
-    """Show which trajectories and groups made the update of a step.
+    """Show how much each trajectory and group contributed to the update of a step.
 
     Their gradients are computed again, from the journal and the newest checkpoint before the step.
     """
@@ -1045,7 +1090,9 @@ def explain(
 def model_tiny(
     directory: Annotated[Path, typer.Argument(help="new directory for the model")],
     seed: Seed = 0,
-    untied: Annotated[bool, typer.Option(help="separate output head and embeddings")] = False,
+    untied: Annotated[
+        bool, typer.Option(help="give the output head its own weights, not the embedding's")
+    ] = False,
     warmup_steps: Annotated[
         int | None,
         typer.Option(min=0, help="steps of training on the form of answers; 0: random weights"),
@@ -1085,7 +1132,7 @@ def tasks_reasoning_gym(
         typer.Option("--option", metavar="KEY=VALUE", help="an option of the family; repeatable"),
     ] = None,
 ) -> None:
-    """Write tasks of a family of reasoning-gym."""
+    """Write tasks of a family of the package reasoning-gym."""
     from service.cli.artifacts import write_reasoning_gym
 
     typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
@@ -1098,15 +1145,16 @@ def tasks_code_search(
     ],
     out: TaskFile,
     source: Annotated[
-        QuestionSource, typer.Option("--from", help="what the questions are made of")
+        QuestionSource, typer.Option("--from", help="source of the questions")
     ] = QuestionSource.COMMITS,
     count: Count = 1000,
     max_files: Annotated[int, typer.Option(min=1, help="maximum number of files in an answer")] = 5,
 ) -> None:
     """Write tasks of the environment code_search, and an archive of REPO's files at HEAD.
 
-    A question is the subject of a commit, and the answer the files that the commit changed; or the
-    docstring of a module, and the answer the module's file. There are at most COUNT tasks.
+    With --from commits, a question is the subject of a commit, and its answer the files that the
+    commit changed. With --from docstrings, a question is the docstring of a module, and its answer
+    the module's file. There are at most COUNT tasks.
     """
     from service.cli.artifacts import write_code_search
 
@@ -1131,7 +1179,7 @@ def keys_create(
     run_and_name: RunAndName,
     run: RunOption = None,
     tenant: Annotated[
-        str, typer.Option(help="whose tasks and sessions a client with this key sees")
+        str, typer.Option(help="tenant whose tasks and sessions a client with this key sees")
     ] = "",
     scope: Annotated[
         Scope, typer.Option(help="an admin may do everything, for every tenant")
@@ -1151,7 +1199,8 @@ def keys_create(
 ) -> None:
     """Create a key for the API of a run, and print it; it cannot be printed again.
 
-    The run may be running. The default of each limit is that of service.key_limits.
+    The command also works while the run is running. The default of each limit is that of
+    service.key_limits.
     """
     from service.cli.keys import create
 

@@ -224,8 +224,8 @@ class _Loader(yaml.SafeLoader):
         node = super().get_single_node()
         if node is not None and _num_values(node, {}) > MAX_VALUES:
             raise yaml.YAMLError(
-                f"with its aliases written out it holds more than {MAX_VALUES} values; expected "
-                "fewer; write out what is meant"
+                f"it holds more than {MAX_VALUES} values after its aliases are expanded; expected "
+                "fewer; write the values instead of nested aliases"
             )
         return node
 

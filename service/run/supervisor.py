@@ -79,7 +79,7 @@ class GoingBack(Exception):
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
-        return f"going back to checkpoint {self.checkpoint}, as an operator asked"
+        return f"going back to checkpoint {self.checkpoint}, as an operator requested"
 
 
 class Supervisor:
@@ -481,7 +481,7 @@ class Supervisor:
     async def _notice_parent(self, parent: Checkpoint) -> None:
         """Give a notice about the checkpoint from which this supervisor resumes first."""
         if parent.directory == self._returns_to:
-            self._recorder.notice(f"going back to {parent.directory}, as asked (--checkpoint)")
+            self._recorder.notice(f"going back to {parent.directory}, as --checkpoint requests")
         with suppress(CheckpointError):
             if not await asyncio.to_thread(
                 has_digests, self._run_dir.checkpoints / parent.directory

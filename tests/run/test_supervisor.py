@@ -107,7 +107,7 @@ async def test_a_supervisor_goes_back_once_to_the_checkpoint_that_was_named(
     lease = await supervisor._take_lease()
     assert lease.parent is not None and lease.parent.step == 3
     back, unchecked = (await supervisor.status(Cursor())).notices[-2:]
-    assert back == "going back to step-000003-t1, as asked (--checkpoint)"
+    assert back == "going back to step-000003-t1, as --checkpoint requests"
     assert "step-000003-t1 was written by an older version and has no digests" in unchecked
     await supervisor._recorder.begin_term(lease)
     commit(store, term=lease.term, step=5, directory=write_checkpoint(place, 5, lease.term).name)
