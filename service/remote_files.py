@@ -20,16 +20,16 @@ from typing import Any
 from fsspec.core import split_protocol, url_to_fs
 
 MARKER = "complete.json"
-# Names the files of an unfinished upload that are there already.
+# Object that lists the files of an unfinished upload that are already at the address.
 _PROGRESS = "uploading.json"
 _FORMAT = 1
 _READ_BYTES = 2**22
-# By protocol, what installs the package that fsspec needs for it.
+# Extra of Rayloom, by protocol, that installs the package that fsspec needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 
 class RemoteError(Exception):
-    """An address cannot be opened, read or written, or what it has is not what was written."""
+    """An address cannot be opened, read or written, or its files differ from the written ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Marker:
     files: Mapping[str, tuple[int, str]]
     """Size in bytes and SHA-256 of each file, by its path in the directory."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """What the writer says about the directory."""
+    """Information that the writer adds about the directory, such as the step."""
 
     @property
     def num_bytes(self) -> int:

@@ -37,7 +37,7 @@ from service.config.tree import Config
 from service.explain.source import StepSource
 
 _STORE_TIMEOUT_S = 60.0
-# Accept everything that the step trained: no group is admitted here.
+# Limit on the policy age that accepts everything that the step trained; no group is admitted here.
 _ANY_LAG = 2**30
 
 
@@ -60,7 +60,8 @@ class Contribution:
     entry: TrajectoryEntry
     share: Share
     own_norm: float
-    """|g| times the share of its advantage that remains whichever other member is left out.
+    """|g| times the smallest share of its advantage that remains when another member of the group
+    is left out.
 
     |g| if advantages do not depend only on the group's returns.
     """
@@ -119,7 +120,7 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
             [[entry.trajectory.group_id for entry in update] for update in named],
         )
         device = str(rank.device)
-    # Each of the updates once in every epoch.
+    # Each epoch has every update once.
     named = named * settings.algorithm.epochs
     return Explanation(
         source=source,
@@ -299,14 +300,14 @@ def _mean(values: Iterable[float]) -> float:
 # How much a trajectory's advantage depends on one other member of its group; pure.
 #
 # One wrong reward moves its group's baseline, and with it the advantages of all members: their
-# gradients are large although nothing is wrong with them. The part of an advantage that stays
-# whichever other member is left out distinguishes these cases.
-# With one member left there is nothing to compare with.
+# gradients are large although their own rewards are right. The part of an advantage that remains
+# when any one other member is left out distinguishes these cases. A group of two is an exception:
+# without the other member there is no baseline.
 _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return the share of each advantage that remains whichever other member is left out.
+    """Return the smallest share of each advantage that remains when another member is left out.
 
     f_i = min(1, min_{j != i} |A_i without j| / |A_i|); 1 for A_i = 0 and in groups of two.
 

@@ -24,14 +24,15 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-# From a step, in whole groups: five steps of this size give a share to within three points.
+# Maximum number of trajectories of a step, in whole groups. Five steps of this size determine a
+# share to within three percentage points.
 MAX_TRAJECTORIES = 256
 # Lengths of compared runs of tokens: shorter runs recur in any text.
 REPEATED_RUN, COPIED_RUN = 4, 6
-# Shorter texts have too few runs.
+# Smallest lengths in tokens of texts that are compared; shorter texts have too few runs.
 MIN_REPEATED_TOKENS, MIN_COPIED_TOKENS = 16, 8
 MOST_OF_PROMPT = 0.3
-# Longer texts are cut.
+# Length in tokens to which texts are cut.
 MAX_TOKENS = 4096
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 

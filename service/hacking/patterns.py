@@ -52,10 +52,10 @@ LATELY_STEPS = 10
 # Only components with at least this share of the widest range count: others may fall for good
 # reasons, such as brevity.
 MAIN_COMPONENT = 0.5
-# Failures by chance affect all rewards alike. Failures that replace low rewards lower the share of
-# low rewards by at least the first factor of their rise, and that of the others by at most the
-# second; low rewards become rarer among the scored. If the policy learns, the others grow too, but
-# by less than the third factor.
+# Failures by chance lower the shares of low and of other rewards alike. Failures that replace low
+# rewards lower the share of low rewards by at least the first factor times the rise of failures,
+# and that of other rewards by at most the second factor times this rise. If the policy learns, the
+# share of other rewards grows, but by at most the third factor times this rise.
 FROM_BOTTOM, FROM_OTHERS, TO_OTHERS = 0.6, 0.25, 1.25
 # A missing engine while the policy learns looks the same, but not for this number of steps.
 LASTING_STEPS = 8
@@ -419,7 +419,9 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Return whether low rewards became rarer as if they had failed, and by more than chance."""
+    """Return whether low rewards became rarer, by more than chance and by about as much as if the
+    failed rollouts would have had low rewards.
+    """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
     now = window.recent_mean(values, window.is_graded)

@@ -73,7 +73,8 @@ _WITH_LEDGER = dict.fromkeys((Check.ADMITTED, Check.LEDGER, Check.BEGUN), _NO_DA
 _WITH_RULE = dict.fromkeys((Check.ADVANTAGES, Check.ZERO_SUM), _NO_RULE) | {Check.BASELINE: _SHAPED}
 # Number of steps that a note lists.
 _MAX_NAMED_STEPS = 8
-# The current step, and the one before it while the engines load its version.
+# Number of newest files that may have no record of their step: the file of the current step, and
+# that of the step before it while the engines load its version.
 MAX_UNRECORDED = 2
 
 
@@ -283,7 +284,8 @@ def _worst_completed(step: JournalStep, group: int) -> float:
         for entry in step.entries
         if entry.trajectory.group_number == group
         and entry.trajectory.outcome is Outcome.COMPLETED
-        # An entry that does not fit the model has a problem; one without a trained token has none.
+        # Leave out an entry that does not fit the model. It has a `problem`; an entry without a
+        # trained token has none.
         and not (entry.reason is EvictionReason.TOKEN_MISALIGNED and entry.problem)
     ]
     return min(filter(math.isfinite, returns), default=math.inf)
@@ -430,7 +432,7 @@ def _check_admitted(
     entries: Sequence[TrajectoryEntry],
     admitted: Mapping[str, LedgerEvent],
 ) -> Iterator[Offence]:
-    """Check that every missing rollout left for a reason: the others form the group."""
+    """Check that the ledger has a reason for every rollout that is missing from a group."""
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)
     if not missing or not counted:
@@ -482,7 +484,7 @@ def _disagreement(entry: TrajectoryEntry, event: LedgerEvent | None, *, step: in
     own = "trained" if entry.reason is None else f"evicted as {entry.reason.value}"
     if event is None:
         return f"{own} in the journal, and the ledger never admitted it"
-    # That all updates of a step were refused as not finite is known only after its journal.
+    # The journal is written before the trainer refuses all updates of a step as not finite.
     is_refused = event.reason is EvictionReason.NONFINITE_STEP
     is_same = _exit(event) == own or (entry.reason is None and is_refused)
     if not is_same:

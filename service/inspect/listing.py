@@ -41,11 +41,11 @@ class JournalLineAnswer:
     """one number, or its range; empty: nothing was trained"""
     num_turns: int
     num_trained: int
-    """tokens"""
+    """number of trained tokens"""
     num_sampled: int
-    """tokens"""
+    """number of sampled tokens"""
     ledger: str
-    """trained, or why not"""
+    """trained, or the reason why it was not trained"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

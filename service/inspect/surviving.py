@@ -34,7 +34,7 @@ class Surviving:
 
     spans: tuple[Span, ...]
     refused: frozenset[str]
-    """Rollouts whose update was refused as not finite; the journal is written before that."""
+    """Rollouts whose update was refused as not finite, after the journal had been written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 A backup is itself a run directory with its database in SQLite, whatever the run's database is. It
 contains the newest state that the database had when the backup began, and the checkpoints of that
-state, also while the run trains. Invariant: a backup and a restored run get their name last, so
-that an interrupted command leaves only a directory with the end `.part`.
+state, also while the run trains. Invariant: a backup and a restored run get their final name last,
+so that an interrupted command leaves only a directory with the end `.part`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from service.store.moving import copy_run
 from service.store.place import DATABASE, StoreOptions, chosen_url, record, shown, sqlite_url
 from service.store.run_store import ReadOnlyStore
 
-# What both commands write; the database's files have names that begin with the database's.
+# Names that an interrupted `backup` or `restore` may have left in a directory. The names of the
+# database's files are not listed: they begin with DATABASE.
 _NAMES = {
     "checkpoints", "config.yaml", "functions", "journal", "model", "session.key", "sources.json",
     "store.json",
@@ -104,7 +105,10 @@ def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> 
 
 
 def state_files(run_dir: RunDir) -> dict[str, Path]:
-    """Return what a run needs beside its database and checkpoints, by the path in its directory."""
+    """Return the files that a run needs, by their paths in its directory.
+
+    The files of the database, of the checkpoints and of the journal are not among them.
+    """
     files = [run_dir.config_file, run_dir.sources_file, run_dir.secret_file]
     for directory in (run_dir.tiny_model, run_dir.functions):
         files += sorted(directory.rglob("*"))
@@ -112,14 +116,14 @@ def state_files(run_dir: RunDir) -> dict[str, Path]:
 
 
 def _copy_files(source: RunDir, target: RunDir) -> None:
-    """Copy what a run needs beside its database and checkpoints, and the journal."""
+    """Copy the files of `state_files`, and the journal."""
     for name, file in state_files(source).items():
         copy = target.path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, copy)
     if source.journal.is_dir():
         target.journal.mkdir()
-        # A running run may remove old steps meanwhile; the newest are the last names.
+        # Oldest first, because a run that trains may remove the oldest steps meanwhile.
         for file in sorted(source.journal.iterdir()):
             if file.is_file():
                 try:

@@ -167,7 +167,7 @@ def _convert(file: Path, directory: Path, *, what: str) -> None:
             }
             (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
             if directory.exists() and not is_conversion(directory):
-                # An older version made it, or it is empty.
+                # An older version wrote this directory, or it is empty.
                 directory.rename(Path(scratch) / "old")
             if not is_conversion(directory):
                 made.rename(directory)

@@ -29,7 +29,7 @@ from service.store.moving import copy_run
 from service.store.place import DATABASE, StoreOptions, sqlite_url
 from service.store.run_store import ReadOnlyStore
 
-# A copy has the name of its checkpoint's directory, which begins so.
+# A copy has the name of its checkpoint's directory, which begins with this text.
 _PREFIX = "step-"
 
 
@@ -64,7 +64,7 @@ def upload_next(
     remote = RemoteDirectory(url)
     with run_dir.looked_into() as store:
         leases = lease_digests(store)
-        # The database has no other milestones than those that the run keeps.
+        # No collapse is passed, because the database has only the milestones that the run keeps.
         kept = chosen_commits(store, keep=keep, keep_best=keep_best)
     copies = _copies(remote)
     _check_own(remote, copies, leases)
@@ -142,7 +142,7 @@ def fetch_run(
 def _local_copy(
     remote: RemoteDirectory, run_dir: RunDir, *, tell: Callable[[str], None]
 ) -> Iterator[RunDir]:
-    """Yield a temporary directory with the newest copy that is as it was written."""
+    """Yield a temporary directory with the newest copy that is not damaged."""
     copies = [remote] if remote.read() is not None else _newest_first(remote)
     if not copies:
         raise RemoteError(
@@ -198,10 +198,10 @@ def _check_own(
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether the address has the checkpoint, or whether only the address can have it."""
+    """Return whether the address has the checkpoint, or this machine lacks it."""
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
-        # Lost here, or of a copy that was not fetched.
+        # It was lost on this machine, or its copy was not downloaded.
         return True
     copy = copies.get(commit.directory)
     name = str(manifest.relative_to(run_dir.path))
@@ -217,7 +217,7 @@ def _upload(
 ) -> Upload:
     begin(commit.directory)
     checkpoint = run_dir.checkpoints / commit.directory
-    # Damage of the local disk must not be copied as if it were what was written.
+    # Files that the local disk has damaged must not be copied.
     check_files(checkpoint)
     files = state_files(run_dir)
     for file in sorted(checkpoint.rglob("*")):

@@ -168,7 +168,7 @@ def kept_commits(
 def chosen_commits(
     store: ReadOnlyStore, *, keep: int, keep_best: int, collapsed_since: int | None = None
 ) -> list[Checkpoint]:
-    """Return the commits that `kept_commits` chooses, whoever has the lease."""
+    """Return the commits that `kept_commits` chooses, without a check of the lease."""
     commits = store.checkpoints()
     if not commits:
         return []

@@ -45,7 +45,7 @@ from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_r
 from service.store.tables import RunKind
 
 _logger = logging.getLogger(__name__)
-# More bytes than the last block of a full disk can have left.
+# Number of bytes to write as a test: more than the last block of a full disk can have free.
 PROBE_BYTES = 4096
 _RUN_ID = re.compile(r"rayloom-(.+)-[0-9a-f]{8}")
 

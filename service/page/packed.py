@@ -1,4 +1,4 @@
-"""The packed page: one HTML file with its program, its styles and, where given, its document.
+"""The packed page: one HTML file with its program, its styles and, if given, its document.
 
 `packed.html` is built from `src/` by `make page`, the only part that needs npm. It contains no
 address and requests only the run's own API; a content security policy in it enforces that.

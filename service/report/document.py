@@ -33,7 +33,7 @@ class Phase(StrEnum):
     STARTING = "starting"
     TRAINING = "training"
     PAUSED = "paused"
-    """It would train, but an operator has paused a part of it."""
+    """An operator has paused a part of the run, which would otherwise train."""
     EVALUATING = "evaluating"
     CHECKPOINTING = "writing a checkpoint"
     RECOVERING = "recovering"

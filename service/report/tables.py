@@ -350,7 +350,7 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Remove the lines at the begin and the end, and the end marker, that all texts share.
+    """Remove the first and the last lines that all texts share, and a shared end marker.
 
     Example: _differing_lines(["to\n1 + 1?<|end|>", "to\n1 + 2?<|end|>"]) -> ["1 + 1?", "1 + 2?"]
     """

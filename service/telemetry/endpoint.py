@@ -1,11 +1,11 @@
 """Collect all metrics of a run at one endpoint, which outlives the processes that push to it.
 
-A process pushes two kinds of metric families. *Increments* are what the counters and histograms
-that no row of the database holds gained since the last push; the endpoint adds them up, and keeps
-the sums after the process dies. *Values* are the current values of all other metrics; the next push
-replaces them, and the endpoint removes them when the process stops pushing. Each push has a number,
-so that a repeated push counts once. Each process has an epoch, so that the endpoint ignores the
-pushes of a replaced process.
+A process pushes two kinds of metric families. *Increments* are the increases, since the last push,
+of the counters and histograms that the database does not store; the endpoint adds them up, and
+keeps the sums after the process dies. *Values* are the current values of all other metrics; the
+next push replaces them, and the endpoint removes them when the process stops pushing. Each push has
+a number, so that a repeated push counts once. Each process has an epoch, so that the endpoint
+ignores the pushes of a replaced process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ray.exceptions import RayError
 from actors.deadline import poll, within
 from service.remote_calls import NAMESPACE
 
-# Long enough for several pushes, and for a supervisor's successor to start on a busy machine.
+# Seconds without a push after which a process's values are removed: long enough for several pushes,
+# and for a new supervisor to start on a busy machine.
 SILENT_S = 45.0
 # The role of the process that pushes the run's own metrics.
 SUPERVISOR = "supervisor"

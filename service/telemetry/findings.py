@@ -40,7 +40,7 @@ class Finding:
     For `component_falls` it is the component's mean.
     """
     now: float
-    """The same number in the newest steps."""
+    """The value of `before` in the newest steps."""
     reward_before: float
     """Mean return in earlier steps, divided by the best possible return if it is known."""
     reward_now: float

@@ -29,7 +29,7 @@ MIN_NOISES = 4.2
 """Smallest fall that counts, in standard deviations of the comparison."""
 MIN_SPREADS = 0.33
 """Smallest fall that counts, in standard deviations of a step's returns."""
-# Of a normal distribution: the standard deviation is this multiple of the median deviation.
+# Standard deviation of a normal distribution, divided by its median absolute deviation.
 _MAD_TO_STD = 1.4826
 _CALM_STEPS = 15
 
@@ -142,9 +142,11 @@ class RewardWatch:
 
 
 def _onset(steps: Sequence[_Step], border: float) -> int:
-    """Return the first step of the end of `steps` that lies the most below the border in sum.
+    """Return the first step of the fall: the step from which to the last step the sum of the
+    distances of the means below the border is largest.
 
-    The end begins where a level was last above the border; a quarter of its steps may have fallen.
+    The search begins after the last step whose level was above the border, but LEVEL_STEPS // 4
+    steps earlier, because the last quarter of that level's steps may have fallen already.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0

@@ -17,7 +17,7 @@ from service.inspect.token_text import TokenText
 from service.launch.run_dir import RunDir
 from service.trackers.tracker import Completion
 
-# As many characters of the prompt and of the completion as an evaluation's samples have.
+# Maximum number of characters of a prompt and of a completion, as in an evaluation's samples.
 MAX_CHARS = 2000
 
 

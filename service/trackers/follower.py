@@ -24,7 +24,8 @@ from service.trackers.tracker import Completion, Tracker, point_of
 
 log = logging.getLogger("rayloom.trackers")
 
-# Between two attempts: doubled after each failure, plus a random part of up to half of it.
+# Delay before the second attempt, and its limit: the delay doubles after each failure, and a random
+# part of up to half of it is added.
 FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 60.0
 
 
@@ -138,7 +139,7 @@ class Follower(threading.Thread):
         try:
             return self._target.completions.of_step(step, term=term)
         except ConfigError as error:
-            # A damaged file of the journal must not keep the curves back.
+            # A damaged file of the journal must not prevent the export of the curves.
             log.warning("%s: step %d has no completions: %s", self._setting, step, error)
             return ()
 

@@ -13,7 +13,7 @@ from service.telemetry.records import EvaluationSample, StepRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A trajectory of a training step as a row of a table. Long texts lack their middle."""
+    """A trajectory of a training step as a row of a table; the middle of long texts is left out."""
 
     task_id: str
     rollout_id: str
@@ -75,7 +75,7 @@ class Tracker(Protocol):
     def write(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Return after everything written is safe from the end of this process."""
+        """Return once everything that was written would survive the end of this process."""
         ...
 
     def close(self, *, is_ended: bool) -> None:
