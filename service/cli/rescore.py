@@ -66,8 +66,8 @@ def run_rescore(
     names = [*rewards, *group_rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
-            f"rescore: got {', '.join(twice)} more than once, expected each function once; leave "
-            "it out there"
+            f"rescore: got {', '.join(twice)} more than once, expected each function once; remove "
+            "the repetition"
         )
     config = config_beside(run_dir)
     # An import that hangs or ends its process is refused with a sentence.
@@ -106,8 +106,8 @@ def _warn_of_missing_tasks(
     if missing := sorted(each for each in own if not verifier.knows(each)):
         warn(
             f"{len(missing)} of {len(own)} tasks are not in the run's data as they are now, such "
-            f"as {missing[0]}: their functions were given the prompt only; expected the data of "
-            "the run"
+            f"as {missing[0]}: their functions got only the prompt; expected the data that the run "
+            "was trained on; restore them"
         )
 
 

@@ -241,8 +241,8 @@ def _check_set(config: Config, key: str, settings: EvaluationSetSettings) -> Ite
     has_own = is_of_data_set or settings.file is not None or settings.dataset is not None
     if not has_own and not config.tasks.evaluation_tasks:
         yield (
-            f"{key} names no tasks, and tasks.evaluation_tasks is 0, so that it has none; name a "
-            "file, a dataset or a split, or hold tasks out"
+            f"{key} names no tasks, and tasks.evaluation_tasks is 0, so that the set is empty; "
+            "name a file, a dataset or a split, or raise tasks.evaluation_tasks"
         )
     if not config.has_environment:
         yield (
@@ -344,7 +344,7 @@ def _check_reward(config: Config) -> Iterator[str]:
     if reward.clip is not None and not reward.clip[0] < reward.clip[1]:
         yield (
             f"algorithm.reward.clip is [{reward.clip[0]:g}, {reward.clip[1]:g}], expected the "
-            "lower bound first and another one second"
+            "lower bound first and a higher one second; correct them"
         )
     overlong = reward.overlong
     if overlong is None:
@@ -547,7 +547,7 @@ def _check_bands(config: Config) -> Iterator[str]:
         if band is not None and not (band[0] <= 1 <= band[1] and band[0] < band[1]):
             yield (
                 f"algorithm.loss.{name} is {list(band)}, expected 0 < low <= 1 <= high and low < "
-                "high; a ratio of 1 is what unchanged data has and must stay inside"
+                "high, because a token whose probability has not changed has the ratio 1; widen it"
             )
 
 

@@ -72,7 +72,7 @@ def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
         yield (
             f"algorithm.groups_per_step is {new.groups_per_step}, the run has "
             f"{own.groups_per_step}; expected the same, because admission counts its groups from "
-            "the first step on, and the bound on the policy's age rests on that"
+            "the first step on, and the bound on the policy's age depends on this count"
         )
     if new.max_lag < own.max_lag:
         yield (
@@ -83,7 +83,8 @@ def _refused_of_algorithm(before: Config, now: Config) -> Iterator[str]:
     if new.has_critic != own.has_critic:
         yield (
             f"algorithm.baseline is {new.baseline}, the run has {own.baseline}; expected a critic "
-            "in both or in neither, because the checkpoint holds one or holds none"
+            "in both or in neither, because the checkpoint has a critic's weights only if the run "
+            "has a critic"
         )
     for key, began, is_now in (
         ("algorithm.reference", own.reference, new.reference),

@@ -339,7 +339,7 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         if odd and all(each.fate in _FATAL for each in own):
             raise ConfigError(f"{_error_text(odd[0])}; {_remedy(odd[0])}")
         if odd and odd == own:
-            tell(f"{_error_text(odd[0])}, and so for {len(own)} answers: look there")
+            tell(f"{_error_text(odd[0])}, and so for all {len(own)} answers: check the function")
         elif odd:
             tell(f"{_error_text(odd[0])}; that may be right for this answer")
         if any(each.fate is None for each in own):

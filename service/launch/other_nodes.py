@@ -90,8 +90,8 @@ def check_api_place(service: ServiceSettings) -> None:
     if head.node_id != here and is_loopback(service.host):
         raise ConfigError(
             f"service.host is {service.host}: the API listens on the head node, {head.address}, "
-            "where only that node itself could reach it; start the command there, or set 0.0.0.0 "
-            "and a key"
+            "where only that node itself could reach it; start the command there, or set "
+            "service.host to 0.0.0.0 and RAYLOOM_API_KEY to a key"
         )
 
 
@@ -215,5 +215,7 @@ def _answer(node: Node, answer: Any) -> str | None:
             "version of it to be installed on every node"
         )
     except RayError as error:
-        return f"lost while it was asked ({str(error).splitlines()[0]}); start again without it"
+        return (
+            f"it was lost during the check ({str(error).splitlines()[0]}); start again without it"
+        )
     return fault

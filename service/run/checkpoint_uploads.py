@@ -67,7 +67,10 @@ class CheckpointUploads:
         if self._thread.ident is not None:
             self._thread.join(limit_s)
         if self._thread.is_alive():
-            self._notice(f"{self._url} lacks a checkpoint: the upload takes long; --resume ends it")
+            self._notice(
+                f"{self._url} lacks a checkpoint: its upload did not end within {limit_s:g} s; "
+                "--resume completes it"
+            )
 
     def _run(self) -> None:
         num_failures = 0

@@ -464,7 +464,7 @@ class Control(ControlPort):
             raise ControlRefused(
                 RefusalCode.CONFLICT,
                 f"the run is {phase.value}, expected a running one; resume it with --resume, "
-                "where earlier pauses still hold",
+                "which keeps its pauses",
             )
         if self._recorder.term == 0:
             raise ControlRefused(

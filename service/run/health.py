@@ -69,8 +69,7 @@ TOKEN_REMEDIES: Mapping[TokenCause, str] = {
     EvictionReason.NONFINITE_STEP: "lower trainer.learning_rate",
     EvictionReason.CANCELLED: "their groups were cancelled or closed early "
     "(algorithm.min_usable_samples), or a part of the run ended: see the earlier notices",
-    LeftOutReason.AUXILIARY: "the agent marks these turns as outside its task; check that it "
-    "has to",
+    LeftOutReason.AUXILIARY: "the agent marks these turns as outside its task; check that they are",
     LeftOutReason.UNSEEN: "check why the agents end their requests before the answers come",
     LeftOutReason.TITLE: "turn off titles in the agent, or set sessions.titles to train",
 }
@@ -435,9 +434,9 @@ class FailureWatch:
         limit = self._limits.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(
-                f"trainer and engines are not the same function after {self._num_unequal} "
-                f"publications in a row; {self._last_unequal}; to allow more, raise "
-                "trainer.logprob_check_failures"
+                "trainer and engines compute different log-probabilities after "
+                f"{self._num_unequal} publications in a row; {self._last_unequal}; to allow "
+                "more, raise trainer.logprob_check_failures"
             )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:

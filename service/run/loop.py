@@ -266,8 +266,8 @@ class Loop:
             await self._join_loading()
         except StepAbandoned:
             self._handles.recorder.notice(
-                f"step {self._step} is abandoned, its grace is over; its rollouts are played again "
-                "when the run is resumed"
+                f"step {self._step} is abandoned, because the grace of the stop is over; its "
+                "rollouts are played again when the run is resumed"
             )
             await self._join_loading()
         finally:
@@ -629,8 +629,8 @@ class Loop:
         if path is None:
             recorder.checkpoint_failed()
             recorder.notice(
-                f"step {step}: a rank was lost while its checkpoint was written; the earlier one "
-                "counts until the next"
+                f"step {step}: a rank was lost while its checkpoint was written; the run would "
+                "resume from the earlier checkpoint until the next one is written"
             )
             return
         await recorder.checkpoint_written(path, seconds=watch.lap())

@@ -385,7 +385,7 @@ class Supervisor:
                 if faults.is_one_too_many():
                     raise
                 if self._is_stopping:
-                    return f"{loss}; stopped there, the newest checkpoint counts"
+                    return f"{loss}; as a stop was requested, the run ends at its newest checkpoint"
                 self._recorder.replaced(Part.TERM, f"{loss}; going back to the newest checkpoint")
                 self._recorder.phase(Phase.RECOVERING, str(loss))
 
