@@ -2,7 +2,7 @@
 delivers uploaded trajectories.
 
 There is one per run, on the supervisor's node, since the run's database may be a file. Its state is
-in the store: if the actor dies, its successor takes its rollouts again.
+in the store: if the actor dies, a new one takes its rollouts from the queue again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore
 from service.telemetry.endpoint import Reading, push_forever
 
-# Shorter than the store's own patience, after which the store gives up.
+# Shorter than the time after which the store itself gives up.
 STORE_HOLD_S = PATIENCE_S / 2
 
 
 class Gateway:
-    """An asynchronous Ray actor, which `service.gateway.client` calls."""
+    """The gateway, an asynchronous Ray actor that `service.gateway.client` calls."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Gateway:
         )
 
     async def run(self) -> None:
-        """Take rollouts and hand trajectories over until `stop`.
+        """Take rollouts from the queue and return their trajectories to it, until `stop`.
 
         Raises: QueueUnreachable; StoreError, LeaseLost when nothing can be stored any more.
         """
@@ -127,7 +127,7 @@ class Gateway:
         """Return if the event loop is running: a blocked actor does not answer."""
 
     async def stop(self) -> None:
-        """Accept nothing more, and finish storing what is queued."""
+        """Accept no more requests, and store the changes that still wait."""
         await self._exchange.stop()
         self._sessions.close()
         await self._commits.close()

@@ -31,14 +31,20 @@ _ENDING = re.compile(r"/api/v1/sessions/([^/]+)/(?:finish|reward)$")
 
 
 class SessionAdmission:
-    """The check of session keys; implements `service.api.guards.CheckSessionKey`."""
+    """The check of a session's key (`service.api.guards.CheckSessionKey`)."""
 
     def __init__(self, check_key: Callable[[str, str], Awaitable[None]], callers: Callers) -> None:
-        """Check keys with `check_key` (`Sessions.check_key`)."""
+        """Make the check.
+
+        Args: check_key: `Sessions.check_key`. callers: the holders of named keys.
+        """
         self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
-        """Return the refusal of a request, or None if it may be read. Raises: RunUnavailable."""
+        """Return the refusal of a request, or None if its body may be read.
+
+        Raises: RunUnavailable.
+        """
         try:
             await self._check(path, headers)
         except Refused as refused:
@@ -76,7 +82,7 @@ def holder_of(key: str) -> Caller:
 
 
 def no_key() -> Refused:
-    """Return the refusal of a request to a session that has no key."""
+    """Return the refusal of a request to a session's route that was sent without a key."""
     return Refused(
         RefusalCode.INVALID_KEY,
         "no key was sent, expected a key of the session; send it as Authorization: Bearer KEY",
@@ -84,7 +90,7 @@ def no_key() -> Refused:
 
 
 def unknown_session(name: str) -> Refused:
-    """Return the refusal if there is no such session or the key is not its own, in equal words."""
+    """Return the refusal for an unknown session and for a wrong key; its text is the same."""
     return Refused(
         RefusalCode.UNKNOWN_SESSION,
         f"this run has no session {name!r} with this key; use the key that the session's creation "

@@ -27,7 +27,7 @@ class Background:
         self._begun = TaskSet()
 
     def begin(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
-        """Begin work that continues when its caller is gone; a failure is logged."""
+        """Start a task that continues if its caller is cancelled; log its failure."""
         task = self._begun.begin(work)
         task.add_done_callback(_log_failure)
         return task

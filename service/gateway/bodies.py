@@ -28,7 +28,7 @@ from service.intake.listing import SessionLine, SessionPage
 from service.intake.session import SessionRequest, SessionSpec, SessionStatus, session_id
 from service.intake.submission import RolloutRequest
 
-# Room for the member's number, within the length of any id.
+# Shorter than other ids may be: the member's number is appended to it.
 SESSIONS_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,119}$"
 # Outcomes that a client may state; the gateway decides the others.
 STATED_OUTCOMES = frozenset(
@@ -347,7 +347,10 @@ class CloseAnswer(StrictBody):
 
 
 class SessionsAnswer(StrictBody):
-    """The sessions of a group, or the claimed one; only the same request shows them again."""
+    """The sessions of a group, or the claimed session.
+
+    Their keys are not shown again, except to the same request sent again.
+    """
 
     id: str
     is_new: bool = Field(description="false: this group existed before")

@@ -28,7 +28,7 @@ _MOST_EXACT = 2**53
 
 
 class Link(NamedTuple):
-    """A message in its conversation."""
+    """The place of a message in its conversation."""
 
     key: bytes
     """Key of the conversation up to and including this message."""
@@ -43,11 +43,11 @@ def links_of(
     num_calls: int = 0,
     call_before: Callable[[str], int | None] | None = None,
 ) -> list[Link]:
-    """Read a conversation, or what follows a part of it that was read before.
+    """Return one link for each message of a conversation, or of its later messages.
 
-    Args: after: the key of the part that was read. num_calls: the number of its calls. call_before:
-    returns the number of its newest call with an id; None: there is none.
-    Returns: one link per message.
+    Args: after: the key of the earlier messages, which were read before. num_calls: the number of
+    calls in them. call_before: returns the index of the newest of these calls that has an id, or
+    None if none of them has it.
     """
     key, links = after, []
     numbers: dict[str, int] = {}

@@ -16,7 +16,7 @@ from typing import Any
 from actors.environment.protocol import Message, ToolSchema
 from actors.types import LogProbs, TokenIds
 
-# Seconds until a request that cannot be answered now is worth another try.
+# Seconds after which a client should repeat a request that could not be answered.
 RETRY_AFTER_S = 5
 
 
@@ -50,7 +50,7 @@ class ChatRequest:
     """A client's request for a reply of the policy."""
 
     messages: tuple[Message, ...]
-    """The whole conversation, or with `continues` what follows that turn; not empty."""
+    """The whole conversation, or with `continues` the messages after that turn; not empty."""
     tools: tuple[ToolSchema, ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Options for the chat template; they replace the run's options of the same names."""
@@ -59,24 +59,25 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     """Stop strings, none of them empty; the text is cut before the first that it contains."""
     references: tuple[Reference, ...] = ()
-    """Parts of the messages that must still be looked up in the session."""
+    """Parts of `messages` that the client named by an id; the session must still insert them."""
     ignored: tuple[str, ...] = ()
-    """Parameters that the client sent and that a session cannot obey."""
+    """Names of parameters that the client sent and that have no effect in a session."""
     continues: str = ""
     """The id of the turn that the messages follow; empty: the client sends the whole
     conversation."""
     instructions: str | None = None
-    """System message of the request's `instructions`; None: the request has none. Without
+    """Text of the request's `instructions`, a system message; None: the request has none. Without
     `continues` it is also the first of `messages`, unless it is empty. With `continues` it replaces
-    the earlier instructions of the conversation; None keeps them."""
+    the conversation's earlier instructions, and None keeps these."""
     may_call: bool = True
-    """Whether calls are read out of the reply; the tools are in the prompt in any case."""
+    """Whether tool calls are parsed from the reply; the prompt shows the tools in any case."""
     is_auxiliary: bool = False
     """The client says that this call does not belong to the task (a title, a classifier)."""
     is_retry: bool = False
     """The client says that it has sent this very request before, and got no answer."""
     idempotency_key: str = ""
-    """Names the request: the same key means the same request. Empty: unnamed."""
+    """The client's name for the request: requests with the same key are the same request. Empty: it
+    has no name."""
 
 
 class StopReason(StrEnum):
@@ -173,7 +174,10 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the refusal of an id that no answer has. where: the id's position in the body."""
+    """Return the refusal of a body that names an item which no answer of the session has.
+
+    where: position of the item's id in the body.
+    """
     return Refused(
         RefusalCode.INVALID_REQUEST,
         f"{where}: no answer of this session has an item with this id; send the item itself",

@@ -30,19 +30,22 @@ if TYPE_CHECKING:
 # The gateway itself ends a request when its time is up; the client waits this much longer.
 ANSWER_MARGIN_S = 2.0
 AGAIN_S = 0.5
-# How long to look for a gateway, to report that a client has gone.
+# Seconds in which to find a gateway and report to it that a client has gone.
 ABANDON_S = 300.0
 Answer = TypeVar("Answer")
 
 
 class GatewayClient:
-    """The run's gateway, from any process.
+    """A client of the run's gateway, for any process.
 
     `sessions` and `uploads` have the methods of `Sessions` and `Uploads`.
     """
 
     def __init__(self, find_gateway: Callable[[], Awaitable[Any]]) -> None:
-        """Call the gateway whose handle `find_gateway` returns. It raises RunUnavailable."""
+        """Make a client.
+
+        find_gateway: returns the gateway's handle, or raises RunUnavailable if there is none.
+        """
         self._find_gateway = find_gateway
         self._actor: Any = None
         self.sessions = cast("Sessions", _RemoteSessions(self))
@@ -56,7 +59,10 @@ class GatewayClient:
         deadline_s: float = SUPERVISOR_DEADLINE_S,
         **named: Any,
     ) -> Any:
-        """Call a method of a part of the gateway. Raises: Refused; RunUnavailable."""
+        """Call a method of the gateway's `part`, "sessions" or "uploads".
+
+        Raises: Refused; RunUnavailable.
+        """
         call = (await self._find()).ask.remote(part, method, *arguments, **named)
         try:
             answer = await await_reply(call, name="gateway", deadline_s=deadline_s)
@@ -71,7 +77,7 @@ class GatewayClient:
     async def until_answered(
         self, ask: Callable[[float], Awaitable[Answer]], *, deadline_s: float
     ) -> Answer:
-        """Send a request to the current gateway until one answers. Raises: Refused.
+        """Send a request, and again to the next gateway if one dies. Raises: Refused.
 
         Args: ask: sends the request; its argument is the time left, in seconds.
         """
@@ -93,7 +99,7 @@ class GatewayClient:
 
 
 class _RemoteSessions:
-    """`Sessions` in the gateway's process. A method that is not defined here has one attempt."""
+    """Calls the gateway's `Sessions`. A method that is not defined here is tried only once."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
@@ -139,7 +145,7 @@ class _RemoteSessions:
         return await self._gateway.until_answered(ask, deadline_s=call.deadline_s)
 
     async def abandon(self, session_id: str, request_id: str) -> None:
-        """Return at once; the current gateway, or its successor, gets the call."""
+        """Return at once, and call `Sessions.abandon` in the background until a gateway answers."""
         self._abandoning.begin(self._abandon(session_id, request_id))
 
     async def _abandon(self, session_id: str, request_id: str) -> None:
@@ -153,7 +159,7 @@ class _RemoteSessions:
 
 
 class _RemoteUploads:
-    """`Uploads` in the gateway's process. A method that is not defined here has one attempt."""
+    """Calls the gateway's `Uploads`. A method that is not defined here is tried only once."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway

@@ -1,8 +1,8 @@
 """Store the changes of all sessions together: one transaction for all within 5 ms.
 
 Invariants: there is one transaction at a time, and changes are stored in their order of arrival; a
-turn is durable before `commit` returns; a turn whose `commit` raised is stored as unseen, or never,
-so that it is trained only if a client's marked retry was answered with it.
+turn is durable before `commit` returns; a turn whose `commit` raised is not stored, or stored as
+unseen, and is trained only if a client sends a marked retry and this turn answers it.
 There is one per gateway; it belongs to one event loop.
 
 A transaction begins at once if the last one ended at least 5 ms ago: a single turn waits only for
@@ -27,7 +27,7 @@ from service.store.thread import StoreThread
 
 PAUSE_S = 0.005
 LINGER_S = 0.1
-# In one transaction. A statement of SQLite can have 32,766 values.
+# Most changes in one transaction: a statement of SQLite can have 32,766 values.
 MAX_CHANGES = 2048
 
 
@@ -63,8 +63,9 @@ class GroupCommit:
     If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`,
     to find out whether a transaction whose connection broke was committed.
     After that, or if the lease is lost, it has failed: it writes nothing more, and the gateway
-    ends. Its successor resumes from what is stored: if the last transaction was done but not
-    confirmed, its turns look as after a kill between commit and answer.
+    ends. The next gateway continues from the stored changes. If the last transaction was committed
+    but not confirmed, it finds turns that no client received, as if the gateway had been killed
+    between commit and answer.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
@@ -92,7 +93,7 @@ class GroupCommit:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that ended the writing (LeaseLost, StoreError, or a defect), or None."""
+        """The error that ended the writing: LeaseLost, StoreError or an unexpected one; or None."""
         return self._failure
 
     def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:
@@ -108,8 +109,8 @@ class GroupCommit:
 
         If it raises, or its caller is cancelled, the client does not receive the turns among the
         changes. Turns that are still in the queue are stored, as unseen.
-        Raises: StoreAway after `hold_s`: the changes stay in the queue; TooLate: those of the
-            changes that came too late are not stored; LeaseLost, StoreError: it has failed;
+        Raises: StoreAway after `hold_s`: the changes stay in the queue; TooLate: some
+            changes came too late, and these are not stored; LeaseLost, StoreError: it has failed;
             RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -127,7 +128,7 @@ class GroupCommit:
             raise
 
     async def close(self) -> None:
-        """Accept nothing more, and store the rest of the queue; `failure` has an error if any."""
+        """Accept no more changes, and store those in the queue; `failure` has the error, if any."""
         self._is_closed = True
         self._hurries.set()
         if self._writing is not None:
@@ -165,12 +166,12 @@ class GroupCommit:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write until the queue is empty. Raises: a defect."""
+        """Write until the queue is empty. Raises: only unexpected errors (defects)."""
         batch: list[_Entry] = []
         try:
             while self._entries:
                 await is_set_within(LINGER_S, self._hurries)
-                # Also if there is no time to wait: changes of this turn of the event loop join.
+                # Yield even if the pause is over: changes that other tasks add now join the batch.
                 await asyncio.sleep(self._ended_at + PAUSE_S - time.monotonic())
                 batch = self._next_batch()
                 if not self._is_closed and all(each.can_linger for each in self._entries):
@@ -181,7 +182,8 @@ class GroupCommit:
             if not isinstance(error, LeaseLost | StoreError):
                 raise
         finally:
-            # Not in the task's callback: an entry that came before that would start no writer.
+            # Not in a callback of the task: an entry added before the callback ran would start no
+            # writer.
             self._writing = None
 
     def _next_batch(self) -> list[_Entry]:

@@ -30,7 +30,7 @@ from service.intake.session import (
     StoredSession,
 )
 
-# Clients choose the names of unknown parameters: bound their number.
+# A bound on the stored names of ignored parameters, which clients choose freely.
 MAX_IGNORED_NAMES = 64
 # Outcomes with which a missing reward is an error.
 GRADED = PLAYED_OUT | TRUNCATIONS
@@ -83,7 +83,10 @@ def overdue(
 
 
 def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outcome:
-    """Return the outcome of a session whose client states none. judged: the turn it names."""
+    """Return the outcome of a session whose client states none.
+
+    judged: the number of the turn that the client named; None: it named none.
+    """
     last = tree.last_of_main(judged)
     if last is None:
         return Outcome.EMPTY
@@ -97,7 +100,7 @@ def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outc
 def check_turns(
     tree: SessionTree, *, turn_rewards: Mapping[int, float], judged: int | None
 ) -> None:
-    """Check that the session has these turns and trains them. Raises: Refused."""
+    """Check that the session has the named turns and trains them. Raises: Refused."""
     num_turns, left_out = tree.num_turns, tree.left_out()
     for param, named in (
         ("turn_rewards", sorted(turn_rewards)),
@@ -145,7 +148,7 @@ def closed(stored: StoredSession) -> Refused:
 
 
 def ended_otherwise(stored: StoredSession) -> Refused:
-    """Return the refusal of an end or reward other than the one that is stored or in progress."""
+    """Return the refusal of an end or reward that differs from the one stored or in progress."""
     end = stored.end
     how = (
         f"is {end.status} already, with another content"

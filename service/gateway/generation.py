@@ -1,8 +1,8 @@
 """Token ids in, token ids out: turns for agent loops that render their own prompts.
 
-The API's replicas check a body and write the answer here; the gateway samples
-(`service.gateway.uploads`). The sampled tokens are not stored, and trained only if they are
-uploaded.
+The API's replicas check the body and write the answer with this module; the gateway samples
+(`service.gateway.uploads`). The sampled tokens are not stored. They are trained only if the client
+uploads them.
 """
 
 from __future__ import annotations

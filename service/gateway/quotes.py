@@ -13,17 +13,17 @@ from functools import cached_property
 
 from actors.environment.protocol import Message, Role
 
-# Read of one prompt; a longer prompt is refused, but only later.
+# Characters of a prompt that are searched; a longer prompt is refused later.
 MOST_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The parts of a sampled reply that are searched for."""
+    """A sampled reply, and the parts of it that are searched for in later prompts."""
 
     message: Message
     history: Callable[[], Sequence[Message]]
-    """The messages that it was sampled from."""
+    """Returns the messages of the prompt from which it was sampled."""
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
@@ -39,7 +39,7 @@ class Reply:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Return whether the prompt already had a text, which then does not identify this reply."""
+        """Return whether its own prompt had a text, which then does not identify this reply."""
         return any(_has_words(each, text) for each in _texts(self.history()))
 
 
@@ -58,7 +58,10 @@ class Prompt:
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
     def quotes(self, reply: Reply) -> bool:
-        """Return whether the messages contain the reply, one of its calls, or a new text of it."""
+        """Return whether the messages contain the reply, one of its calls, or one of its new texts.
+
+        A text is new if the prompt from which the reply was sampled did not have it.
+        """
         content = reply.message.content.strip()
         if (content and content in self._contents) or self._calls & reply.calls:
             return True
@@ -69,7 +72,7 @@ class Prompt:
 
 
 def values_of(messages: Iterable[Message]) -> Iterator[str]:
-    """Yield each content, and each value in a call: a whole reply is compared with these."""
+    """Yield each message's content and each value in its calls, as text."""
     for message in messages:
         yield message.content.strip()
         for _, _, arguments in message.call_texts:
@@ -107,7 +110,10 @@ def _ordered(arguments: str) -> str:
 
 
 def _has_words(whole: str, text: str) -> bool:
-    """Whether a text is in another as whole words. Example: "a0" is in "so: a0.", not in "a01"."""
+    """Return whether a text is in `whole` as whole words.
+
+    Example: "a0" is in "so: a0.", but not in "a01".
+    """
     at = whole.find(text)
     while at >= 0:
         end = at + len(text)
@@ -119,5 +125,5 @@ def _has_words(whole: str, text: str) -> bool:
 
 
 def _joins(left: str, right: str) -> bool:
-    """Whether two characters belong to one word; only ASCII letters and digits can."""
+    """Return whether two characters belong to one word: both are ASCII letters or digits."""
     return all(each.isascii() and each.isalnum() for each in (left, right))

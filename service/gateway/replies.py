@@ -43,7 +43,7 @@ def shown_reply(
     its model. If calls are malformed and none is readable, the text is shown as it was sampled.
     Args: text: the decoded reply, without its end tokens. parsed: None: not parsed. turn_id: calls
     without an id from the parser get one made from it. stop: the shown text ends before the first
-    of these that it contains; calls follow the text.
+    of these that it contains; then no calls are shown, because they come after the text.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)

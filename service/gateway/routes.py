@@ -130,8 +130,8 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
         response: Response,
         idempotency_key: IdempotencyKey = None,
     ) -> SessionsAnswer:
-        """Accept a task for external agents: durable when answered. The same body again gets the
-        same keys, with status 200."""
+        """Accept a task for external agents; it is stored before the answer. If the same body is
+        sent again, the answer has the same keys, with status 200."""
         caller = caller_of(request)
         # Without a secret, anybody who knows a session's name could compute its keys.
         maker = replace(caller, secret=caller.secret or settings.session_secret)
@@ -435,7 +435,10 @@ async def _asked(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ChatCall, AnswerStyle]:
-    """Read a request for a turn. defaults: of the body's parameters. Raises: Refused."""
+    """Read a request for a turn.
+
+    defaults: values of parameters that the body leaves out. Raises: Refused.
+    """
     key = _key_of(request.headers)
     # Not with `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))
@@ -454,7 +457,7 @@ async def _asked(
 
 
 class _Stream(StreamingResponse):
-    """Heartbeats until the turn is there, then its events."""
+    """A stream of heartbeats until the turn has been sampled, then of its events."""
 
     def __init__(
         self,
@@ -463,7 +466,7 @@ class _Stream(StreamingResponse):
         work: asyncio.Task[ChatReply],
         abandon: Callable[[], Awaitable[None]],
     ) -> None:
-        """Make the stream. abandon: called if the client is gone before the last event."""
+        """Make the stream. abandon: called if the client disconnects before the last event."""
         super().__init__(
             self._events(),
             media_type="text/event-stream",

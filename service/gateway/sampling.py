@@ -33,7 +33,7 @@ from service.intake.turns import SessionTurn
 
 log = logging.getLogger("rayloom.gateway")
 
-# Bound on the characters of a text divided by those after its normalisation.
+# A text's normalisation shortens it at most by this factor.
 MOST_CHARACTERS_FACTOR = 4
 
 
@@ -59,7 +59,7 @@ class TurnRates:
     def __init__(
         self, keys: KeyBook, *, default_limits: KeyLimits, now: Callable[[], float]
     ) -> None:
-        """Start without counted turns. default_limits: for keys without limits of their own."""
+        """Start with no turns counted. default_limits: for keys without limits of their own."""
         self._keys = keys
         self._default_limits = default_limits
         self._rates = Rates(now=now)
@@ -82,7 +82,7 @@ class TurnRates:
 
 
 class Engine:
-    """The engine as the gateway calls it: a reply that fits its request, or a refusal.
+    """Calls the engine, and returns a reply that fits its request or raises a refusal.
 
     Belongs to one event loop.
     """
@@ -92,9 +92,9 @@ class Engine:
         self._policy: PolicyClient | None = None
 
     async def sample(self, request: GenerateRequest, *, param: str) -> tuple[Turn, GenerateReply]:
-        """Sample; if there is no engine, wait for one until the request's deadline.
+        """Sample a turn; if there is no engine, wait for one until the request's deadline.
 
-        param: the part of the client's body that makes the prompt. Raises: Refused.
+        param: the key of the client's body that a refusal of the prompt names. Raises: Refused.
         """
         try:
             # Made within the event loop that uses it.
@@ -186,8 +186,10 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the characters of new messages that cannot fit; 0 if they may fit. Tokenizing
-        millions of tokens would delay all other sessions."""
+        """Return the number of characters of the new messages if they cannot fit, else 0.
+
+        Such messages are not tokenized: millions of tokens would delay all other sessions.
+        """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR

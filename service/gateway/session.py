@@ -139,7 +139,7 @@ class Session:
                 if end.reward_until is None:
                     self._over.set()
             case IntentAdded() | IntentDropped():
-                # `_sampling` has the turns in progress; intents are for the next gateway.
+                # `_sampling` has the turns in progress; only a later gateway reads intents.
                 pass
 
     def _note(self, change: Change, *, can_linger: bool = False) -> None:
@@ -176,7 +176,7 @@ class Session:
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
     def _see(self, number: int) -> Coroutine[Any, Any, None]:
-        """Mark an unseen turn as seen: in memory at once, in the store when this is awaited.
+        """Mark an unseen turn as seen: in memory at once, in the store when the result is awaited.
 
         The turn's next changes are stored after this one. Raises: Refused, when awaited.
         """
@@ -218,7 +218,7 @@ class Session:
         self.apply(change)
 
     def _drop(self, why: str) -> None:
-        """End the session in memory, after it has ended in the store."""
+        """End the session in memory, because it has already ended in the store."""
         if self.stored.end is None:
             end = broken_off(SessionStatus.DISCARDED, why, at=self._now())
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
@@ -317,7 +317,7 @@ class Session:
         return self.tree.find(request, await self._background.in_thread(read, request))
 
     def _under_way(self, call: ChatCall, digest: str) -> Sampling | None:
-        """Return the turn that is being sampled for an equal request. Raises: Refused."""
+        """Return the turn that is being sampled for an equal request, or None. Raises: Refused."""
         if (same := self._sampling.get(call.request_id)) is not None:
             return same
         key = call.request.idempotency_key
@@ -398,7 +398,7 @@ class Session:
         return new
 
     def _num_begun(self) -> int:
-        """Return the number of its turns, including those in progress that are not yet stored."""
+        """Return the number of the session's turns, including those that are being sampled."""
         waiting = (each for each in self._sampling.values() if not each.is_committing)
         return self.tree.num_turns + sum(1 for _ in waiting)
 
@@ -533,7 +533,7 @@ class Session:
         await self._over.wait()
 
     def learn(self, end: SessionEnd) -> None:
-        """Apply an end that another process has stored, such as of a cancelled group."""
+        """Apply an end that another process has stored, such as that of a cancelled group."""
         if self.is_open:
             self.apply(SessionEnded(session_id=self.stored.id, end=end))
             self._give_up()

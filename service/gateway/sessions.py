@@ -153,7 +153,7 @@ class Sessions:
             session.abandon(request_id)
 
     def take_turn(self, key_name: str) -> None:
-        """Count a turn without a session, as `TurnRates.take` does. Raises: Refused."""
+        """Count a turn that belongs to no session, as `TurnRates.take` does. Raises: Refused."""
         self._rates.take(key_name)
 
     # -- calls of clients ---------------------------------------------------------------------
@@ -375,10 +375,10 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return the session if the digest is that of its `wanted` key.
+        """Return the session if the digest is that of its `wanted` key, "agent" or "reward".
 
-        An unknown session is refused as one with other keys is, so that a caller without its keys
-        does not learn whether it exists. Raises: Refused.
+        An unknown session and a wrong key are refused with the same text, so that a caller without
+        a key does not learn whether the session exists. Raises: Refused.
         """
         if key_digest == NO_KEY:
             raise Refused(

@@ -57,7 +57,7 @@ class Place:
     history: tuple[Message, ...]
     """Messages up to and including the parent's reply; empty without a parent."""
     new_messages: tuple[Message, ...]
-    """Messages after these, with our own ids of calls; without a parent all. May be empty."""
+    """The request's messages after `history`, with our own ids of calls; may be empty."""
     parent_prompt: tuple[TokenIds, ...] = ()
     """Pieces of the parent's prompt, in order."""
     parent_sampled: TokenIds | None = None
@@ -78,14 +78,14 @@ class Prompt:
     """[P] int32, the whole prompt."""
     extends_parent: bool
     new_token_ids: TokenIds
-    """[N] int32."""
+    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
     num_inserted: int = 0
     break_reason: BreakReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionCounts:
-    """The turns of a session by their use; each is in one of the first two."""
+    """The turns of a session by their use; each turn is counted in one of the first two fields."""
 
     num_counted: int
     """Number of trained turns."""
@@ -103,7 +103,7 @@ class SessionCounts:
 
 
 class Reading(NamedTuple):
-    """A request's keys, which do not depend on the session: all work that grows with its text."""
+    """A request's keys, which do not depend on the session. Making them reads its whole text."""
 
     tools: bytes
     """Key of the tools and the template's options."""
@@ -298,7 +298,7 @@ class SessionTree:
         return f"{self._session_id}.{number}"
 
     def resolved(self, request: ChatRequest) -> ChatRequest:
-        """Return a request with the parts of replies that its client names by their ids.
+        """Return a request in which the parts of replies that its client named by ids are inserted.
 
         Raises: Refused for an id that no reply of this session has.
         """
@@ -431,7 +431,10 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: _Node, idempotency_key: str) -> bool:
-        """Return whether a retry repeats another request: the turn is continued, or keys differ."""
+        """Return whether a marked retry is not for this turn.
+
+        That is so if a client has sent the turn's reply back, or the idempotency keys differ.
+        """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
@@ -471,7 +474,10 @@ class SessionTree:
         return next(n.turn for n in reversed(counted) if n.root is judged.root)
 
     def follows(self, place: Place) -> int | None:
-        """Return the newest turn that a request continues, or whose reply its messages quote."""
+        """Return the number of the turn that a request continues or whose reply its messages quote.
+
+        Of several quoted turns it is the newest; None: there is none.
+        """
         if place.parent is not None:
             return place.parent
         found = self._quoted(place.new_messages, before=len(self._nodes))
@@ -590,7 +596,7 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: _Node | None
     ) -> tuple[Message, ...]:
-        """Return our own copies of messages, with our own ids of the calls that they answer."""
+        """Return our own copies of messages; results of calls get our own ids of these calls."""
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
@@ -690,7 +696,11 @@ class SessionTree:
         return PromptText(replies).quotes(node.reply)
 
     def _is_like_a_title(self, node: _Node) -> bool:
-        """Return whether a turn may be a title: it quotes an earlier conversation's question."""
+        """Return whether a turn may be a title.
+
+        Such a turn is the only one of its conversation, was offered no tools, quotes no sampled
+        reply, and its messages contain the first user text of an earlier conversation.
+        """
         if not self._is_lonely(node) or self._quotes(node):
             return False
         asked = "\n".join(user_texts(node.turn.new_messages))
@@ -801,8 +811,9 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _choose_parent(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
     """Return the turn that a client continues, of several with equal texts; None: ambiguous.
 
-    It is the turn whose ids of calls the client sends back, then whose reasoning it sends back,
-    then that it received. Turns whose token ids are all equal are interchangeable.
+    Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
+    sends back its reasoning; a client received the turn. If all remaining turns have the same token
+    ids, the newest is returned.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None

@@ -21,7 +21,7 @@ from service.api.schemas import ID_PATTERN
 from service.gateway.bodies import SESSIONS_ID_PATTERN
 
 MSGPACK = "application/msgpack"
-# In one trajectory, and in one sample; the limit of the body bounds their tokens.
+# Most samples of a trajectory, and turns of a sample; the body's size bounds the tokens.
 MAX_SAMPLES = 256
 MAX_TURNS = 4096
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
@@ -40,7 +40,7 @@ class Packed(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit
     """Name of the NumPy type, such as <i4; each column requires its own type."""
     data: bytes
     shape: tuple[Natural, ...] | None = None
-    """For recorded experts; null: one row."""
+    """Shape of recorded experts; null: the column has one dimension."""
 
 
 Integers = list[int] | Packed
@@ -48,7 +48,7 @@ Numbers = list[float] | Packed
 
 
 class SpanBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Tokens [start, end) of a sample; this policy version sampled the trained ones."""
+    """Tokens [start, end) of a sample; `version` sampled all trained tokens among them."""
 
     version: int
     start: int
@@ -130,7 +130,7 @@ class GenerateBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True
     """[P], <i4: the prompt."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     cache_salt: str = ""
-    """The cache salt in the previous turn's answer; the replica is also from there."""
+    """The cache salt of the previous turn's answer, as is the replica; empty for a first turn."""
     replica: str = ""
 
 

@@ -135,7 +135,7 @@ def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Replace a schema's references by their definitions; none of ours refers to itself."""
+    """Replace a schema's references by their definitions, none of which refers to itself."""
     if isinstance(schema, list):
         return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -354,7 +354,7 @@ def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Proble
 
 
 async def _off_loop(raw: bytes, work: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Work in a thread if the body is large: it would delay every other request."""
+    """Do the work in a thread if the body is large, because it would delay other requests."""
     if len(raw) > THREAD_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)

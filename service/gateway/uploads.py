@@ -89,9 +89,10 @@ class Uploads:
         max_members: int,
         max_waiting_mib: int,
     ) -> UploadReply:
-        """Accept the uploads that can be accepted.
+        """Store the uploads that can be accepted, and return the result of each.
 
-        Args: policy_version: of the newest finished step. max_members: of a group.
+        Args: policy_version: that of the newest finished step. max_members: limit of a group.
+        max_waiting_mib: limit of all trajectories whose group is not in the window.
         Raises: Refused.
         """
         algorithm = self._settings.algorithm
@@ -180,7 +181,7 @@ class Uploads:
 
 
 def policy_facts(settings: GatewaySettings, renderer: ChatRenderer) -> PolicyFacts:
-    """Return what a client must know to sample elsewhere."""
+    """Return the facts that a client needs to sample tokens for this run elsewhere."""
     shape = settings.shape
     return PolicyFacts(
         tokenizer_fingerprint=renderer.fingerprint,

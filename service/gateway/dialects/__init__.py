@@ -1,4 +1,4 @@
-"""The protocols that clients can use: one module for each provider's, each with a `Dialect`.
+"""The protocols that clients can use: a module for each protocol, with its `Dialect`.
 
 The ingress makes routes from `DIALECTS`; nothing here depends on HTTP, Ray or the session.
 """

@@ -1,4 +1,4 @@
-"""Anthropic's Messages."""
+"""The dialect of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def read(
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """Yield the messages that one of the client's contains: call results are separate ones."""
+    """Yield our messages for one of the client's: each result of a call becomes a message."""
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
@@ -316,7 +316,7 @@ def error(refusal: Refused) -> dict[str, Any]:
     if refusal.code is RefusalCode.NOT_AVAILABLE:
         kind_of_error = "overloaded_error"
     if refusal.code is RefusalCode.CONTEXT_LENGTH_EXCEEDED:
-        # Clients recognise it only by these words.
+        # Clients recognise a full context only by these words.
         message = f"prompt is too long: {message}"
     return {
         "type": "error",

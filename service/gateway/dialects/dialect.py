@@ -37,7 +37,7 @@ class AnswerStyle:
 
 
 class Reads(Protocol):
-    """The function of a dialect that makes a request from a body."""
+    """The type of `Dialect.read`, which makes a request from a body."""
 
     def __call__(
         self, body: object, headers: Mapping[str, str], *, ignores: bool = False
@@ -80,7 +80,10 @@ _WORTH_ANOTHER_TRY = {RefusalCode.TOO_MANY_REQUESTS, RefusalCode.NOT_AVAILABLE}
 
 
 def error_headers(refused: Refused) -> dict[str, str]:
-    """Return headers that say whether and when to retry; the SDKs would also repeat a 409."""
+    """Return headers that say whether and when to retry.
+
+    Without them the SDKs would also repeat a request that was refused with 409.
+    """
     if refused.code not in _WORTH_ANOTHER_TRY:
         return {"x-should-retry": "false"}
     if refused.retry_after_s is None:
@@ -89,7 +92,10 @@ def error_headers(refused: Refused) -> dict[str, str]:
 
 
 def model_answer(name: str, *, created_at: float) -> dict[str, Any]:
-    """Return the body of GET /v1/models/NAME, for both providers. created_at: since 1970, s."""
+    """Return the body of GET /v1/models/NAME, for both providers.
+
+    created_at: seconds since 1970.
+    """
     return {
         "id": name,
         "object": "model",
@@ -102,7 +108,7 @@ def model_answer(name: str, *, created_at: float) -> dict[str, Any]:
 
 
 def models_answer(name: str, *, created_at: float) -> dict[str, Any]:
-    """Return the body of GET /v1/models, a path of all dialects: there is one model."""
+    """Return the body of GET /v1/models, which lists the only model in every dialect."""
     return {
         "object": "list",
         "data": [model_answer(name, created_at=created_at)],

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, with `reasoning_content` as other servers of open models send it."""
+"""OpenAI's Chat Completions API, with the field `reasoning_content` of servers of open models."""
 
 from __future__ import annotations
 

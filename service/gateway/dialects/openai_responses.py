@@ -1,4 +1,4 @@
-"""OpenAI's Responses: a conversation is a list of items, or those that follow an earlier answer."""
+"""OpenAI's Responses API: a request has all items of the conversation, or those after an answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from service.gateway.dialects.reading import (
 from service.gateway.dialects.sending import COMMENT, event, pieces, shown_calls, shown_tokens
 
 PREFIX = "resp_"
-# In the index of a call in its reply.
+# An id with more digits in the index of its call is not ours.
 MAX_DIGITS = 10
 
 PARAMETERS: Parameters = {
@@ -180,7 +180,7 @@ class _Reader:
 
     @property
     def has_spoken(self) -> bool:
-        """Whether the turn has content or calls: later reasoning belongs to another turn."""
+        """Whether content or calls were read: reasoning after them begins another message."""
         return self.content is not None or bool(self.calls)
 
     @property
@@ -257,7 +257,10 @@ def _messages(value: object) -> tuple[list[Message], list[Reference]]:
 
 
 def _kind_of(item: Mapping[str, Any]) -> object:
-    """Return an item's type; without one it is a reference if it has only an id, else a message."""
+    """Return an item's type.
+
+    An item without a type is a reference if it has only an id, otherwise a message.
+    """
     kind_of_item = item.get("type")
     if kind_of_item is not None:
         return kind_of_item

@@ -30,8 +30,8 @@ class Parameter:
     harmless: tuple[object, ...] = ()
     """Values of a refused parameter that change nothing, and are accepted."""
     is_ignorable: bool = False
-    """A refused parameter without which the answer has the same form: `sessions.unsupported:
-    ignore` accepts it and counts it."""
+    """Whether `sessions.unsupported: ignore` accepts and counts this refused parameter: the answer
+    has the same form without it."""
 
 
 Parameters = Mapping[str, Parameter]
@@ -50,7 +50,7 @@ def refused(note: str, *harmless: object) -> Parameter:
 
 
 def ignorable(note: str, *harmless: object) -> Parameter:
-    """Return a parameter that is refused, or ignored and counted, by `sessions.unsupported`."""
+    """Return a parameter that is refused, or ignored if `sessions.unsupported` says so."""
     return Parameter(effect=Effect.REFUSED, note=note, harmless=harmless, is_ignorable=True)
 
 

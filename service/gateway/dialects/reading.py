@@ -20,7 +20,7 @@ from service.gateway.dialects.parameters import Effect, Parameters
 
 MAX_KEY_CHARACTERS = 255
 MAX_STOPS = 64
-# In one request.
+# Most ignored parameters in one request.
 MAX_IGNORED = 32
 MAX_OPTION_CHARACTERS = 16_384
 # Arguments that the run gives to a chat template, or that decide how it is rendered.
@@ -52,7 +52,7 @@ def invalid(where: str, problem: str) -> Refused:
 
 
 def unsupported(where: str, why: str) -> Refused:
-    """Return the refusal of a parameter that sessions do not support. why: with the remedy."""
+    """Return the refusal of a parameter that sessions do not support. why: reason and remedy."""
     where = printable(where)
     return Refused(RefusalCode.UNSUPPORTED_PARAMETER, f"{where}: {why}", param=where)
 
@@ -253,7 +253,7 @@ def joined(texts: Sequence[str]) -> str | None:
 
 
 def make_message(role: Role, content: str, *, where: str, **rest: Any) -> Message:
-    """Make a message. rest: its other fields."""
+    """Make a message. rest: the message's other fields."""
     try:
         return Message(role=role, content=content, **rest)
     except (TypeError, ValueError) as error:
