@@ -52,7 +52,8 @@ OVER = frozenset({Status.TRAINED, Status.EVICTED, Status.CANCELLED})
 ANSWER_LIMIT_S = 60.0
 WAIT_S = 30
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-# The service, or a proxy before it, could not answer; the same request may be sent again.
+# Statuses after which the same request may be sent again: the service, or a proxy in front of it,
+# could not answer.
 _COME_AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -152,7 +153,7 @@ class Client:
         idempotency_key: str | None = None,
         waits_for_room: bool = True,
     ) -> SubmitAnswer:
-        """Submit all tasks or none; tasks that were submitted before are not played again.
+        """Submit tasks: all are accepted, or none. A task that was accepted before is not repeated.
 
         waits_for_room: whether to wait without a limit until a full backlog has room; otherwise
         raise ApiError.
@@ -229,7 +230,7 @@ class Client:
         return self._ask("GET", f"{PREFIX}/environments", EnvironmentsAnswer).environments
 
     def ready(self) -> ReadyAnswer:
-        """Return whether the run plays and trains on rollouts now; do not retry."""
+        """Return whether the run plays and trains on rollouts now. This call is not repeated."""
         try:
             answer = self._http.get("/readyz")
         except httpx.TransportError as error:
@@ -239,7 +240,7 @@ class Client:
         raise ApiError(answer.status_code, _json_of(answer))
 
     def stop(self, *, grace_s: float | None = None) -> StopAnswer:
-        """Stop the run after the current step. grace_s: seconds until the step is abandoned."""
+        """Stop the run after the current step, or after `grace_s` seconds without the step."""
         return self._ask("POST", f"{PREFIX}/stop", StopAnswer, body={"grace_seconds": grace_s})
 
     # -- sessions -----------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class Client:
                 if answer.status_code == 429:
                     if not waits_for_room:
                         raise failure
-                    # The service works, and says when there may be room.
+                    # The service works and says when to retry, so the patience starts again.
                     pause_s, silent_since = FIRST_PAUSE_S, time.monotonic()
             pause = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)
             if time.monotonic() + pause - silent_since > self._patience_s:

@@ -29,32 +29,33 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 class Scope(StrEnum):
-    """The purpose of a key. A session's own keys are `service.gateway.keys`."""
+    """The permissions of a named key. The keys of a session are in `service.gateway.keys`."""
 
     CLIENT = "client"
     """Submit, read its tenant's tasks, create sessions and reward them, sample and upload."""
     ADMIN = "admin"
-    """All of this for every tenant; stop and control the run; create and revoke keys."""
+    """The same for every tenant; stop and control the run; create and revoke keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """The limits of one named key. In a key's own limits null is the run's default."""
+    """The limits of a named key. If a limit is null in a key, the run's default limit applies."""
 
     __pydantic_config__ = STRICT
 
     requests_per_s: Rate | None = None
     """Maximum requests per second in each API replica; bursts: 5 seconds' worth. Null: no limit."""
     max_waiting_tasks: Positive | None = None
-    """Maximum number of the key's accepted tasks that wait for admission. Null: no own limit."""
+    """Maximum number of the key's accepted tasks that wait for admission. Null: only the limit of
+    all keys together applies (service.max_waiting_tasks)."""
     max_open_sessions: Positive | None = None
     """Maximum number of the key's sessions that wait or are open. Null: no limit."""
     turns_per_minute: Rate | None = None
-    """Maximum number per minute of turns of the key's sessions and requests to sample after token
-    ids, together; bursts: one minute's worth. Null: no limit."""
+    """Maximum number per minute of turns in the key's sessions and of its requests to
+    /api/v1/generate, together; bursts: one minute's worth. Null: no limit."""
 
     def over(self, defaults: KeyLimits) -> KeyLimits:
-        """Return these limits, with the default for each that is None."""
+        """Return these limits, with `defaults` instead of each limit that is None."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         return KeyLimits(
             **{
@@ -69,15 +70,15 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedKey:
-    """A key as the run stores it."""
+    """The stored record of a key: its digest, name and rights, without the raw key."""
 
     name: str
-    """Unique in the run, also after its revocation."""
+    """Unique in the run; the name of a revoked key is not used again."""
     digest: str
     """SHA-256 of the key, hexadecimal."""
     scope: Scope
     tenant: str = ""
-    """Owner of its tasks and sessions; empty, only for an admin's key: the run's own."""
+    """Owner of the key's tasks and sessions; empty: the run itself, only for an admin's key."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     created_at: float
     """Seconds since 1970, as is the next field."""
@@ -105,7 +106,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose tasks and sessions are visible to it; None: every tenant's."""
+        """The tenant whose tasks and sessions the caller may see; None: every tenant's."""
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
@@ -126,7 +127,7 @@ class Caller:
 
 
 def may_see(sees: str | None, tenant: str) -> bool:
-    """Return whether a tenant's tasks and sessions are visible. sees: see `Caller.sees`."""
+    """Return whether a caller may see a tenant's tasks and sessions. sees: its `Caller.sees`."""
     return sees is None or sees == tenant
 
 
@@ -174,7 +175,7 @@ class KeyBook:
         return len(self._by_name)
 
     def find(self, digest: str) -> NamedKey | None:
-        """Return a valid key by its digest."""
+        """Return the key with this digest; None if there is none, or it was revoked."""
         return self._by_digest.get(digest)
 
     def is_revoked(self, name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Ids of tenants: a tenant's ID is the run's TENANT~ID. Plain strings.
+"""Ids within tenants: a tenant's ID is TENANT~ID in the run. Plain strings.
 
-Invariant: no id that a client chooses contains the mark, so that each tenant has its own ids:
+Invariant: no id that a client chooses contains the mark `~`, so that each tenant has its own ids:
 another tenant can neither take nor discover them. The run's own ids have no mark.
 """
 

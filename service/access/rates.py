@@ -1,4 +1,4 @@
-"""Rate limits: a token bucket for each name; pure except for its clock."""
+"""Rate limits by token buckets, one for each name; pure except for the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-# Beyond this number the oldest bucket is dropped: it has had the most time to fill.
+# At this number the bucket that was not used for longest is dropped: it had most time to fill.
 MAX_BUCKETS = 4096
 
 
@@ -19,7 +19,7 @@ class Rates:
         """The number of remaining tokens and the time of that count, by name."""
 
     def take(self, name: str, *, per_s: float, burst: float) -> int:
-        """Take a token. Returns: 0, or the whole seconds until there is one.
+        """Take a token. Returns: 0; if there is none, the whole seconds until the next.
 
         per_s: tokens that are added per second. burst: tokens of a full bucket; at least 1.
         Example: per_s=0.5, burst=1 -> 0 at the first call, 2 at the next.

@@ -1,8 +1,8 @@
-"""A secret in a file that is replaced while the process runs, as Kubernetes does with a Secret's.
+"""A secret in a file that may be replaced while the process runs, as Kubernetes replaces it.
 
-Invariant: `value()` never raises. A file that is missing, empty or invalid leaves the last good
-value in use; it is logged once, and counted at each reading. No message contains the file's text.
-The API's replicas and the database's connections use it; plain files, no HTTP, no Ray.
+Invariant: `value()` never raises. If the file is missing, empty or invalid, the last valid value
+stays in use; the first such reading is logged, and each is counted. No message contains the file's
+text. The API's replicas and the database's connections use it; plain files, no HTTP, no Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class SecretFile(Generic[Value]):
-    """A file's newest usable value. Safe to use from several threads."""
+    """A file and the newest valid value that was read from it. Threads may share it."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class SecretFile(Generic[Value]):
         value: Value,
         count_failure: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start with a value, and read the file at the first use.
+        """Start with `value`; `value()` reads the file.
 
-        Args: parse: gets the text without spaces around it; raises ValueError, whose message must
-        not contain the text, if it cannot be used. count_failure: called after each failed reading.
+        Args: parse: gets the text without spaces around it; raises ValueError for an invalid text;
+        its message must not contain the text. count_failure: called after each failed reading.
         """
         self._file, self._parse = file, parse
         self._value, self._count_failure = value, count_failure
@@ -47,7 +47,7 @@ class SecretFile(Generic[Value]):
         self._is_failing = False
 
     def value(self) -> Value:
-        """Return the value, read again if the last reading is older than FRESH_S."""
+        """Return the value; first read the file if its last reading is older than FRESH_S."""
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= FRESH_S:

@@ -29,7 +29,7 @@ MAX_HELD_REQUESTS = 20_000
 
 @serve.ingress()
 class ApiIngress:
-    """A replica of the API, without state, so that there may be any number and any may die."""
+    """A replica of the API. It has no state: any number of replicas may run, and any may die."""
 
     def __init__(self, run_id: str, settings: HttpSettings, host: Any = None) -> None:
         """Create a replica. host: the run's deployment, if Serve runs the run too."""
@@ -63,11 +63,11 @@ class ApiIngress:
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
     """Return the argument of `serve.run`.
 
-    Args: run_id: the supervisor's name. host: the run's deployment.
+    Args: run_id: names the run's supervisor. host: the run's deployment, if Serve runs the run too.
     """
     deployment = serve.deployment(
         name="api",
-        # Agents' requests wait here for their turns; the limit on waiting calls is checked later.
+        # Agents' requests wait in a replica for their turns; the gateway has its own limit on them.
         max_ongoing_requests=MAX_HELD_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=5.0,
@@ -77,7 +77,7 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
 
 
 def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
-    """Deploy the API on a Serve that `start_serve` has started; it answers after some seconds."""
+    """Deploy the API on the Serve that `start_serve` started; the API answers after seconds."""
     target = serve.RunTarget(
         ingress_application(run_id, settings),
         name=api_application_name(run_id),
@@ -87,7 +87,10 @@ def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
 
 
 def start_serve(*, host: str, port: int) -> None:
-    """Start Serve with its HTTP proxy on the head node, before Serve is started without one."""
+    """Start Serve with an HTTP proxy on the head node.
+
+    Call it before `start_serve_for_engines`, which starts Serve without a proxy.
+    """
     serve.start(
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=host, port=port),

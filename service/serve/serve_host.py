@@ -42,8 +42,8 @@ from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 log = logging.getLogger("ray.serve")
 
 ANSWER_LIMIT_S = 300.0
-# If Serve ends the host (for a new configuration or at the end), a step that takes longer than this
-# is abandoned; the rest of the time is for the checkpoint of the previous steps.
+# When Serve ends the host (for a new configuration or at the end), a step that takes longer than
+# this is abandoned; the rest of Serve's time is for the checkpoint of the previous steps.
 STOP_GRACE_S = 60.0
 SHUTDOWN_LIMIT_S = 300.0
 # Pauses before a refused start or a failed run is tried again.
@@ -51,7 +51,7 @@ PAUSES_S = (10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 
 
 class _Attempts:
-    """The pauses between attempts, and the limit of failed runs."""
+    """The pauses between attempts to start the run, and the limit of failed attempts."""
 
     def __init__(self, *, max_failures: int) -> None:
         self._faults = FaultCount(limit=max_failures)
@@ -104,11 +104,12 @@ class RunHost:
         wait([self._keeping])
 
     def why_down(self) -> str:
-        """Return a sentence on why no supervisor answers."""
+        """Return the reason why no supervisor answers, as a sentence."""
         return self._why_down
 
     def _keep(self) -> None:
-        """Start the run, and again after failures; return after it has ended or is given up."""
+        """Start the run, and start it again after failures, until it has ended or has failed too
+        often."""
         attempts = _Attempts(max_failures=self._config.run.max_recoveries)
         while True:
             watcher: SupervisorWatcher | None = None
@@ -148,7 +149,7 @@ class RunHost:
         log.warning("%s", why)
 
     def _open_endpoint(self) -> None:
-        """Open the endpoint once. Raises: ConfigError if its address cannot be listened on."""
+        """Open the metrics endpoint, once. Raises: ConfigError if its address cannot be used."""
         if self._endpoint is not None:
             return
         config = self._config

@@ -52,10 +52,11 @@ class SupervisorWatcher:
         self.last: RunStatus | None = None
 
     def run(self, run_dir: RunDir) -> Ending:
-        """Watch until the run has ended.
+        """Watch until the run has ended, and return how it ended.
 
-        Raises: RayTaskError with the error that ended it; one of ACTOR_DEATHS or LeaseLost if no
-        supervisor is left; KeyboardInterrupt if it was stopped before the supervisor answered.
+        Raises: RayTaskError with the error that ended the run; one of ACTOR_DEATHS or LeaseLost if
+        no supervisor is left; KeyboardInterrupt if a stop was requested before the supervisor
+        answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:
