@@ -54,7 +54,7 @@ def create_app(
         callers=app.state.callers,
         hosts=settings.hosts,
     )
-    # Around the guards: what they refuse counts too.
+    # Around the guards, so that requests which they refuse count too.
     app.add_middleware(CountedRequests, metrics=metrics)
     problems.install(app)
     openapi.install(app)
@@ -68,7 +68,7 @@ def create_app(
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the digest of the first admin key, or its file, of which the replica reads it."""
+    """Return the digest of the first admin key, or the file from which it is read again."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(
@@ -101,7 +101,7 @@ METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"}
 
 
 class CountedRequests:
-    """ASGI middleware that counts requests, with status `gone` if no answer has begun."""
+    """ASGI middleware that counts requests; the status is `gone` if no answer was begun."""
 
     def __init__(self, app: ASGIApp, *, metrics: ApiMetrics) -> None:
         self._app = app

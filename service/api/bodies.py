@@ -11,20 +11,20 @@ import sys
 
 from starlette.datastructures import Headers
 
-# A body of more bytes is large: its key is then checked first, and its bytes are counted.
+# A body of more bytes is large: the key is then checked first, and memory is reserved for it.
 LARGE_BYTES = 64 << 10
-# Total of the large bodies in one process at once; a body above it is read alone.
+# Limit of all large bodies in a process at once; a body above it is read when no other is.
 MAX_BODIES_BYTES = 256 << 20
 # After a body of this size, free memory is returned to the system.
 _TRIM_BYTES = 1 << 20
 _TRIM_EVERY_S = 1.0
-# `door` sends it with OPTIONS, and the method as value, to ask if such a request's body would be
-# read. The answer, 204 or a refusal, has the header too.
+# Header with which `door` asks, by OPTIONS, whether the body of a request would be read; its value
+# is that request's method. The answer, 204 or a refusal, has the header too.
 ASKS_HEADER = "x-rayloom-asks"
 
 
 class BodyRoom:
-    """Memory for bodies, given in the order of the requests. For one event loop."""
+    """A budget of memory for bodies, reserved in the order of the requests; for one event loop."""
 
     def __init__(self, max_bytes: int = MAX_BODIES_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -61,7 +61,7 @@ class BodyRoom:
 
 
 def give_back_memory() -> None:
-    """Return free pages to the system: glibc keeps those between two blocks in use."""
+    """Return free memory to the system: glibc keeps free pages between two used blocks."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -78,5 +78,5 @@ def announced_bytes(headers: Headers) -> int | None:
 
 
 def is_large(num_bytes: int | None) -> bool:
-    """Return whether a body is counted, and its key checked first. None: length not stated."""
+    """Return whether a body counts as large. None: the headers do not state its length."""
     return num_bytes is None or num_bytes > LARGE_BYTES

@@ -1,4 +1,4 @@
-"""The senders of requests: look up a request's key among the run's, and count its requests.
+"""The senders of requests: look up their keys, and count their requests.
 
 A replica of the API caches the run's named keys, as the supervisor returned them, for `FRESH_S` at
 most, and reads them again for an unknown key. So a new key is valid at once, and a revoked one for
@@ -33,9 +33,9 @@ from service.api.problems import Problem, RunUnavailable
 from service.api.settings import bearer_of
 
 FRESH_S = 2.0
-# Between two readings for unknown keys, so that guesses do not load the supervisor.
+# Least seconds between two readings for unknown keys: guessed keys must not load the supervisor.
 AGAIN_S = 0.25
-# How long a request waits for a run that may not answer, when keys are known.
+# Seconds that a request waits for a new reading; after that it uses the last one.
 PATIENCE_S = 1.0
 BURST_S = 5.0
 
@@ -47,7 +47,7 @@ class ReadsKeys(Protocol):
 
 
 class Callers:
-    """The callers of a replica; belongs to one event loop."""
+    """Finds and counts the callers of an API replica; belongs to one event loop."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Callers:
         )
 
     def count(self, caller: Caller) -> None:
-        """Count a request. Raises: Problem if the caller sends too many."""
+        """Count a request of a caller. Raises: Problem if the caller sends too many."""
         per_s = caller.limits.requests_per_s
         if not caller.name or per_s is None:
             return
@@ -122,9 +122,9 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Make sure that the keys were read at this moment or later, unless that takes long.
+        """Read the keys unless they were read at `moment` or later, within PATIENCE_S.
 
-        While the run does not answer, the last reading is used.
+        If the run does not answer in time, the last reading stays in use.
         Raises: RunUnavailable if the keys were never read.
         """
         loop = asyncio.get_running_loop()
@@ -150,7 +150,7 @@ class Callers:
         except RunUnavailable:
             if self._read_at is None:
                 raise
-            # Treated as a reading: waiting callers continue, and the run is called again later.
+            # Counts as a reading: waiting requests continue, and a later one calls the run again.
             self._read_at = loop.time()
         finally:
             self._reading = None
@@ -179,8 +179,8 @@ def check_scope(caller: Caller, *, path: str) -> None:
         )
 
 
-# All paths for clients' keys; any other path, also below these, is only for admins. Each of these
-# routes shows and changes only what belongs to the caller's tenant, or is the same for all.
+# The paths that clients' keys may use; every other path, also below these, is only for admins. The
+# routes at these paths show and change only data of the caller's tenant, or are the same for all.
 _CLIENT_PATHS = re.compile(
     r"/api/v1/rollouts(/[^/]+(/cancel)?)?"
     r"|/api/v1/sessions(/[^/]+(/close)?)?"

@@ -26,7 +26,7 @@ class RefusalCode(StrEnum):
     GONE = "gone"
     """The requested object existed, but no longer does."""
     CONFLICT = "conflict"
-    """The call is not possible in the run's present state."""
+    """The call is not possible in the run's current state."""
     INVALID = "invalid"
 
 
@@ -43,11 +43,11 @@ class ControlRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """Held-out tasks to be played now."""
+    """A request to play held-out tasks now."""
 
     sampling: Sampling
     num_tasks: int | None
-    """Number of tasks, from the first on; None for all tasks, or for `task_ids` if given."""
+    """Number of tasks, from the first on; None: those of `task_ids`, or all if it is empty."""
     task_ids: tuple[str, ...]
     """Ids of the tasks to play, instead of the first `num_tasks`."""
 
@@ -118,9 +118,9 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """An operation that continues after the answer."""
+    """A checkpoint, return or evaluation that continues after the request was answered."""
 
-    # Only the supervisor that began it has it, and it keeps only the newest ones.
+    # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 
     id: str
     kind: str = Field(description="checkpoint, return or evaluation")
@@ -149,7 +149,10 @@ class PolicyAnswer(StrictBody):
 
 
 class PoliciesAnswer(StrictBody):
-    """The holders of each version. Versions count within the lineage of the newest term."""
+    """The policy versions, each with the engines and checkpoints that have it.
+
+    Versions count within the lineage of the newest term.
+    """
 
     term: int
     trained_version: int | None

@@ -1,7 +1,7 @@
 """The routes of operators: pauses, checkpoints, evaluations, policies, and the run's stop.
 
 Each call that changes something is recorded with its answer (`AdminCall`), also if the run refuses
-it; a request that no route accepted, such as one with an invalid body, is not.
+the call. A request that no route accepted, such as one with an invalid body, is not recorded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "the run does 
 _GONE: dict[int | str, dict[str, Any]] = {410: {"description": "its files are gone"}}
 MAX_TEMPERATURE, MAX_SAMPLES, MAX_TASK_IDS = 5.0, 1024, 1000
 MAX_TOP_K = 1_000_000
-# Recorded of a body, and of an answer.
+# Most characters of a body, and of an answer, that are recorded.
 MAX_NOTED_CHARACTERS = 1000
 Answer = TypeVar("Answer", bound=StrictBody)
 Found = TypeVar("Found")
@@ -72,7 +72,7 @@ class CheckpointsAnswer(StrictBody):
 
 
 class EvaluationBody(StrictBody):
-    """Held-out tasks to be played now, during training."""
+    """A request to play held-out tasks now, during training."""
 
     temperature: float = Field(0.0, ge=0, le=MAX_TEMPERATURE, strict=True, allow_inf_nan=False)
     top_p: float = Field(
@@ -194,8 +194,8 @@ def _add_pauses(app: FastAPI, run: RunPort) -> None:
 
     @app.post(f"{PREFIX}/control/{{part}}/pause", responses=_NOT_NOW)
     async def pause(part: Pausable, request: Request, body: PauseBody) -> ControlAnswer:
-        """Pause a part of the run, in every later term too, until it is resumed; may be repeated.
-        The work in flight continues as docs/control.md says.
+        """Pause a part of the run until it is resumed, in later terms too; may be repeated.
+        docs/control.md lists the work that continues meanwhile.
         """
         return await _noted(run, request, _asked(run.control.pause(part, body.reason)))
 
@@ -296,7 +296,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Await an operator's call and record it. Raises: the errors of the work."""
+    """Await an operator's call and record it with its answer. Raises: the errors of `work`."""
     try:
         answer = await work
     except Problem as problem:

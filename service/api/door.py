@@ -21,13 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.api.bodies import ASKS_HEADER, BodyRoom, announced_bytes, is_large
 
 ROUTES_PATH = "/-/routes"
-# Limit from the first byte of a request's head, or the opening of a connection, to the head's end.
+# Most seconds from the opening of a connection, or from the first byte of a later request, to the
+# end of the request's head.
 HEAD_LIMIT_S = 20.0
 # Bytes counted for a body that does not announce its length.
 UNKNOWN_BYTES = 48 << 20
-# How long a refused client's further bytes are discarded before its connection is closed.
+# Seconds for which a refused client's further bytes are discarded before the connection is closed.
 LINGER_S = 2.0
-# How long a large body waits for others before it is read.
+# Most seconds that a large body waits until others have been read.
 ROOM_LIMIT_S = 30.0
 
 
@@ -50,7 +51,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         if scope["path"].rstrip("/").lower() == ROUTES_PATH:
-            # It lists every run and its address to anybody.
+            # Serve's own route would list every run and its address to anybody.
             await PlainTextResponse("not found\n", status_code=404)(scope, receive, send)
             return
         num_bytes = announced_bytes(Headers(scope=scope))
@@ -77,8 +78,10 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Return the API's answer to a request whose body it would not read; empty if it would, or
-        if the application is not ours and handles OPTIONS itself."""
+        """Return the API's refusal of a request, by its head; empty if the API would read the body.
+
+        It is also empty if the application is not ours and handles OPTIONS itself.
+        """
         asking = {
             **scope,
             "method": "OPTIONS",
@@ -106,9 +109,10 @@ class Door:
 
 
 async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
-    """Answer at once, and discard what the client still sends for a moment.
+    """Send a refusal at once, then discard the client's further bytes for up to LINGER_S.
 
-    A connection that is closed while bytes are coming is reset, and its client never reads why.
+    If the connection were closed while bytes arrive, it would be reset, and the client could not
+    read the refusal.
     """
     for message in refusal:
         is_body = message["type"] == "http.response.body"
@@ -121,7 +125,7 @@ async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
 
 
 class _Counted:
-    """Gives back a body's room after its last byte was passed on."""
+    """Passes a body on, and releases its reserved memory after the last byte."""
 
     def __init__(self, receive: Receive, room: BodyRoom, num_bytes: int) -> None:
         self._receive, self._room, self._num_bytes = receive, room, num_bytes
@@ -133,7 +137,7 @@ class _Counted:
         return message
 
     def give_back(self) -> None:
-        """Give back the body's room, if this has not been done yet."""
+        """Release the body's reserved memory, if this has not been done yet."""
         self._room.give_back(self._num_bytes)
         self._num_bytes = 0
 
@@ -168,7 +172,7 @@ class _HeadLimit:
         super().data_received(data)  # type: ignore[misc]
         is_upgraded = self.transport.get_protocol() is not self
         if not is_upgraded and (self.cycle is None or self.cycle.response_complete):
-            # The rest of an unread body counts as a head: the connection is closed after it.
+            # The rest of an unread body counts as a head, so the limit then closes the connection.
             self._wait()
         else:
             self._stop()

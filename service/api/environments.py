@@ -18,12 +18,12 @@ from service.api.schemas import StrictBody
 from service.api.settings import HttpSettings
 from service.intake.submission import RolloutRequest
 
-# Check more in a thread: it would delay every other request.
+# More bytes are checked in a thread, because the check would delay every other request.
 THREAD_BYTES = 1 << 16
 
 
 class EnvironmentAnswer(StrictBody):
-    """An environment that tasks are played in."""
+    """An environment in which tasks are played."""
 
     id: str
     submit_to: str = Field(description="the route that accepts its tasks")

@@ -5,8 +5,8 @@ Invariants: no byte of a body is read before its key was looked up; at most `MAX
 large bodies are in memory at once, from their first byte until the route has read them. A request
 that is refused before its body was read is answered at once, and its connection closed.
 
-An unexpected error of a route is answered as a problem here: Starlette's own handler raises it
-again, to a server that may then damage the answer.
+An unexpected error of a route is answered as a problem here: Starlette's own handler would raise
+it again, and the server might then damage the answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("rayloom.api")
 
 # Paths that probes and people may read without a key.
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
-# The paths whose routes require a session's own keys.
+# The paths whose routes check a session's own keys.
 _SESSION_PATH = re.compile(r"(/sessions/|/v1/|/api/v1/sessions/[^/]+/(finish|reward)$)")
 # Paths to which agents send their conversations.
 _TURN_PATH = re.compile(r"/sessions/|/v1/")
@@ -46,9 +46,9 @@ MAX_HEADER_BYTES = 32 << 10
 _COLUMN_PATHS = frozenset({"/api/v1/trajectories", "/api/v1/generate"})
 _TYPES = ("application/json",)
 _COLUMN_TYPES = (*_TYPES, "application/msgpack")
-# From the first byte of a body to its end.
+# Most seconds from the first byte of a body to its end.
 BODY_LIMIT_S = 30.0
-# For requests that need no key, which should have no body.
+# Most bytes of a body of a request that needs no key; such a request should have none.
 OPEN_BODY_BYTES = 4 << 10
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -57,7 +57,10 @@ CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
 
 
 class Guards:
-    """ASGI middleware. It counts a body's bytes: its Content-Length may be missing or wrong."""
+    """ASGI middleware that makes the checks.
+
+    It counts the bytes of each body, because Content-Length may be missing or wrong.
+    """
 
     def __init__(
         self,
@@ -123,7 +126,11 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """Return a refusal, or None if the head is accepted. Raises: Problem; RunUnavailable."""
+        """Return the refusal of a request by its head; None: it is accepted.
+
+        method: that of the request itself, if `door` asks about it. Raises: Problem;
+        RunUnavailable.
+        """
         path = scope["path"]
         _check_headers(scope["headers"])
         if self._hosts is not None and _host_of(headers) not in self._hosts:
@@ -186,7 +193,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether a path's route itself requires a session's key."""
+    """Return whether the route at a path checks a session's key itself."""
     return _SESSION_PATH.match(path) is not None
 
 
@@ -196,7 +203,7 @@ class _Body:
     def __init__(self, receive: Receive, room: BodyRoom | None, num_bytes: int) -> None:
         """Create a reader of a body.
 
-        room: the memory in which num_bytes are reserved for this body until it ends.
+        room: the budget in which num_bytes are reserved for this body until `drop`; None: none are.
         """
         self._receive = receive
         self._room, self._num_bytes = room, num_bytes
@@ -221,9 +228,9 @@ class _Body:
                 return
 
     async def replay(self) -> Message:
-        """Give the route the body, then the messages after it.
+        """Return the whole body as one ASGI message, and at later calls the messages after it.
 
-        A route that reads the next message has the body, so it is released here.
+        When a route asks for a later message it has the body, so its memory is released then.
         """
         if self._whole is None:
             self.drop()
@@ -232,7 +239,7 @@ class _Body:
         return {"type": "http.request", "body": whole, "more_body": False}
 
     def drop(self) -> None:
-        """Give back the body's room, if this has not been done yet."""
+        """Forget the body and release its reserved memory, if this has not been done yet."""
         self._whole = None
         room, self._room = self._room, None
         if room is not None:

@@ -39,7 +39,7 @@ _KEYED = {
 _OF_ADMINS = {403: "this needs a key with scope admin"}
 _READ = {422: "a value is invalid; `errors` says where"}
 _WITH_BODY = {400: "the body is not JSON, or is refused"}
-# Schemas of FastAPI's own document.
+# Schemas that FastAPI adds to its own document; they are removed.
 _REPLACED = ("HTTPValidationError", "ValidationError")
 
 
@@ -58,7 +58,7 @@ class ProblemBody(StrictBody):
 
 
 def install(app: FastAPI) -> None:
-    """Serve the document at /openapi.json; routes that are added later are in it too."""
+    """Serve the document at /openapi.json, with routes that are added later too."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -124,7 +124,7 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
 
 
 def _leave_null_out(schema: dict[str, Any]) -> None:
-    """Remove null from an optional parameter's schema: a given parameter is never null."""
+    """Remove null from an optional parameter's schema: a parameter in an address is not null."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1:
         del schema["anyOf"]

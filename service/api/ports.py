@@ -1,4 +1,4 @@
-"""The calls of a run that the routes use. The routes do not depend on Ray or on the run's host."""
+"""The calls of a run that the routes use, without Ray and independent of where the run is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFIX = "/api/v1"
 
 
 class RunPort(Protocol):
-    """The calls that the routes need of a run. Every call may raise RunUnavailable."""
+    """The calls of a run that the routes use. Every call may raise RunUnavailable."""
 
     async def submit(
         self,
@@ -27,18 +27,23 @@ class RunPort(Protocol):
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all or none; durable when this returns. key: as in `SubmissionQueue.submit`.
-        limits: of the caller's key."""
+        """Accept all requests or none; they are stored when this returns.
+
+        Args: key: as in `SubmissionQueue.submit`. limits: those of the caller's key.
+        """
         ...
 
     async def submission(
         self, submission_id: str, *, sees: str | None = None
     ) -> SubmissionView | None:
-        """Return a submission; None also for one of another tenant. sees: as `Caller.sees`."""
+        """Return a submission, or None if there is none that the caller may see.
+
+        sees: as `Caller.sees`.
+        """
         ...
 
     async def tasks(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Return the tasks after a position."""
+        """Return the first `limit` tasks after the position `after`."""
         ...
 
     async def sessions(
@@ -46,7 +51,10 @@ class RunPort(Protocol):
     ) -> SessionPage: ...
 
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
-        """Return the entries after a number. sees: as `Caller.sees`; the numbers are its own."""
+        """Return the first `limit` entries after the number `after`.
+
+        sees: as `Caller.sees`; a tenant's entries have the tenant's own numbers.
+        """
         ...
 
     async def cancel(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
@@ -66,7 +74,10 @@ class RunPort(Protocol):
         ...
 
     async def stop(self, grace_s: float | None) -> None:
-        """End the run after the current step. grace_s: time limit, or None for no limit."""
+        """End the run after the current step.
+
+        grace_s: seconds after which the step is abandoned; None: wait for its end.
+        """
         ...
 
     async def readiness(self) -> ReadyAnswer: ...
@@ -79,8 +90,9 @@ class RunPort(Protocol):
     def control(self) -> ControlPort: ...
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the run now, with the steps after `after`, or with all steps if its term is
-        another.
+        """Return the current state of the run, with the steps after `after`.
+
+        If the run's term is not `term`, it has all steps.
         """
         ...
 

@@ -14,15 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 MEDIA_TYPE = "application/problem+json"
-# How long a client should wait for a run that is starting or going back to a checkpoint.
+# Seconds after which a client should repeat a request to a run that starts or returns to a
+# checkpoint.
 UNAVAILABLE_RETRY_S = 5
-# Sent back of each text that a client sent.
+# Most characters of a client's text that an answer repeats.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
 
 
 def shown(text: str) -> str:
-    """Cut a client's string to a length that an answer can hold."""
+    """Return a client's text, cut to MAX_ECHO_CHARACTERS."""
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
@@ -31,7 +32,7 @@ class RunUnavailable(Exception):
 
 
 class Problem(Exception):
-    """An error of a route. `code` is stable for programs; `detail` states a remedy to people."""
+    """An error of a route. Programs read the stable `code`; `detail` has a remedy for people."""
 
     def __init__(
         self,

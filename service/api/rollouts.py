@@ -1,4 +1,4 @@
-"""The routes of tasks and their rollouts: submit, look, list, cancel."""
+"""The routes of tasks and their rollouts: submit, show, list, cancel."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 
 
 class _SubmitRoute(APIRoute):
-    """The route of `submit`, whose body pydantic reads directly, in a fraction of the time.
+    """The route of `submit`. Pydantic reads its body directly, which is faster than FastAPI.
 
     If the body is invalid, FastAPI reads it again and makes the error.
     """
@@ -96,7 +96,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
     async def submit(
         body: SubmitBody, request: Request, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Accept a batch of tasks: durable when answered, all or none."""
+        """Accept a batch of tasks: all of them or none. They are stored before the answer."""
         caller = caller_of(request)
         requests = body.requests(num_samples=settings.algorithm.group_size, caller=caller)
         _check(body.environment, requests, settings)
@@ -258,7 +258,7 @@ def check_samples(
 
 
 def refuse_if_needed(reply: SubmitReply) -> None:
-    """Check that a request was accepted. Raises: Problem if nothing of it was."""
+    """Check that a request was accepted. Raises: Problem if it was refused."""
     if reply.is_key_taken:
         raise Problem(
             422,

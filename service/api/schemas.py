@@ -30,14 +30,14 @@ from service.intake.submission import (
 )
 
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-# The data is stored, copied and shown recursively.
+# A limit on depth, because the data is stored, copied and shown by recursive functions.
 MAX_DEPTH = 64
 
 RolloutId = Annotated[str, Field(pattern=ID_PATTERN)]
 
 
 def _digits(text: object) -> object:
-    """Accept only digits: pydantic would accept +1, 1.0 and " 1 " in an address or a header."""
+    """Return the text if it has only digits: pydantic would also accept +1, 1.0 and " 1 "."""
     if isinstance(text, str) and not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number in digits only")
     return text
@@ -45,7 +45,7 @@ def _digits(text: object) -> object:
 
 Digits = BeforeValidator(_digits)
 """Validator of a number in an address or a header; place it after the number's bounds."""
-# Far beyond any position, and within the integers of every database.
+# Above every real position, and within the integers of every database.
 MAX_NUMBER = 2**31 - 1
 Natural = Annotated[int, Field(ge=0, le=MAX_NUMBER), Digits]
 
@@ -87,13 +87,16 @@ TaskData = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class StrictBody(BaseModel):
-    """A frozen body; an answer is also read from a record with its fields (`model_validate`)."""
+    """A frozen body without unknown fields.
+
+    `model_validate` also makes an answer from a record with the same fields.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, from_attributes=True)
 
 
 class TaskBody(StrictBody):
-    """One task. The same id with the same content is the same task, if it is sent again."""
+    """One task. If it is sent again with the same id and content, it is the same task."""
 
     id: RolloutId = Field(description="chosen by you; unique in your tenant")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True), WHOLE] | None = Field(

@@ -1,6 +1,6 @@
 """The API's address, its settings, and its bearer key.
 
-All is checked before anything is started; nothing here imports a web framework or Ray.
+All checks are made before anything is started; nothing here imports a web framework or Ray.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class HttpSettings:
     """SHA-256 of the first admin key, hexadecimal; None: no key is needed unless the run has named
     ones (`service.access.keys`)."""
     key_file: Path | None = None
-    """File with that key, which the API's replicas read again; None: the key does not change."""
+    """File with the first admin key, which the replicas read again; None: it does not change."""
     session_secret: str = field(default="", repr=False)
-    """Secret from which the keys of sessions are derived that clients without a key create."""
+    """Secret from which a session's keys are derived if the client that creates it has no key."""
 
     @property
     def hosts(self) -> frozenset[str] | None:

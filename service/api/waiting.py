@@ -1,6 +1,6 @@
 """Long polls: `Prefer: wait=N` (RFC 7240) for answers that may take a while.
 
-The run is polled, with pauses that grow to a second, so that no call is held there.
+The run is polled, with pauses that grow to a second, so that no call waits in the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Prefer = Annotated[
 
 
 def wait_of(prefer: str | None) -> int:
-    """Return the seconds that a client will wait. Example: 'respond-async, wait=100' -> 60."""
+    """Return the seconds to wait by a `Prefer` header. Example: 'respond-async, wait=100' -> 60."""
     found = _WAIT.search(prefer or "")
     return min(int(found[1]), MAX_WAIT_S) if found else 0
 
@@ -40,7 +40,7 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """Poll until an answer is enough or the time is up; report the wait in a header."""
+    """Call `look` until its answer is enough or the time is up; report the wait in a header."""
     wait_s = wait_of(prefer)
     if wait_s:
         response.headers["Preference-Applied"] = f"wait={wait_s}"
@@ -53,7 +53,7 @@ async def look_until(
     *,
     wait_s: float,
 ) -> Answer:
-    """Poll until an answer is enough or the time is up."""
+    """Call `look` until its answer is enough or `wait_s` has passed; return the last answer."""
     loop = asyncio.get_running_loop()
     deadline_at, pause_s = loop.time() + wait_s, FIRST_PAUSE_S
     while True:
