@@ -1,8 +1,9 @@
 """The feed: events of tasks, rollouts and sessions, in the order in which they were stored.
 
 Entries are appended, each in the transaction that makes its event durable, and never changed:
-acceptance, cancellation and changes of sessions at once; the end of a rollout with the checkpoint
-that makes it final. So a crash undoes no entry, unless the newest checkpoint cannot be read.
+an acceptance, a cancellation or a change of a session at once; an admission or the end of a rollout
+with the checkpoint that makes it final. So a crash undoes no entry, unless the newest checkpoint
+cannot be read.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class FeedKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedEntry:
-    """One entry. Fields that its kind does not have are None."""
+    """One entry of the feed. Fields that its kind does not use are None."""
 
     number: int = 0
-    """Number in the feed, which ascends from 1, with possible gaps; 0 before it is stored."""
+    """Number of the entry; numbers ascend from 1 and may have gaps. 0 before it is stored."""
     at: float
     """Time when the entry was stored, in seconds since 1970."""
     kind: FeedKind
@@ -59,15 +60,15 @@ class FeedEntry:
     reason: EvictionReason | None = None
     session_status: SessionStatus | None = None
     void_after: int | None = None
-    """For `went_back`: entries after this number about rollouts, or about an admission, are void;
-    they are sent again.
+    """For `went_back`: entries after this number that report an admission, or the end of a rollout,
+    are void; these events are reported again when they happen again.
     """
 
     @classmethod
     def of_event(
         cls, event: LedgerEvent, *, task: str, result: RolloutResult | None, at: float
     ) -> FeedEntry:
-        """Make the entry of an event. result: of the rollout's newest ended attempt, if any."""
+        """Make the entry of an event. result: of the rollout's newest ended attempt, or None."""
         if event.kind is LedgerEventKind.ADMITTED:
             return cls(at=at, kind=FeedKind.ADMITTED, task=task)
         is_trained = event.kind is LedgerEventKind.TRAINED

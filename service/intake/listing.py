@@ -27,7 +27,7 @@ class TaskPage:
     tasks: tuple[SubmissionView, ...]
     """May be fewer than the limit, or none, although there are more."""
     next: int | None
-    """The position after which the next page begins; None: there are no more."""
+    """The position after which the next page begins; None: there are no more tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,4 +69,4 @@ class SessionPage:
     sessions: tuple[SessionLine, ...]
     """May be fewer than the limit, or none, although there are more."""
     next: SessionPlace | None
-    """The position after which the next page begins; None: there are no more."""
+    """The position after which the next page begins; None: there are no more sessions."""

@@ -1,7 +1,7 @@
-"""Sessions: rollouts that external agents play over HTTP; a client's request for them, their end.
+"""Sessions, the rollouts that external agents play over HTTP: their request, state and end.
 
-A session is member `member` of a submission (`service.intake.submission`), whose task has the
-environment `SESSION`. Its turns are `service.intake.turns`.
+A session is one rollout, with the number `member`, of a submission (`service.intake.submission`)
+whose task has the environment `SESSION`. Its turns are in `service.intake.turns`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class SessionSpec:
     max_turns: int
     max_tokens_per_turn: int
     ttl_s: float
-    """Seconds from its group's admission to its end, if it is not finished."""
+    """Seconds after its group's admission, or its claim, at which an unfinished session ends."""
     idle_s: float
-    """Seconds without a request after which it ends."""
+    """Seconds without a request after which the session ends."""
     reward_deadline_s: float
-    """Seconds from its finish, within which a pending reward must be given."""
+    """Seconds after its finish within which a pending reward must be given."""
     shows_tokens: bool = False
     """Whether answers contain the sampled token ids and their log-probabilities."""
     join_s: float | None = None
@@ -47,17 +47,17 @@ class SessionRequest:
 
     spec: SessionSpec
     keys: tuple[SessionKeys, ...]
-    """Keys of each member, in order; derived from the client's key."""
+    """Digests of each session's keys, in the order of the members."""
     asked: Mapping[str, int | float | bool] = field(default_factory=dict)
-    """The values of `spec` that the client named; the others are the run's defaults, which may
-    change when the run is resumed."""
+    """The limits that the client's request named; the others in `spec` are the run's defaults,
+    which may change when the run is resumed."""
 
 
 class SessionStatus(StrEnum):
     """The state of a session."""
 
     QUEUED = "queued"
-    """The session's group waits for admission to the window; its requests wait too."""
+    """The session's group waits for admission to the window; requests for turns wait too."""
     OPEN = "open"
     FINISHED = "finished"
     DISCARDED = "discarded"
@@ -66,19 +66,19 @@ class SessionStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTotals:
-    """The totals of what was sampled in a session."""
+    """The totals of a session's turns."""
 
     num_turns: int
     num_sampled_tokens: int
     num_ambiguous: int
-    """Number of conversations that were rendered again, because two of their turns have equal
-    texts.
+    """Number of conversations that were rendered again because several turns with equal texts
+    match.
     """
     num_left_out: int
-    """Turns that are not trained."""
+    """Number of turns that are not trained."""
     num_malformed: int
     left_out: Mapping[int, LeftOutReason] = field(default_factory=dict)
-    """The untrained turns, by number; empty if an older version stored it."""
+    """Why each untrained turn is left out, by its number; empty in records of older versions."""
     ignored: Mapping[str, int] = field(default_factory=dict)
     """Ignored parameters that agents sent, each with its number of turns."""
 
@@ -105,22 +105,22 @@ class SessionEnd:
     digest: str = ""
     """Digest of the request that ended it: the same request again changes nothing."""
     totals: SessionTotals | None = None
-    """Totals, kept longer than the turns; None if the session ended without reading these."""
+    """Totals, which are kept longer than the turns; None if the turns were not read at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """A request that was refused for a limit, or for a full context.
 
-    It decides the session's outcome if no turn of the conversation came after it.
+    It decides the session's outcome if no trained turn of the conversation came after it.
     """
 
     outcome: Outcome
     num_turns: int | None = None
-    """Number of turns that were stored or in progress then: later ones came after it. None: not
-    known."""
+    """Number of turns that were stored or in progress at the refusal; turns with this number or a
+    higher one came later. None: not known."""
     follows: int | None = None
-    """The newest turn that the request continued, or whose reply it contained, or None."""
+    """Number of the newest turn that the request continued or whose reply it contained, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +133,12 @@ class StoredSession:
     spec: SessionSpec
     keys: SessionKeys
     key_name: str = ""
-    """Name of the client's key from which its keys are derived; empty: the first admin key, or
-    none."""
+    """Name of the client's key from which the session's keys are derived; empty: the first admin
+    key, or no key."""
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
-    """Time when its group was first admitted (seconds since 1970); None while it waits."""
+    """Time when its group was first admitted (seconds since 1970); None before that."""
     claimed_by: str = ""
     """Name given by the client that claimed it; empty if it is unclaimed or needs no claim."""
     claimed_at: float | None = None
@@ -149,12 +149,12 @@ class StoredSession:
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns it; empty: the run's own."""
+        """The tenant that owns the session; empty: the run itself."""
         return tenant_of(self.id)
 
     @property
     def is_taken(self) -> bool:
-        """Whether an agent may use it."""
+        """Whether an agent may use the session: it is claimed, or needs no claim."""
         return self.spec.join_s is None or bool(self.claimed_by)
 
     @property

@@ -1,8 +1,8 @@
 """A client's submission, and the replies to it. Plain values, no HTTP, no Ray.
 
-A submission is one task and how many rollouts of it are requested; its id is the client's. It has a
-position in the backlog; once a group number is free, the group of its rollouts is admitted. Only
-the store keeps the task itself, until nothing can play it again.
+A submission is one task with the requested number of its rollouts; the client chose its id. It has
+a position in the backlog; when a group number is free, the group of its rollouts is admitted. Only
+the store keeps the task itself, until its rollouts cannot be played again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Status(StrEnum):
     FINISHED = "finished"
     """It has been played, and waits for its training step."""
     TRAINED = "trained"
-    """Has left; its checkpoint may not be committed yet. The same holds for `evicted`."""
+    """It was trained in a step; the checkpoint of this step may not be committed yet."""
     EVICTED = "evicted"
+    """It ended without being trained; this too may not be in a committed checkpoint yet."""
     CANCELLED = "cancelled"
     """It was cancelled at the client's request."""
 
@@ -50,17 +51,17 @@ class RolloutRequest:
     num_samples: int
     """Number of rollouts of the task."""
     min_usable_samples: int | None = None
-    """Number of usable rollouts that is enough to train; if None, all are awaited."""
+    """Number of usable rollouts that is enough to train; None: the group waits for all."""
     digest: str
     """Digest of the request; equal for a repeated request, different for a changed one."""
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
-    """Name of the request's key; empty: the first admin key, or none."""
+    """Name of the key that the request was sent with; empty: the first admin key, or no key."""
     batch: str = ""
     """The client's name for a batch of tasks; empty if it gave none."""
     sessions: SessionRequest | None = None
-    """For a task of external agents; it has one member for each sample."""
+    """The sessions of a task for external agents, one for each rollout; None for other tasks."""
 
     @classmethod
     def of(
@@ -77,8 +78,8 @@ class RolloutRequest:
         """Make a request. asked_samples: the client's number; None: the run's default.
 
         The digest covers what the client sent: a resumed run may have other defaults. It includes
-        only the first of the keys, because all are derived from one key of the client. Raises:
-        ValueError if the sessions have more or fewer members than there are samples.
+        only the first session's keys, because all are derived from one key of the client.
+        Raises: ValueError if there is not one session for each sample.
         """
         num_samples = asked_samples or default_samples
         sent_task = {name: getattr(task, name) for name in _TASK_FIELDS}
@@ -112,7 +113,8 @@ class RolloutRequest:
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `RolloutRequest` on its way to the store; only the store reads its task.
 
-    It is a Struct, which is made and sent several times faster than a dataclass: there are many.
+    It is a Struct because there are many: a Struct is made and sent several times faster than a
+    dataclass.
     """
 
     id: str
@@ -128,16 +130,16 @@ class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def tenant(self) -> str:
-        """The tenant that owns it and may see it; empty: the run's own."""
+        """The tenant that owns the task; empty: the run itself."""
         return tenant_of(self.id)
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The tasks of one HTTP request: accepted whole, or not at all."""
+    """The tasks of one HTTP request; all are accepted, or none."""
 
     tasks: tuple[PackedRequest, ...]
     key: str = ""
-    """The digest of its Idempotency-Key and its tenant; empty: it has none."""
+    """The digest of the request's Idempotency-Key and its tenant; empty: it has no such key."""
     limits: KeyLimits = NO_LIMITS
     """Limits of the request's API key."""
 
@@ -148,7 +150,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An accepted request, without its task."""
+    """An accepted task with its position, without the task's data."""
 
     id: str
     position: int
@@ -201,21 +203,22 @@ class StoredSubmissions:
     submissions: tuple[Submission, ...]
     """Submissions that are not over, in the order of acceptance."""
     bindings: Mapping[str, str]
-    """Group id to submission id; if two terms bound a group, the newer one counts."""
+    """Ids of submissions, by the id of the group that plays them; if two terms bound a group, the
+    binding of the newer one."""
     results: tuple[RolloutResult, ...]
     events: tuple[LedgerEvent, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView:
-    """One rollout as a client sees it."""
+    """The state of one rollout, as clients see it."""
 
     index: int
     status: Status
     result: RolloutResult | None = None
     """Result of the last ended attempt; None until an attempt has ended."""
     step: int | None = None
-    """The training step that it left with."""
+    """The training step that took it; None if none did."""
     reason: str | None = None
     """The reason why it was evicted; None if it was not."""
 
@@ -228,7 +231,7 @@ class SubmissionView:
     position: int
     status: Status
     num_ahead: int
-    """Submissions that will be admitted before it; 0 for one that is not queued."""
+    """Number of submissions that will be admitted before it; 0 if it is not queued."""
     rollouts: tuple[RolloutView, ...]
     environment: str
     batch: str
@@ -264,17 +267,17 @@ class PlaceAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitReply:
-    """The reply to a request: it is accepted whole, or not at all."""
+    """The reply to an `Offer`, whose tasks are all accepted, or none."""
 
     backlog: Backlog
     places: tuple[PlaceAnswer, ...] = ()
-    """One for each task, in order."""
+    """The position of each task, in the order of the request; empty if it is refused."""
     conflicts: tuple[str, ...] = ()
-    """Ids that were accepted before with a different content."""
+    """Ids that were accepted before with another content; the request is then refused."""
     is_key_taken: bool = False
-    """Another request was accepted under this one's idempotency key."""
+    """Whether another request was accepted with the same idempotency key."""
     refusal: str = ""
-    """The reason why nothing can be accepted now; empty if it is not refused."""
+    """The reason why nothing can be accepted now; empty if there is none."""
     is_quota: bool = False
     """Whether the request exceeds a limit of the caller's key."""
     retry_after_s: int | None = None

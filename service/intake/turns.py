@@ -18,7 +18,7 @@ from service.intake.session import Cut, SessionEnd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """One sampled turn; its size does not grow with the history before it."""
+    """One sampled turn. It has only the messages and ids that the turn added, not its history."""
 
     number: int
     """0, 1, 2, … in the order in which the session's turns were stored."""
@@ -31,8 +31,8 @@ class SessionTurn:
     reply: Message
     """The assistant's message, as the client gets it and as a later prompt's history has it."""
     extends_parent: bool
-    """Whether its prompt begins with all ids of the parent; False if the chat was rendered again,
-    and without a parent."""
+    """Whether the prompt begins with all ids of the parent; False if the chat was rendered again,
+    or if there is no parent."""
     new_token_ids: TokenIds
     """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
     sampled_token_ids: TokenIds
@@ -42,7 +42,7 @@ class SessionTurn:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     num_inserted: int = 0
-    """Number of closing tokens in the new ids that were inserted, not sampled."""
+    """Number of tokens in the new ids that Rayloom inserted to close an answer that was cut off."""
     break_reason: BreakReason | None = None
     """The reason why the chat was rendered again; None if it was not."""
     is_malformed: bool = False
@@ -55,9 +55,9 @@ class SessionTurn:
     cache_salt: str = ""
     replica: str = ""
     request_id: str = ""
-    """Id of the HTTP request that it answers; a request that is forwarded again keeps its id."""
+    """Id of the HTTP request that it answers; the id stays if a replica sends the request again."""
     request_digest: str = ""
-    """Digest of the request; equal for an equal request at the same point."""
+    """Digest of the request; equal for an equal request at the same place in the conversation."""
     idempotency_key: str = ""
     created_at: float = 0.0
     """Seconds since 1970."""
@@ -70,7 +70,7 @@ class SessionTurn:
     stop_string: str = ""
     """The stop string before which the reply's text was cut; empty: it was not cut."""
     ignored: tuple[str, ...] = ()
-    """Parameters that its client sent, and that were ignored."""
+    """Names of the parameters that the client sent and that were ignored."""
 
     @property
     def num_sampled(self) -> int:
@@ -79,16 +79,17 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionIntent:
-    """A request that the engine samples; stored until the turn is stored, or will not be.
+    """The record of a request that the engine samples.
 
-    An intent left by a crash means that a turn may have been sampled and lost. It is stored a
-    moment after the engine's call: a crash in between leaves none.
+    It is removed when the turn is stored, or when it is clear that there will be none. An intent
+    that a crash left means that a turn may have been sampled and lost. Intents are stored a moment
+    after the engine is called; a crash in between leaves none.
     """
 
     request_id: str
     request_digest: str
     parent: int | None
-    """The parent of the turn."""
+    """Number of the turn that the request continues; None: it begins a conversation."""
     policy_version: int | None
     """The policy version that was loaded when the engine was called; None if unknown."""
     created_at: float
@@ -113,7 +114,7 @@ class IntentDropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAdded:
-    """A turn was stored; it replaces its request's intent."""
+    """A turn was stored; this removes the intent of its request."""
 
     session_id: str
     turn: SessionTurn
@@ -137,7 +138,7 @@ class TurnUnseen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """The session's group was admitted; the first such change counts."""
+    """The session's group was admitted; a later such change has no effect."""
 
     session_id: str
     opened_at: float
@@ -146,7 +147,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionClaimed:
-    """A client claimed the session; the first such change counts."""
+    """A client claimed the session; a later such change has no effect."""
 
     session_id: str
     name: str

@@ -1,6 +1,6 @@
 """Uploaded trajectories, which were sampled elsewhere, and their groups. Plain values.
 
-They wait in groups that the client names. A complete group becomes a submission with its id
+They wait in groups that the client names. A complete group becomes a submission of the same id
 (`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers its
 rollouts from the store.
 """
@@ -20,7 +20,7 @@ from service.intake.submission import RolloutRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """The facts that hold for everything that is sampled from a run's policy."""
+    """The facts about a run's policy by which uploads are checked."""
 
     tokenizer_fingerprint: str
     """From `actors.environment.rendering.tokenizer_fingerprint`."""
@@ -41,9 +41,9 @@ class Upload:
     """Unique in the run."""
     group: str
     digest: str
-    """Digest; equal for an equal trajectory of an equal group, in either format."""
+    """Digest of the trajectory, its group's id and its metadata; equal in JSON and MessagePack."""
     content: bytes
-    """From `service.gateway.upload_content`: a trajectory without an assignment."""
+    """The encoded trajectory (`service.gateway.upload_content`), without an assignment."""
     oldest_version: int
     newest_version: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -52,27 +52,27 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """The rule by which a group is complete."""
+    """A client's rule for when a group is complete."""
 
     id: str
     num_members: int | None = None
     """Number of members that completes the group; None if the client states none."""
     closes: bool = False
-    """Whether the group is complete with its current members."""
+    """Whether to complete the group now, with the members that it then has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadLimits:
-    """The run's limits of an upload."""
+    """The run's limits for an upload."""
 
     oldest_version: int
-    """No later group can be admitted with tokens of an older version."""
+    """Oldest version that sampled tokens may have; older ones would be too old when admitted."""
     newest_version: int
     """The newest version that can have sampled tokens."""
     min_members: int
     max_members: int
     max_waiting_bytes: int
-    """Limit of all trajectories whose group is not in the window."""
+    """Limit of the bytes of all trajectories whose group is not in the window."""
 
 
 class UploadRefusal(StrEnum):
@@ -107,8 +107,9 @@ class UploadGroup:
     """Whether the group is complete: it can be submitted, and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Make the submission of a closed group; always the same one. key_name: of the closing
-        client.
+        """Make the submission of a closed group; equal at each call.
+
+        key_name: name of the key of the client that closed the group.
         """
         assert self.is_closed and self.num_members is not None, self
         task = Task(task_id=self.id, environment=UPLOADED, seed=derived_seed("submitted", self.id))
@@ -122,14 +123,14 @@ class UploadGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadReply:
-    """The reply to an upload; accepted trajectories are durable."""
+    """The reply to an upload; its accepted trajectories are stored."""
 
     accepted: tuple[str, ...] = ()
     duplicates: tuple[str, ...] = ()
     """Uploads that were accepted before with the same content."""
     rejected: tuple[RefusedUpload, ...] = ()
     groups: tuple[UploadGroup, ...] = ()
-    """All groups that the request names."""
+    """The state of all groups that the request names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
