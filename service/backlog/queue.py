@@ -1,7 +1,8 @@
-"""Accept submissions, show their states, and fill group numbers with them in order.
+"""Accept submissions, show their states, and assign them to free group numbers in order.
 
-An acceptance is stored before it is answered, a binding before its group is admitted. A submission
-that is over leaves memory; the store keeps the newest of these.
+An acceptance is stored before it is answered; the binding of a submission to a group is stored
+before the group is admitted. A submission that is over is removed from memory; the store keeps the
+newest of these.
 There is one per process, in the supervisor, called only from its event loop.
 """
 
@@ -48,19 +49,19 @@ from service.store.submissions import SubmissionStore, offer_of
 from service.store.thread import StoreThread
 
 WAIT_S = 1.0
-# Between a group's binding and the event that the queue has admitted it.
+# Most seconds between a group's binding and the event that the queue has admitted it.
 ADMISSION_LIMIT_S = 5.0
 MAX_RETRY_AFTER_S = 60
-# Limits for one page of a list: rows in one read of the store, and reads.
+# Limits for a page of a list: the rows of one read of the store, and the number of reads.
 ROWS_PER_READ = 500
 READS_PER_PAGE = 4
-# A larger request has its own transaction.
+# Most tasks of several requests in one transaction; a larger request has its own.
 MAX_TASKS_PER_COMMIT = 2048
 _OFFERS = msgspec.msgpack.Decoder(Offer)
 
 
 class SubmissionQueue:
-    """The queue of submissions; it refuses all as not ready until `begin_term`."""
+    """The queue of submissions; until `begin_term` it refuses every request as not ready."""
 
     def __init__(
         self,
@@ -84,11 +85,11 @@ class SubmissionQueue:
         self._has_news = asyncio.Event()
         self._has_events = asyncio.Event()
         self._cancelling = asyncio.Lock()
-        # Held from the reading of the table, during the write, until the change of the table.
+        # Held while the table is read, the change is stored, and the table is changed.
         self._changing = asyncio.Lock()
         self._step_s = 5.0
         self._closed_because = "the run has not begun; wait until /readyz says 200"
-        # Events of the ledger that are in no checkpoint yet, so that the feed does not show them.
+        # Events of the ledger that are in no checkpoint yet; the feed shows them only after that.
         self._unpublished: list[LedgerEvent] = []
 
     async def begin_term(self, lease: Lease) -> None:
@@ -106,7 +107,7 @@ class SubmissionQueue:
         return rebuild(self._policy, self._store.read(), held_groups=held_groups)
 
     def close(self, reason: str) -> None:
-        """Accept nothing from now on; known submissions can still be read."""
+        """Refuse all later requests with `reason`; known submissions can still be read."""
         self._closed_because = reason
 
     @property
@@ -115,11 +116,11 @@ class SubmissionQueue:
 
     @property
     def groups_to_cancel(self) -> list[str]:
-        """Groups in flight whose submissions were cancelled; a restored queue has them again."""
+        """Groups whose submissions were cancelled but which a restored queue still has."""
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
-        """Return the time of acceptance, as the table does."""
+        """Return `SubmissionTable.accepted_at` of a group."""
         return self._table.accepted_at(group_id)
 
     async def submit(
@@ -129,11 +130,11 @@ class SubmissionQueue:
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all or none; a known id with the same content is answered as the first time.
+        """Accept all tasks of a request or none; do not add a task again that was accepted before.
 
-        key: the digest of the request's Idempotency-Key and its tenant; empty: it has none. While a
-        task that was accepted with it is kept, another request with it is refused. limits: of the
-        request's API key.
+        Args: key: the digest of the request's Idempotency-Key and its tenant; empty: it has no such
+        key. While a task of the request is kept, a different request with this key is refused.
+        limits: those of the request's API key.
         Raises: LeaseLost, StoreError.
         """
         (answer,) = await self._submit([offer_of(requests, key=key, limits=limits)])
@@ -162,7 +163,7 @@ class SubmissionQueue:
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer offers as if they came one by one; store all new tasks in one write."""
+        """Answer the offers as if they arrived one after the other; store all new tasks at once."""
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
         try:
@@ -170,7 +171,7 @@ class SubmissionQueue:
             over = await self._ended(digests)
         except StoreError as error:
             return [error] * len(batch)
-        # None: accepted when it is stored.
+        # None: the offer is accepted if its tasks can be stored.
         answers: list[SubmitReply | Exception | None] = []
         ahead: list[PackedRequest] = []
         request_keys: dict[str, tuple[str, str]] = {}
@@ -249,9 +250,9 @@ class SubmissionQueue:
     ) -> list[PackedRequest] | SubmitReply:
         """Return the new tasks of an offer, or the reply that refuses it.
 
-        over: the digests of the tasks that are kept and over, by id. stored: the digest of the
-        request that was accepted with its key; None: there is none. ahead: tasks that are stored
-        before it.
+        Args: over: digests of the ended tasks that are still kept, by id. stored: the digest of the
+        request that was accepted with the offer's key; None: there is none. ahead: tasks of earlier
+        offers, which are stored before this one's.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -321,7 +322,7 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the refusal if the tasks exceed the key's limits, or None."""
+        """Return the reply that refuses tasks beyond the limits of their key, or None."""
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),
@@ -342,8 +343,9 @@ class SubmissionQueue:
         return None
 
     def _full(self, refusal: str, *, excess: int) -> SubmitReply:
-        """Make the reply of a full queue. excess: tasks that must be admitted before there is
-        room.
+        """Make the reply that refuses a request because of a limit.
+
+        excess: number of tasks that must be admitted before there is room.
         """
         wait_s = math.ceil(math.ceil(excess / self._groups_per_step) * self._step_s)
         return SubmitReply(
@@ -353,9 +355,9 @@ class SubmissionQueue:
         )
 
     async def view(self, submission_id: str, *, sees: str | None = None) -> SubmissionView | None:
-        """Return a submission's view; None if it was never accepted, is no longer kept, or is not
-        visible.
+        """Return a submission's state.
 
+        None: it was never accepted, is no longer kept, or belongs to a tenant that is not visible.
         sees: the tenant whose tasks are visible; None: every tenant's. Raises: StoreError.
         """
         if not may_see(sees, tenant_of(submission_id)):
@@ -365,8 +367,9 @@ class SubmissionQueue:
         return (await self._ended([submission_id])).get(submission_id)
 
     async def page(self, wanted: TaskFilter, *, after: int, limit: int) -> TaskPage:
-        """Return the submissions after a position, in the order of acceptance. Raises:
-        StoreError.
+        """Return the submissions after a position, in the order of acceptance.
+
+        Raises: StoreError.
         """
         found: list[SubmissionView] = []
         for _ in range(READS_PER_PAGE):
@@ -387,7 +390,7 @@ class SubmissionQueue:
     async def _views(
         self, rows: Sequence[tuple[int, str, SubmissionView | None]]
     ) -> list[SubmissionView]:
-        """Return the views of the submissions that are still kept."""
+        """Return the states of the submissions in these rows, except those that are not kept."""
         # Submissions that have ended since the rows were read.
         over = await self._ended(
             [name for _, name, ended in rows if ended is None and name not in self._table]
@@ -421,15 +424,15 @@ class SubmissionQueue:
         evict: Callable[[str], Awaitable[bool]],
         sees: str | None = None,
     ) -> SubmissionView | None:
-        """Cancel a submission that no step has taken. Returns: its view afterwards, or None.
+        """Cancel a submission that no step has taken. Returns: its new state, as `view` does.
 
-        Nothing changes if the submission is unknown, has left already, or is cancelled.
-        Args: evict: evicts a group from the queue. It returns False if a step has taken the group,
-        and nothing changes; or if the group is about to be admitted, and this call waits for that.
-        sees: as in `view`.
+        Nothing changes if the submission is unknown, was trained, evicted or cancelled.
+        Args: evict: evicts a group from the trajectory queue. It returns False in two cases: a step
+        has taken the group, and then nothing changes; or the group is about to be admitted, and
+        then this call waits until it is. sees: as in `view`.
         Raises: LeaseLost, StoreError.
         """
-        # One at a time: a second call would find the group evicted but not yet stored.
+        # One call at a time: a second one would find the group evicted but not stored as cancelled.
         async with self._cancelling:
             evicted = None
             deadline = asyncio.get_running_loop().time() + ADMISSION_LIMIT_S
@@ -456,7 +459,7 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Cancel a submission; return False if its group or the term has changed since."""
+        """Cancel a submission; return False if `group` or `term` is no longer the current one."""
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False
@@ -467,7 +470,10 @@ class SubmissionQueue:
             return True
 
     async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
-        """Remove ended submissions. Args: as in SubmissionTable.over. Raises: LeaseLost."""
+        """Move ended submissions from memory to the store.
+
+        Args: as in `SubmissionTable.over`. Raises: LeaseLost.
+        """
 
         async def archive() -> None:
             async with self._changing:
@@ -498,7 +504,7 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Fill open slots with the first tasks of the backlog; wait a moment if it is empty.
+        """Return the first tasks of the backlog for open slots; if it is empty, wait a moment.
 
         Raises: LeaseLost, StoreError.
         """
@@ -543,7 +549,7 @@ class SubmissionQueue:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """Return the feed's entries for a checkpoint whose ledger ends with this event."""
+        """Return the feed's new entries for a checkpoint whose ledger ends with this event."""
         entries, now = [], time.time()
         for event in self._unpublished:
             found = self._table.told_by(event) if event.seq <= last_event_seq else None
@@ -554,7 +560,7 @@ class SubmissionQueue:
         return entries
 
     def note_step_seconds(self, seconds: float) -> None:
-        """Record the duration of a step, which estimates when a refused request may be repeated."""
+        """Record the duration of a step, by which the Retry-After of refusals is estimated."""
         self._step_s = seconds
 
 
@@ -563,7 +569,7 @@ def _num_sessions(requests: Sequence[PackedRequest]) -> int:
 
 
 def _independent(offers: Sequence[Offer]) -> Iterator[list[Offer]]:
-    """Divide offers, in order, into batches in which none depends on the result of another."""
+    """Divide offers, in order, into batches of offers that share no task id and no key."""
     batch: list[Offer] = []
     names: set[str] = set()
     for offer in offers:

@@ -1,9 +1,9 @@
-"""Accepted submissions that are not over, their backlog, and the state of each rollout; pure.
+"""The accepted submissions that are not over, their backlog and their rollouts' states; pure.
 
 Invariants: a submission is in the backlog, or bound to one group, or cancelled; positions only
-grow; if a whole group was evicted, its number is filled with the next submission of the backlog,
-never with the same one again. The table is rebuilt from the store at the start of each term, then
-updated with the queue's events. Ended submissions leave it (`over`, `forget`).
+grow; if a whole group was evicted, its number is given to the next submission of the backlog, never
+to the same one again. The table is rebuilt from the store at the start of each term, then
+updated with the queue's events. Ended submissions are removed from it (`over`, `forget`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Entry:
     # The ledger event that admitted the first of its rollouts.
     admitted_seq: int | None = None
     results: dict[int, RolloutResult] = field(default_factory=dict)
-    # The last event of each rollout that has left the ledger.
+    # For each rollout that was trained or evicted: the event that says so.
     exits: dict[int, LedgerEvent] = field(default_factory=dict)
 
 
@@ -67,11 +67,11 @@ class SubmissionTable:
         return self._entries[submission_id].submission.digest
 
     def num_waiting_of(self, key_name: str) -> int:
-        """Count the submissions of the backlog with this key."""
+        """Return the number of submissions in the backlog that were sent with this key."""
         return sum(submission.key_name == key_name for submission in self._backlog)
 
     def num_open_sessions_of(self, key_name: str) -> int:
-        """Count the sessions with this key that wait or are open."""
+        """Return the number of sessions created with this key that wait or are open."""
         own = [
             entry
             for entry in self._entries.values()
@@ -83,8 +83,10 @@ class SubmissionTable:
         return sum(each.status in (Status.QUEUED, Status.RUNNING) for each in rollouts)
 
     def accept(self, submission: Submission) -> None:
-        """Add a stored submission, the newest, at the end of the backlog; only remember a cancelled
-        one."""
+        """Add a stored submission, which must be the newest, to the table.
+
+        Unless it is cancelled, it is also appended to the backlog.
+        """
         entry = _Entry(submission, is_cancelled=submission.is_cancelled)
         self._entries[submission.id] = entry
         if not submission.is_cancelled:
@@ -96,7 +98,7 @@ class SubmissionTable:
         return self._backlog[:count]
 
     def bind(self, submission_id: str, group_id: str) -> None:
-        """Bind a submission: its rollouts are those of this group from now on."""
+        """Bind a submission to a group, whose rollouts are then the submission's."""
         entry = self._entries[submission_id]
         assert entry.group_id is None, submission_id
         entry.group_id = group_id
@@ -108,7 +110,7 @@ class SubmissionTable:
         return self._entries[submission_id].group_id
 
     def accepted_at(self, group_id: str) -> float | None:
-        """Return when the group's submission was accepted; None for a group of another kind."""
+        """Return when the group's submission was accepted; None if no client submitted it."""
         entry = self._by_group.get(group_id)
         return None if entry is None else entry.submission.accepted_at
 
@@ -118,7 +120,7 @@ class SubmissionTable:
         self._leave_backlog(entry)
 
     def cancelled_groups(self) -> list[str]:
-        """Return the groups of cancelled submissions with a rollout that has not left."""
+        """Return the groups of cancelled submissions that have a rollout in flight."""
         return [
             group_id
             for group_id, entry in self._by_group.items()
@@ -126,7 +128,7 @@ class SubmissionTable:
         ]
 
     def note_results(self, results: Iterable[RolloutResult]) -> None:
-        """Record ended attempts; the newest of each rollout counts."""
+        """Record the results of ended attempts; a newer one of a rollout replaces the older one."""
         for result in results:
             entry, index = self._find(result.rollout_id)
             if entry is not None:
@@ -144,9 +146,9 @@ class SubmissionTable:
                 entry.admitted_seq = event.seq
 
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
-        """Return the submission and result that the feed shows for a recorded event.
+        """Return the submission's id and the result that the feed shows for a recorded event.
 
-        None if the event belongs to no client, or repeats an admission.
+        None if no client submitted the rollout, or if it is not the group's first admission.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -160,10 +162,11 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the views of submissions whose rollouts can no longer be played again.
 
-        last_event_seq: the newest ledger event that no return to a checkpoint can undo.
-        newest_event_seq: that of the newest checkpoint. A submission whose rollouts were evicted up
-        to it without a step is over unless an older checkpoint's queue has it: while no step is
-        trained, nothing else limits their number.
+        A submission whose rollouts were all evicted without a step is over once the newest
+        checkpoint has these events, unless the queue of an older checkpoint may have it. Otherwise
+        their number would grow without a limit while no step is trained.
+        Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
+        undo. newest_event_seq: number of the newest checkpoint's last event.
         """
         return [
             self.view(submission_id)
@@ -215,7 +218,10 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Return whether an attempt was the last; a dropped one is repeated or leaves at once."""
+        """Return whether an attempt is a rollout's last one.
+
+        A dropped attempt is not: it is repeated, or its rollout is evicted at once.
+        """
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -234,7 +240,7 @@ class SubmissionTable:
 
 @lru_cache(maxsize=256)
 def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
-    """Return the rollouts of a submission without a group; cached, so that they are shared."""
+    """Return the rollouts of a submission without a group; cached to share them in memory."""
     status = Status.CANCELLED if is_cancelled else Status.QUEUED
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
@@ -247,7 +253,8 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether it was admitted after the first event, and all evicted by the second."""
+    """Return whether a submission was admitted after `last_event_seq`, and all its rollouts were
+    evicted without a step by `newest_event_seq`."""
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
         return False
     has_left = len(entry.exits) == entry.submission.num_samples
@@ -260,9 +267,8 @@ def rebuild(
 ) -> SubmissionTable:
     """Rebuild the table at the start of a term. held_groups: the groups of the restored queue.
 
-    A binding whose group was never admitted is void: its submission returns to the backlog, at its
-    old position. Rollouts that had not left the ledger are played again, so their results are void
-    too.
+    A binding whose group was never admitted is ignored: its submission is in the backlog again, at
+    its old position. Rollouts in flight are played again, so their earlier results are ignored too.
     """
     table = SubmissionTable(policy)
     for submission in stored.submissions:
@@ -284,7 +290,7 @@ def _position(submission: Submission) -> int:
 
 def _overall(rollouts: Sequence[RolloutView], *, is_cancelled: bool) -> Status:
     found = {item.status for item in rollouts}
-    # A step that had it when the queue was lost may have trained it nevertheless.
+    # If a step had taken it before the queue was lost, it may have been trained nevertheless.
     if is_cancelled and Status.TRAINED not in found:
         return Status.CANCELLED
     for status in (Status.QUEUED, Status.RUNNING, Status.FINISHED, Status.TRAINED):
