@@ -1,4 +1,4 @@
-"""The requests of a run's operators: the paused parts, and the newest calls."""
+"""The stored requests of a run's operators: the paused parts, and the newest calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_CALLS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A part that is paused."""
+    """A pause of a part of the run."""
 
     part: Pausable
     since: float
@@ -34,7 +34,7 @@ class AdminCall:
     caller: str
     """The name of the caller's key; empty: the key has no name."""
     call: str
-    """Method and path."""
+    """Method and path of the request."""
     body: str
     """The body of the request, cut to a length."""
     status: int
@@ -84,7 +84,7 @@ class ControlStore:
         self._store.write(term, write)
 
     def calls(self, *, limit: int) -> Sequence[AdminCall]:
-        """Return the calls, newest first. Raises: StoreError."""
+        """Return the newest `limit` calls, newest first. Raises: StoreError."""
         columns = tables.admin_calls.c
         names = [each.name for each in fields(AdminCall)]
         query = select(*(columns[name] for name in names)).order_by(columns.id.desc()).limit(limit)

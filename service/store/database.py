@@ -47,11 +47,12 @@ from service.store.place import changed_url, connection_url, shown, sqlite_file,
 
 log = logging.getLogger("rayloom.store")
 
-# Limit on the wait for a lock within one attempt.
+# Most seconds that one attempt waits for a lock.
 BUSY_S = 10.0
-# Limit on the wait for a store that does not answer. A restart of PostgreSQL takes seconds.
+# Most seconds to wait for a database that does not answer. A restart of PostgreSQL takes seconds.
 PATIENCE_S = 60.0
-# Time after which a supervisor that is frozen within a transaction no longer blocks others.
+# Seconds after which PostgreSQL ends an idle transaction, so that a frozen supervisor does not
+# block others.
 IDLE_IN_TRANSACTION_S = 20.0
 # The trigger that refuses the writes to a database whose run was moved.
 FENCE = "rayloom_moved"
@@ -73,7 +74,7 @@ Result = TypeVar("Result")
 
 
 class Database:
-    """A database at a place (`service.store.place`); every driver's error becomes a StoreError."""
+    """The database at a URL (`service.store.place`); errors of the driver become StoreErrors."""
 
     def __init__(
         self,
@@ -83,7 +84,11 @@ class Database:
         patience_s: float = PATIENCE_S,
         count_failure: Callable[[], object] = lambda: None,
     ) -> None:
-        """Open nothing yet. count_failure: called if the file with the URL cannot be read again."""
+        """Keep the URL; connect at the first use.
+
+        Args: patience_s: seconds to wait for a database that does not answer. count_failure: called
+        if the file with the URL cannot be read again.
+        """
         parsed = make_url(url)
         self.location = shown(parsed)
         self.schema = _schema_of(parsed)
@@ -91,11 +96,11 @@ class Database:
         self._is_read_only = is_read_only
         self._patience_s = patience_s
         self._given_up: dict[str, StoreError] = {}
-        """Errors by the operation that failed for too long; it is not retried for so long again."""
+        """Errors by the operation that failed for too long; later calls then try it only once."""
         self._away_since: dict[int, float] = {}
-        """Start of the wait (time.monotonic) by thread."""
+        """By thread, the time (time.monotonic) since which it waits for the database."""
         self._writing = threading.Lock()
-        # Distinguishes this process's writes from those of every other.
+        # Distinguishes the writes of this process from those of others.
         self._name, self._num_writes = uuid4().hex, 0
         if self._file is None:
             self._engine = _postgresql_engine(parsed, self.schema, count_failure)
@@ -110,15 +115,15 @@ class Database:
 
     @property
     def away_s(self) -> float:
-        """Return for how many seconds the database has not answered; 0 if it answers."""
+        """The seconds for which the database has not answered; 0 if it answers."""
         since = list(self._away_since.values())
         return time.monotonic() - min(since) if since else 0.0
 
     def close(self) -> None:
-        """End all connections; an SQLite database is then whole in its own file."""
+        """End all connections; first move the log of an SQLite database into its file."""
         if self.is_sqlite and not self._is_read_only:
             # Closing the last connection would do this, but another process may be reading the run.
-            # If it fails, the log remains, and the next process that opens it continues with it.
+            # If it fails, the log remains, and the next process that opens the database uses it.
             with (
                 suppress(DBAPIError, sqlite3.Error),
                 self._engine.connect() as connection,
@@ -133,7 +138,7 @@ class Database:
         self._engine.dispose()
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Run body with a connection that sees one state of the database.
+        """Call `body` with a connection that sees one state of the database; return its result.
 
         Args: body: may only use the connection, because it is repeated if the database fails.
         Raises: StoreError; what body raises.
@@ -146,7 +151,7 @@ class Database:
         return self._with_retries("read", attempt)
 
     def write(self, body: Callable[[Connection], Result]) -> Result:
-        """Run body in a transaction that excludes all other writers, and commit it.
+        """Call `body` in a transaction that excludes all other writers, and commit it.
 
         Args: body: may only use the connection, because it is repeated if the database fails before
         the commit is confirmed.
@@ -171,9 +176,11 @@ class Database:
     def prepare(
         self, is_ready: Callable[[Connection], bool], create: Callable[[Connection], None]
     ) -> None:
-        """Run `create` without other writers, before there is a row to lock, unless `is_ready`.
+        """Create the tables by `create` unless `is_ready` is true.
 
-        Another process may create between the two calls. Raises: StoreError; what they raise.
+        Other writers are excluded, although there is no row to lock yet. `create` must accept that
+        another process has created the tables since `is_ready` was called.
+        Raises: StoreError; what the two functions raise.
         """
 
         def attempt() -> None:
@@ -185,19 +192,22 @@ class Database:
         self._with_retries("opened", attempt)
 
     def now(self, connection: Connection) -> float:
-        """Return the seconds since 1970 by the store's clock, which all its users share."""
+        """Return the seconds since 1970 by the database's clock, which all its users share."""
         if self.is_sqlite:
             return time.time()
         return float(connection.scalar(select(_epoch(func.clock_timestamp()))) or 0.0)
 
     def answers_since(self, connection: Connection) -> float:
-        """Return the start of the server, by the same clock: no owner could renew before it."""
+        """Return when the server started, by the clock of `now`; 0 for SQLite.
+
+        While the server was down, no owner could renew its lease.
+        """
         if self.is_sqlite:
             return 0.0
         return float(connection.scalar(select(_epoch(func.pg_postmaster_start_time()))) or 0.0)
 
     def damage(self, *, limit_s: float) -> str:
-        """Describe damage that is found in SQLite's file within the limit; empty: none."""
+        """Search SQLite's file for damage for at most limit_s; return what was found, or ""."""
         if not self.is_sqlite:
             return ""
 
@@ -219,9 +229,9 @@ class Database:
         return self.read(check)
 
     def copy_to(self, target: Path) -> None:
-        """Copy SQLite's file as of its newest commit; replace what is at `target`.
+        """Copy SQLite's database to the file `target`, which is replaced if it exists.
 
-        The copy contains nothing of an open transaction.
+        The copy has the newest commit, and nothing of an open transaction.
         Raises: StoreError.
         """
         assert self._file is not None, "only SQLite is copied; PostgreSQL has its own tools"
@@ -243,10 +253,10 @@ class Database:
             ) from error
 
     def fence(self, reason: str, *, check: Callable[[Connection], None]) -> None:
-        """Refuse every later write, of all processes and versions, with a reason.
+        """Make the database refuse every later write with a reason, by any process and version.
 
-        A trigger refuses the change of `format` that is part of each write. Reads still work.
-        Args: check: called in the same transaction; raises if the writer may not do this.
+        Each write changes the table `format`, and a trigger refuses this. Reads still work.
+        Args: check: called in the same transaction; raises if the caller may not do this.
         Raises: StoreError; what check raises.
         """
         quoted = reason.replace("'", "''")
@@ -261,7 +271,7 @@ class Database:
                     what = f"BEGIN SELECT RAISE(ABORT, '{quoted}'); END"
                 else:
                     function = f"{self._in_schema(connection, FENCE)}()"
-                    # The driver reads % as the place of a value.
+                    # The driver would take % for a placeholder of a value.
                     body = f"BEGIN RAISE EXCEPTION USING MESSAGE = '{quoted}'; END"
                     connection.exec_driver_sql(
                         f"CREATE OR REPLACE FUNCTION {function} RETURNS trigger "
@@ -344,11 +354,12 @@ class Database:
         with self._engine.connect().execution_options(writes=True) as connection:
             with connection.begin():
                 if self.schema is not None:
-                    # Two processes that create a schema at once get an error of PostgreSQL.
+                    # PostgreSQL raises an error if two processes create a schema at once.
                     connection.execute(
                         text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": self.schema}
                     )
-                    # Check first: without the right to create, "if not exists" is refused too.
+                    # Not by "if not exists", which PostgreSQL refuses to a user who may not create
+                    # schemas, even if the schema exists.
                     if not inspect(connection).has_schema(self.schema):
                         quoted = connection.dialect.identifier_preparer.quote(self.schema)
                         connection.execute(text(f"CREATE SCHEMA {quoted}"))
@@ -422,7 +433,7 @@ def _reason(error: DBAPIError | NoConnectionLeft) -> str:
 
 
 def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
-    """Return whether the same operation may succeed a little later."""
+    """Return whether an operation that failed with this error may succeed a little later."""
     if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
         return True
     cause = error.orig
@@ -431,7 +442,7 @@ def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
         return code is not None and code & 0xFF in _SQLITE_PASSING
     state = getattr(cause, "sqlstate", None)
     if state is None:
-        # No server answered: there is none, or the connection broke.
+        # An error without a state is not from a server: none answered, or the connection broke.
         return type(cause).__name__ in ("OperationalError", "InterfaceError")
     return str(state).startswith(_POSTGRESQL_PASSING)
 
@@ -480,9 +491,10 @@ def _postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[],
 def _follow(
     engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
 ) -> None:
-    """Make an engine's connections be those of the URL that a file has now.
+    """Make an engine connect to the URL that a file has at that time.
 
-    A connection of an earlier URL is replaced before its next use: its user may be gone.
+    A connection of an earlier URL is replaced before its next use, because its user may no longer
+    exist.
     """
 
     def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
@@ -543,7 +555,7 @@ def _sqlite_reader(file: Path) -> Engine:
 def _connect_reader(file: Path) -> sqlite3.Connection:
     wal = file.with_name(f"{file.name}-wal")
     is_whole = not wal.exists() or wal.stat().st_size == 0
-    # Without a log the file has all data, and SQLite need not make an index of a log next to it.
+    # Without a log the file has all data; with "immutable" SQLite creates no index of a log.
     mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
     uri = f"file:{quote(str(file))}?{mode}"
     return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
@@ -555,7 +567,10 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _check_in_place(connection: Connection, file: Path) -> None:
-    """Check that the file is in its place, else writes are lost. Raises: StoreError."""
+    """Check that the opened file is still at its path; otherwise writes would be lost.
+
+    Raises: StoreError.
+    """
     try:
         is_there = os.path.samestat(os.stat(file), connection.info["opened"])
     except OSError:
@@ -569,7 +584,7 @@ def _check_in_place(connection: Connection, file: Path) -> None:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    # The driver would open transactions later, so that the lease check would not be atomic.
+    # The driver would begin transactions only at the first write, after the check of the lease.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")

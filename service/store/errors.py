@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StoreError(Exception):
-    """The durable state cannot be used."""
+    """The run's database cannot be used."""
 
 
 class LeaseLost(Exception):
@@ -12,7 +12,7 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """The run has a living owner, and the lease was requested only if it has none."""
+    """The lease was requested on the condition that the run has no living owner, but it has one."""
 
 
 class Damaged(Exception):

@@ -1,9 +1,9 @@
 """The feed of a run, stored (`service.intake.feed`).
 
-A writer adds its entries in the transaction of the events that they report. All writers of a run
+A writer adds entries in the transaction that stores the reported events. All writers of a run
 exclude each other, so that numbers grow in the order of the commits, and a reader that has seen a
-number sees no smaller one later. The same holds for each tenant's own numbers, which reveal nothing
-about other tenants.
+number sees no new smaller one later. The same holds for each tenant's own numbers, which reveal
+nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -55,17 +55,20 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an acceptance for each submission after a position, in order.
+    """Append an entry `accepted` for each submission after a position, in order.
 
-    One statement does it in the database, because there may be thousands.
-    Args: behind: the position. num_of: number of these submissions of each tenant.
+    One statement adds all, because there may be thousands.
+    Args: behind: the position. num_of: number of these submissions, by tenant.
     """
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})
 
 
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
-    """Append an entry about the run for all; a tenant's `void_after` is in its own numbers."""
+    """Append an entry about the run for admins and for each tenant.
+
+    A tenant's copy has `void_after` in the tenant's own numbers.
+    """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
     entries = [("", entry)]
@@ -94,7 +97,7 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Assign each tenant its next `num_of` numbers. Returns: the newest numbers before."""
+    """Assign each tenant its next `num_of` numbers. Returns: each tenant's newest number before."""
     if not num_of:
         return {}
     numbers = tables.feed_numbers
@@ -133,7 +136,7 @@ def read_feed(store: Readable, *, after: int, limit: int, sees: str | None = Non
     columns = tables.feed.c
     number, is_shown = columns.own_number, columns.tenant == sees
     if sees is None:
-        # An entry about no task was also added for each tenant.
+        # Entries about the run have no task and a copy for each tenant, which is left out here.
         number, is_shown = columns.number, or_(columns.task.is_not(None), columns.tenant == "")
     query = (
         select(number.label("number"), *(columns[name] for name in _STORED))

@@ -1,8 +1,8 @@
 """The stored named keys of a run: only their digests.
 
 Invariants: a name and a digest are used once, also after a revocation, which is final. Keys belong
-to no term: any process with write access to the run's database may create and revoke them, whatever
-supervisor holds the run.
+to no term: any process with write access to the run's database may create and revoke them, even if
+a supervisor has the lease.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_key(store: RunStore, key: NamedKey) -> bool:
 
 
 def revoke_key(store: RunStore, name: str) -> NamedKey | None:
-    """Revoke a key finally; a revoked one stays unchanged.
+    """Revoke a key for good; a key that was revoked before stays unchanged.
 
     Returns: the key; None if there is none.
     Raises: StoreError.

@@ -1,8 +1,8 @@
 """Find the surviving rows of a run: those of the newest term, and those that it continued from.
 
-A term that starts from checkpoint c keeps the steps of c's term up to c, and its events up to c's
-last one; everything that term wrote later is superseded. The report and `inspect` read it; the
-metrics count everything that was ever stored, superseded or not.
+If a term starts from a checkpoint c of an earlier term, the earlier term's steps up to c and its
+events up to the last one in c survive; its later rows are superseded. The report and `inspect`
+show surviving rows; the metrics count all rows that were ever stored, superseded ones included.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Checkpoint:
     step: int
     policy_version: int
     directory: str
-    """Its name in the run's directory of checkpoints, so that a run can be moved."""
+    """Its name, not its path, in the run's directory of checkpoints: a run can be moved."""
     last_event_seq: int
-    """Number of the last event of its term that its ledger contains; -1: none."""
+    """Number of the last event of its term in the checkpoint's ledger; -1: there is none."""
     committed_at: float
     """Seconds since 1970."""
 
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """A run along its surviving lineage, in order."""
+    """The surviving records of a run, in order."""
 
     steps: tuple[StepRecord, ...]
     """The steps that `retention` keeps: the first ones, some older ones, all of the newest."""
@@ -118,7 +118,7 @@ def recorded_steps(store: Readable) -> tuple[int, ...]:
 
 
 class RecordKind(StrEnum):
-    """A kind of record. In each kind, positions only grow along a lineage."""
+    """A kind of record. Along a lineage, the positions of the records of each kind only grow."""
 
     STEP = "step"
     EVALUATION = "evaluation"
@@ -138,19 +138,20 @@ class StoredRecord:
     kind: RecordKind
     place: Place
     first_step: int
-    """First step of its term, which superseded older terms' records of this and later steps."""
+    """First step of the record's term; older terms' records of this and later steps are
+    superseded."""
     record: StepRecord | EvaluationRecord
 
 
 def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the surviving records after these positions, in the order in which they were made.
 
-    If a kind has no position, all its kept records are returned.
+    places: by kind; all records are returned of a kind without a position.
     """
 
     def read(connection: Connection) -> list[StoredRecord]:
         found: list[StoredRecord] = []
-        # An evaluation before the first step counts as of step 0.
+        # An evaluation before the first step has the step 0.
         first_step = 0
         for span in surviving_spans(connection):
             for kind in RecordKind:
@@ -169,7 +170,7 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
                         for step, number, record in rows
                     ]
             first_step = (span.last_step or 0) + 1
-        # A step's evaluation is played before its record is written.
+        # An evaluation at a step is played before the record of the step is written.
         return sorted(
             found, key=lambda each: (each.place[:2], each.kind is RecordKind.STEP, each.place)
         )
@@ -178,7 +179,7 @@ def records_after(store: Readable, places: Mapping[RecordKind, Place]) -> list[S
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Select step, number and record of the span's rows after a step's number."""
+    """Select step, number and record of the span's rows after the position (step, number)."""
     if kind is RecordKind.STEP:
         columns = tables.steps.c
         query = select(columns.step, literal(0), columns.record).where(columns.step > step)
@@ -206,10 +207,10 @@ def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord
 
 
 def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[bool, float]]:
-    """Return the mean returns in these steps' surviving records, scaled if the scale is known.
+    """Return the mean return at each of these steps, scaled if the environment's scale is known.
 
-    Returns: by step, a pair: whether it is a scheduled evaluation's mean, and the mean; without an
-        evaluation it is the training's. A pair with an evaluation compares greater.
+    Returns: by step, a pair: True and the mean of the scheduled evaluation, or False and the mean
+        of the training rollouts if there was none. So pairs of evaluations compare greater.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:
@@ -229,7 +230,7 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
 
 
 def is_named(commit: Checkpoint, name: str) -> bool:
-    """Return whether `name` (a directory or a step's number) may refer to a checkpoint."""
+    """Return whether `name`, a directory or a step's number, may mean this checkpoint."""
     return name == commit.directory or (name.isdecimal() and int(name) == commit.step)
 
 
@@ -256,14 +257,14 @@ def count_events(store: Readable) -> dict[tuple[LedgerEventKind, EvictionReason 
 
 
 def totals_at(store: Readable, checkpoint: Checkpoint) -> RunTotals:
-    """Return the totals of a lineage up to one of its checkpoints, to which the run can go back."""
+    """Return the totals of a lineage up to a checkpoint that the run can go back to."""
     columns = tables.checkpoints.c
     query = select(columns.totals).where(columns.id == checkpoint.id)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Sum the steps of the newest `term`'s lineage up to last_step; None: all of them."""
+    """Return the totals of the steps in the newest `term`'s lineage, up to last_step if given."""
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
         connection,
@@ -301,10 +302,10 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints that a run can go back to, newest first, each directory once.
 
-    These are the checkpoints of the newest one's lineage whose queue snapshot `retention` keeps.
-    Checkpoints that a term committed after the checkpoint that a later term went back to are left
-    out. They are not left out if that later term has committed nothing, unless the return was
-    requested: a term that passed over an unreadable checkpoint has not undone it.
+    These are the checkpoints in the lineage of the newest one whose queue snapshot `retention`
+    keeps. If a later term went back to a checkpoint of a term, that term's checkpoints after it are
+    left out: always if an operator requested the return, otherwise once the later term has
+    committed a checkpoint. Until then a checkpoint that could not be read may still be used.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -325,9 +326,10 @@ def newest_term(connection: Connection) -> int:
 
 
 def lease_digests(store: Readable) -> dict[int, str]:
-    """Return a digest of each lease by its term.
+    """Return a digest of each lease, by its term.
 
-    The digests of two copies of a run differ from the term on in which they continued separately.
+    Two copies of a run have equal digests of the terms before the copy was made, and different ones
+    of later terms.
     """
     leases = tables.leases.c
     query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
@@ -356,9 +358,9 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
-    """Return `term` and its ancestors, newest first.
+    """Return `term` and the terms that it continued from, newest first.
 
-    Returns: each term with the checkpoint that the next one continued from; None for `term` itself.
+    Returns: each term with its checkpoint from which the later term continued; None for `term`.
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())
@@ -377,7 +379,10 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 
 
 def first_versions(connection: Connection) -> dict[int, int]:
-    """Return the policy version that each term of any lineage continued from; 0: a new start."""
+    """Return, for each term of any lineage, the policy version from which it continued.
+
+    0: it did not start from a checkpoint.
+    """
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint
     query = select(leases.c.term, checkpoints.c.policy_version).select_from(
@@ -395,7 +400,7 @@ def _row(connection: Connection, query: Select[Any], *, what: str) -> Any:
 def every_checkpoint(connection: Connection, *, only_usable: bool = False) -> list[Checkpoint]:
     """Return the checkpoints of every lineage, newest first.
 
-    Args: only_usable: leave out those without the queue's snapshot.
+    only_usable: leave out checkpoints without the queue's snapshot.
     """
     columns = tables.checkpoints.c
     names = [field.name for field in fields(Checkpoint)]

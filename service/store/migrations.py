@@ -6,9 +6,9 @@ connection, so that it may be run again after a rollback; no step changes the ta
 transaction that takes the lease, so that two processes never run them at once, and a run is never
 between two formats.
 
-A step describes the tables of its time with its own `MetaData`, because those of `tables.py`
-change. Every step gets its own test in `tests/store/test_migrations.py`, which also compares a
-moved database with a new one.
+A step describes the tables as they were in its format, with its own `MetaData`, because those of
+`tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
+compares a moved database with a new one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ Step = Callable[[Connection], None]
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
     """Add a column that is nullable or has a `server_default`, which old rows get.
 
-    If the table has the column, do nothing: a database may record an older format than it has.
+    Do nothing if the table has the column: a database may have newer tables than its recorded
+    format.
     """
     assert column.nullable or column.server_default is not None, "old rows need a value"
     places = connection.get_execution_options().get("schema_translate_map") or {}
@@ -53,7 +54,7 @@ def add_column(connection: Connection, table: str, column: Column[object]) -> No
 
 
 def _keep_what_was_asked_of_turns(connection: Connection) -> None:
-    """Add columns to turns: the stop string, the ignored parameters, the template's options."""
+    """Add columns to the turns of sessions: stop string, ignored parameters, template options."""
     for name, kind, of_old_rows in (
         ("stop_string", String, ""),
         ("ignored", Text, "[]"),
@@ -93,7 +94,7 @@ STEPS: Mapping[int, Step] = {
 
 
 def newest_format(steps: Mapping[int, Step] = STEPS) -> int:
-    """Return the format of a run after all steps."""
+    """Return the number of the format after all steps."""
     return FIRST_FORMAT + len(steps)
 
 

@@ -2,8 +2,8 @@
 
 Invariants: the copy is one transaction (SQLite: one rename), so that a new database has all rows or
 does not exist; the old database refuses every write before the first row is read, so that the copy
-misses nothing; the record in the run's directory, which names its database, is replaced last. A
-move that is killed therefore leaves the run in the old database, and the same move again ends it.
+misses nothing; the record in the run's directory, which names its database, is replaced last. If a
+move is killed, the run therefore stays in the old database, and the same move again completes it.
 Called by the commands `move`, `backup` and `restore`.
 """
 
@@ -35,14 +35,14 @@ from service.store.place import check_local, record, shown, sqlite_file
 from service.store.run_store import ReadOnlyStore, RunStore, own_name
 
 BATCH_ROWS = 200
-# Tables whose numbers the database gives, with the column; a number is never given twice.
+# Tables whose rows the database numbers, with the column; a number is never used twice.
 _NUMBERED = {"checkpoints": "id", "submissions": "position", "feed": "number", "admin_calls": "id"}
 
 
 def copy_run(source: ReadOnlyStore, url: str) -> None:
     """Copy all rows to a new database at `url`; the copy's newest term has no owner.
 
-    If the database has the same run with the same newest term, do nothing.
+    If a database at `url` has the same run with the same newest term, do nothing.
     Raises: StoreError, also if it has another run.
     """
     check_local(url)
@@ -81,7 +81,7 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
             kind = store.kind()
             if kind is None:
                 raise StoreError(f"the database {store.location} has no run, expected one to move")
-            # The copy ends before the lease is taken if the new place cannot be used.
+            # Before the lease is taken, because this raises if the new database cannot be used.
             _is_copied(store, url)
             term = store.acquire_lease(
                 owner=own_name(), directory=str(run_dir), kind=kind, unless_held=True
@@ -100,10 +100,10 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
 
 
 def _is_copied(source: ReadOnlyStore, url: str) -> bool:
-    """Return whether the database has the run with its newest term.
+    """Return whether the database at `url` has the run with its newest term.
 
-    An SQLite database whose run was moved away makes room: it is renamed.
-    Raises: StoreError if another run is in the database.
+    If it is an SQLite database whose run was moved away, rename it to make room.
+    Raises: StoreError if it has another run.
     """
     file = sqlite_file(url)
     if file is not None and not os.path.exists(file):
@@ -148,7 +148,7 @@ def _copy_rows(reading: Connection, writing: Connection) -> None:
         for rows in batches.mappings().partitions():
             values = [dict(row) for row in rows]
             if name == "leases":
-                # Its checkpoints are copied after it, and refer to it.
+                # The checkpoints to which leases refer are copied later; they refer to leases too.
                 values = [{**row, "parent_checkpoint": None, "renewed_at": None} for row in values]
             writing.execute(insert(table), values)
     leases = _plain("leases")
@@ -161,7 +161,7 @@ def _copy_rows(reading: Connection, writing: Connection) -> None:
 
 
 def _plain(name: str) -> Table:
-    """Return a table whose columns have the stored form of their values, which is copied as is."""
+    """Return a table that reads and writes values in their stored form, to copy them unchanged."""
     columns = (
         Column(each.name, _stored(each.type)) for each in tables.metadata.tables[name].columns
     )
@@ -173,7 +173,7 @@ def _stored(kind: Any) -> Any:
 
 
 def _last_number(connection: Connection, name: str, column: str) -> int:
-    """Return the highest number that was ever given, also to rows that are gone."""
+    """Return the highest number that a row of the table has, or a deleted row had."""
     table = _plain(name)
     newest = int(connection.scalar(select(func.max(table.c[column]))) or 0)
     if connection.dialect.name != "sqlite":
@@ -198,7 +198,7 @@ def _sequence_name(connection: Connection, name: str, column: str) -> Any:
 
 
 def _continue_numbers(connection: Connection, name: str, column: str, last: int) -> None:
-    """Make the database give the numbers after `last`."""
+    """Make the database number new rows from `last` + 1 on."""
     if last == 0:
         return
     if connection.dialect.name != "sqlite":
@@ -211,7 +211,7 @@ def _continue_numbers(connection: Connection, name: str, column: str, last: int)
 
 @contextmanager
 def _removed(part: Path) -> Iterator[None]:
-    """Remove an unfinished SQLite database before and after."""
+    """Remove the files of an unfinished SQLite database, before and after the block."""
     names = [part.with_name(part.name + end) for end in ("", "-wal", "-shm", "-journal")]
     try:
         for each in names:

@@ -16,9 +16,10 @@ def own_name() -> str:
 
 
 def process_of(owner: str) -> str:
-    """Return a text that distinguishes the owner's process from every other, also of the same PID.
+    """Return a text that identifies the owner's process, even among processes with the same PID.
 
-    It uses no clock, which could be changed. Returns: "" for a process that is not seen here.
+    It does not depend on a clock that may be set. Returns: "" if no such process runs on this
+    machine.
     """
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit() or not _is_running(int(pid)):
@@ -33,7 +34,7 @@ def is_alive_here(owner: str, process: str) -> bool | None:
     """
     host, _, pid = owner.rpartition(":")
     if not pid.isdigit():
-        # No process has such a name.
+        # A name without a PID is that of no process.
         return False
     if host != socket.gethostname() or not process.startswith(f"{_machine()} "):
         return None
@@ -48,7 +49,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _machine() -> str:
-    """Return the scope in which a PID is unique: a boot of a kernel, and a container on it."""
+    """Return a name of the scope in which PIDs are unique: a boot of the kernel and a container."""
     if not sys.platform.startswith("linux"):
         return f"boot-{psutil.boot_time():.0f}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -40,12 +40,12 @@ class StoreOptions:
     state_dir: Path | None = None
     """The directory of rayloom.db; if None, the run directory."""
     database_url: str | None = None
-    """URL of a PostgreSQL database; None: that of the environment variable, unless state_dir is
-    given.
+    """URL of a PostgreSQL database; None: the environment's, if it has one and there is no
+    state_dir.
     """
 
     def check(self) -> None:
-        """Check the options without a run directory. Raises: StoreError."""
+        """Check the options; this needs no run directory. Raises: StoreError."""
         if self.state_dir is not None and self.database_url is not None:
             raise StoreError(
                 "--state-dir and --database-url: got both, expected one of them: a directory for "
@@ -82,7 +82,11 @@ def sqlite_url(directory: Path) -> str:
 
 
 def schema_name(run_id: str) -> str:
-    """Return a run's schema; a long name is shortened, because PostgreSQL may cut two to one."""
+    """Return the name of a run's schema.
+
+    A long run id is shortened and gets a digest: PostgreSQL would cut it, and two ids might then be
+    equal.
+    """
     encoded = run_id.encode()
     if len(encoded) <= _MAX_NAME_BYTES:
         return run_id
@@ -93,7 +97,7 @@ def schema_name(run_id: str) -> str:
 def record(file: Path, url: str) -> None:
     """Write the URL into the run directory, unless that directory contains the database.
 
-    A run directory with its database may therefore be moved. Raises: OSError.
+    Without a record, a run directory that contains its database can be moved. Raises: OSError.
     """
     if url == sqlite_url(file.parent):
         file.unlink(missing_ok=True)
@@ -104,7 +108,11 @@ def record(file: Path, url: str) -> None:
 
 
 def recorded_url(file: Path) -> str:
-    """Return the URL of the run's store. Raises: StoreError for a record that cannot be read."""
+    """Return the URL of the run's store.
+
+    Without a record it is that of a database in the run directory. Raises: StoreError for a record
+    that cannot be read.
+    """
     try:
         tree = json.loads(file.read_text())
         url = make_url(tree["url"])
@@ -128,7 +136,7 @@ def sqlite_file(url: str | URL) -> Path | None:
 
 
 def shown(url: str | URL) -> str:
-    """Return a location for people: a path, or the server with database and schema."""
+    """Return a location to show: the path of a file, or server, database and schema."""
     if (file := sqlite_file(url)) is not None:
         return str(file)
     return _without_password(make_url(url)).render_as_string(hide_password=True)
@@ -146,7 +154,7 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: the recorded one, or the environment's for the same database.
+    """Return the URL to connect with: the environment's if it names the same database, or `url`.
 
     The server, its port, the user, the password and the TLS options may change between two starts;
     the name of the database and the schema are the run's. The environment's password is only sent
@@ -281,8 +289,8 @@ REFUSED = {
 def refused_filesystem(path: Path) -> str | None:
     """Return the name of the file system at `path` if SQLite may not be used on it; else None.
 
-    For a path that does not exist yet, its nearest parent counts. On other systems than Linux
-    return None.
+    If the path does not exist yet, its nearest existing parent counts. The result is None on other
+    systems than Linux.
     """
     kind = _filesystem_type(path)
     return None if kind is None else REFUSED.get(kind)

@@ -4,15 +4,15 @@ Called after each committed checkpoint, in one fenced transaction. Sums are kept
 (`service.telemetry.totals`), so that no sum changes when rows leave.
 
 - Superseded rows are removed at once.
-- Queue snapshots are kept of the newest `run.keep_checkpoints` and the best `run.keep_best`
-  checkpoints, and of the `milestones`: a run can go back only to these.
+- Queue snapshots are kept of the newest `run.keep_checkpoints` checkpoints, of the best
+  `run.keep_best`, and of the `milestones`: a run can go back only to these checkpoints.
 - Step records are kept of the first 5 steps, of the newest 256 (or back to the journal's and the
   newest kept checkpoints' steps, if these are older), of the best checkpoints, and of the first of
   each 2^k older steps, with the smallest k that leaves at most 257. The same holds for evaluations.
 - Ledger events are kept after the earliest step of a kept checkpoint (the best included), and of
-  the journal's steps, which `inspect --audit` compares with them. The window admits no group
-  earlier than the bound on the policy's age allows, so that the journal's events were written after
-  the step that is that many versions earlier.
+  the journal's steps, which `inspect --audit` compares with them. A group is admitted at most
+  `algorithm.max_policy_age` versions before its step, so these events were written after the step
+  that is this number of versions earlier.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from service.store.lineage import Checkpoint, Span, surviving_spans, within
 from service.store.run_store import RunStore
 from service.telemetry.summary import AVERAGED_STEPS
 
-# A collapse of the reward is found within this number of steps.
+# Most steps after which a collapse of the reward is detected.
 MILESTONE_STEPS = 20
-# A fall may begin slowly, before the first step that is found to be in it.
+# A fall of the reward may begin this number of steps before the first step that is detected.
 SLOW_STEPS = 10
 WHOLE_STEPS = 256
 OLDER_STEPS = 256
@@ -44,15 +44,15 @@ class Retention:
     max_policy_age: int
     """Bound on the policy's age, in versions."""
     keep_checkpoints: int
-    """Number of the newest checkpoints to keep; those among the best count too."""
+    """Number of the newest checkpoints to keep, including those that are among the best."""
 
 
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
-    """Return the checkpoints' steps to keep so that one from before a collapse is left.
+    """Return the steps of checkpoints to keep, so that one of them is from before a collapse.
 
-    While no collapse is suspected, these are the newest step that is MILESTONE_STEPS older than the
-    newest one, and the oldest step after it, which is the next milestone. Once a collapse is
-    suspected, it is the newest step that is at least SLOW_STEPS from before it, else the oldest.
+    While no collapse is suspected, these are the newest step that is at least MILESTONE_STEPS older
+    than the newest one, and the oldest step after it, which is the next milestone. Once a collapse
+    is suspected, it is the newest step at least SLOW_STEPS before it; if there is none, the oldest.
 
     Args: steps: newest first, at least one. collapsed_since: first step of a suspected collapse.
     Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
@@ -62,13 +62,13 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
         return frozenset(before[:1] or steps[-1:])
     old = [step for step in steps if step <= steps[0] - MILESTONE_STEPS]
     if not old:
-        # No collapse is reported as early as this; from now on there must be a next milestone.
+        # A collapse before MILESTONE_STEPS is not reported; from that step on keep a milestone.
         return frozenset(steps[-1:] if steps[0] >= MILESTONE_STEPS else ())
     return frozenset([old[0], *[step for step in steps if step > old[0]][-1:]])
 
 
 def forget(store: RunStore, *, term: int, kept: Sequence[Checkpoint], retention: Retention) -> None:
-    """Remove the rows that are no longer needed.
+    """Remove the rows that the run no longer needs, by the rules above.
 
     Args: kept: the checkpoints that the run can go back to from now on, newest first, at least one;
     the newest is of this term.
@@ -118,7 +118,8 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Keep the first five steps, the `spared` ones, and the first of each 2^k up to last_step."""
+    """Remove the rows of steps up to last_step except the first five steps, the `spared` ones, and
+    the first of each 2^k steps."""
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:
         stride *= 2
@@ -136,7 +137,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Remove the lineage's events, which are numbered without gaps, up to a step's last one."""
+    """Remove the lineage's events up to the last one of `last_step`; their numbers have no gaps."""
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:

@@ -56,9 +56,9 @@ __all__ = [
 log = logging.getLogger("rayloom.store")
 
 RENEW_EVERY_S = 3.0
-# An owner on another machine that has not renewed its lease for this time counts as dead.
+# Seconds without a renewal after which an owner on another machine counts as dead.
 TOLERANCE_S = 30.0
-# Limit on the search for damage, which reads the whole database.
+# Most seconds of the search for damage, which would read the whole database.
 CHECK_LIMIT_S = 2.0
 _ADD_EVENTS = (
     update(tables.event_totals)
@@ -74,11 +74,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write to a run's database, which a term gives."""
+    """A term's right to write to a run's database, and the state from which the term continues."""
 
     term: int
     parent: Checkpoint | None
-    """The checkpoint from which this term continues; None if it starts afresh."""
+    """The checkpoint from which this term continues; None if it starts without one."""
     queue_snapshot: QueueSnapshot | None
     """The queue's state at the parent checkpoint."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None
@@ -87,7 +87,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOwner:
-    """The owner of the newest lease, which is alive."""
+    """A supervisor that is alive and has the newest lease."""
 
     name: str
     """HOST:PID of the supervisor."""
@@ -95,7 +95,7 @@ class LeaseOwner:
     acquired_at: float
     """Seconds since 1970, by the owner's clock."""
     silent_s: float
-    """Seconds since its last renewal, by the store's clock."""
+    """Seconds since the owner last renewed its lease, by the database's clock."""
 
     def __str__(self) -> str:
         return f"{self.name} (term {self.term}, since {_utc(self.acquired_at)})"
@@ -104,8 +104,8 @@ class LeaseOwner:
 class ReadOnlyStore:
     """A run's database for readers.
 
-    An older format is read from a copy that is moved forward, which shows the database at the time
-    of opening; in PostgreSQL an older format is refused.
+    An SQLite database of an older format is copied; the copy is moved forward and read. It shows
+    the run at the time of opening. In PostgreSQL an older format is refused.
     Raises: StoreError if it cannot be read, or is in another format.
     """
 
@@ -173,12 +173,12 @@ class ReadOnlyStore:
         return row.kind if row else None
 
     def directory(self) -> str:
-        """Return the run directory by the newest owner's path; empty if it is not known."""
+        """Return the path of the run directory that the newest owner used; empty if not known."""
         row = self.read(self._newest_lease)
         return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease; None if it has ended."""
+        """Return the owner of the newest lease; None if it has ended its lease or is dead."""
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -191,7 +191,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Count the stored turns of sessions and the uploads that may still be trained."""
+        """Return the number of stored turns of sessions and uploads that may still be trained."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -205,23 +205,23 @@ class ReadOnlyStore:
     def all_checkpoints(self) -> list[Checkpoint]:
         """Return every recorded checkpoint, of every lineage, newest first.
 
-        This includes checkpoints to which the run can no longer return: undone ones, and those of
-        which only the row is left, as the point where a term began.
+        This includes checkpoints to which the run can no longer return: undone ones, and those
+        whose row is kept only because a term began from them.
         """
         return self.read(every_checkpoint)
 
     def check(self) -> None:
         """Search for damage that opening does not find, for at most two seconds.
 
-        That is enough for some hundred MiB. A larger database is not read completely at every
-        resume: damage in the rest is found when it is read. Raises: StoreError.
+        In this time some hundred MiB are read. Damage in the rest of a larger database is found
+        when that part is used. Raises: StoreError.
         """
         found = self._database.damage(limit_s=CHECK_LIMIT_S)
         if found:
             raise self._database.damaged(found)
 
     def is_older(self) -> bool:
-        """Return whether the database has an older format than this Rayloom's."""
+        """Return whether the database has an older format than this version of Rayloom writes."""
 
         def is_older(connection: Connection) -> bool:
             return self._has_tables(connection) and self._read_format(connection) < self._format
@@ -326,8 +326,8 @@ class ReadOnlyStore:
 class RunStore(ReadOnlyStore):
     """A run's database for its supervisor. Safe to call from several threads.
 
-    While the database does not answer, a call waits for `patience_s`: a restart of PostgreSQL, a
-    lock or a disk that is full for a moment does not end a run.
+    If the database does not answer, a call waits for up to `patience_s`: a restart of PostgreSQL, a
+    lock, or a disk that is full for a moment does not end a run.
     Raises: StoreError if it cannot be opened, is not a database, is of another format, or would be
         SQLite on a network or FUSE file system.
     """
@@ -343,8 +343,8 @@ class RunStore(ReadOnlyStore):
     ) -> None:
         """Open a store for writing.
 
-        Args: may_be_older: accept an older format: the caller takes the lease, or moves it forward,
-        before it uses more than the tables that no step changes. Otherwise it is refused.
+        Args: may_be_older: accept an older format, which is otherwise refused. Before the caller
+        takes the lease or moves the database forward, it uses only tables that no step changes.
         count_failure: as for `Database`.
         """
         check_local(url)
@@ -373,7 +373,7 @@ class RunStore(ReadOnlyStore):
         replaces: str = "",
         returns_to: str = "",
     ) -> Lease:
-        """Take the next term; the owner of an older one can write nothing from now on.
+        """Take the next term; the owner of an older term can then write nothing more.
 
         The term continues from the newest checkpoint whose directory is not one of `passed_over`.
         An older format is moved forward in the same transaction (`move_forward`).
@@ -430,7 +430,7 @@ class RunStore(ReadOnlyStore):
         return lease
 
     def move_forward(self) -> None:
-        """Move a run without an owner to this Rayloom's format, after copying SQLite's file.
+        """Move a run without an owner to the format of this Rayloom; first copy an SQLite file.
 
         Raises: LeaseHeld; StoreError.
         """
@@ -450,10 +450,10 @@ class RunStore(ReadOnlyStore):
             )
 
     def _move_after_copy(self, connection: Connection) -> int:
-        """Move an older format forward; return the format before. Raises: StoreError."""
+        """Move an older format forward; return the number of the old format. Raises: StoreError."""
         number = self._read_format(connection)
         if number < self._format:
-            # The transaction has written nothing yet, and excludes every other writer.
+            # This transaction excludes other writers and has written nothing: copy the file now.
             if self._file is not None:
                 self._database.copy_to(self._copy_of(self._file, number))
             self._move_forward(connection)
@@ -479,7 +479,7 @@ class RunStore(ReadOnlyStore):
         self.read(lambda connection: _check_term(connection, term))
 
     def renew(self, term: int) -> None:
-        """Record that the owner of `term` is alive; do nothing after its release.
+        """Record that the owner of `term` is alive; do nothing if the lease was released.
 
         Raises: LeaseLost, StoreError.
         """
@@ -502,7 +502,7 @@ class RunStore(ReadOnlyStore):
         self.write(term, lambda connection: connection.execute(ended))
 
     def fence(self, term: int, reason: str) -> None:
-        """Refuse every later write with a reason, also those of the newest term and of none.
+        """Make the database refuse every later write with a reason, also writes of `term` itself.
 
         Raises: LeaseLost, StoreError.
         """
@@ -513,7 +513,7 @@ class RunStore(ReadOnlyStore):
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
-        """Run body in a transaction that only the newest term gets, and commit it once.
+        """Call `body` in a transaction, if `term` is the newest, and commit it once.
 
         Args: body: may only use the connection, because it may be repeated.
         Raises: LeaseLost, StoreError.
@@ -526,7 +526,7 @@ class RunStore(ReadOnlyStore):
         return self._database.write(fenced)
 
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
-        """Write rows that belong to no term; any process with the database may do so.
+        """Call `body` in a transaction for rows that belong to no term; any process may do so.
 
         Raises: StoreError.
         """
@@ -588,7 +588,7 @@ class RunStore(ReadOnlyStore):
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
     ) -> None:
-        """Commit a checkpoint: the rollouts that its ledger marks as trained are trained from now.
+        """Commit a checkpoint; the rollouts that its ledger marks as trained then count as trained.
 
         Args: directory: its name in the run's directory of checkpoints. new_entries: the feed's
         entries about the ledger up to last_event_seq.
@@ -634,7 +634,10 @@ class RunStore(ReadOnlyStore):
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether a run ever had a lease in this PostgreSQL database. Raises: StoreError."""
+    """Return whether this PostgreSQL database has a run, which ever had a lease.
+
+    Raises: StoreError.
+    """
     store = ReadOnlyStore(url, patience_s=patience_s, may_be_older=True)
     try:
         return store.newest_term() > 0
@@ -694,7 +697,7 @@ def _insert_outcomes(
     new_events: Sequence[LedgerEvent],
     new_results: Sequence[RolloutResult],
 ) -> None:
-    # Not with asdict, which takes longer than the database.
+    # Not with asdict, which would take longer than the insertion.
     events = (
         {
             "term": term,

@@ -1,8 +1,9 @@
 """The stored sessions of external agents: their keys, their sampled turns, and their ends.
 
 Invariants: a turn is inserted once, and then only its `is_unseen` changes; no turn is added to a
-session that has ended, or whose submission is cancelled or over. Rows are made and removed with
-their submission (`service.store.submissions`); the gateway writes in between, under the run's term.
+session that has ended, or whose submission is cancelled or over. The row of a session is inserted
+and deleted with its submission (`service.store.submissions`); in between only the gateway changes
+it, under the run's term.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from service.store.feed import add_entries
 from service.store.lineage import first_versions
 from service.store.run_store import RunStore
 
-# Ids in one statement, because databases limit its number of values.
+# Most ids in one statement, because databases limit the number of its values.
 MAX_IDS = 10_000
 _TURN_FIELDS = tuple(field.name for field in fields(SessionTurn))
 _INTENT_FIELDS = tuple(field.name for field in fields(SessionIntent))
@@ -61,10 +62,10 @@ class SessionStore:
     def load(
         self, session_id: str
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
-        """Load a session, its turns by number, and its intents without a turn.
+        """Return a session, its turns in order, and its intents that have no turn; None if unknown.
 
         The turns' arrays are read-only; versions of an earlier term that a recovery has undone are
-        marked (`actors.policy_age`). Returns: None for an unknown session. Raises: StoreError.
+        marked (`actors.policy_age`). Raises: StoreError.
         """
         turns, intents = tables.session_turns.c, tables.session_intents.c
         turns_query = (
@@ -93,13 +94,13 @@ class SessionStore:
         return self._store.read(load)
 
     def find(self, session_ids: Sequence[str]) -> dict[str, StoredSession]:
-        """Return the known sessions among these. Raises: StoreError."""
+        """Return these sessions by id, without the unknown ones. Raises: StoreError."""
         query = _session_query(session_ids)
         found = self._store.read(lambda connection: _sessions(connection, query))
         return {session.id: session for session in found}
 
     def ends(self, session_ids: Sequence[str]) -> dict[str, SessionEnd]:
-        """Return the ends of the ended sessions among these. Raises: StoreError."""
+        """Return the ends of these sessions by id, without the open ones. Raises: StoreError."""
         sessions = tables.sessions.c
         query = select(sessions.id, sessions.end).where(sessions.end.is_not(None))
 
@@ -124,7 +125,7 @@ class SessionStore:
         return tuple(self._store.read(lambda connection: _sessions(connection, query)))
 
     def page(self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int) -> SessionPage:
-        """Return the sessions after a position. Raises: StoreError."""
+        """Return the first `limit` sessions after a position. Raises: StoreError."""
         sessions, position = tables.sessions.c, tables.submissions.c.position
         query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
         if wanted.tenant is not None:
@@ -153,7 +154,7 @@ class SessionStore:
         return self._store.read(read)
 
     def apply(self, changes: Sequence[Change], *, term: int) -> frozenset[int]:
-        """Store changes in order, in one transaction; already stored ones change nothing.
+        """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored: an intent or a
             turn of a session that is unknown, has ended, or whose submission is cancelled or over;
@@ -204,7 +205,7 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 @dataclass(slots=True, kw_only=True)
 class _Rows:
-    """The rows that result from changes and the stored state of their sessions."""
+    """Applies changes to the stored state of their sessions, and collects the rows to write."""
 
     live: frozenset[str]
     """Sessions whose submission is neither cancelled nor over."""
@@ -229,7 +230,7 @@ class _Rows:
     now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
-        """Apply a change; return False if it comes too late."""
+        """Apply a change; return False if it is too late."""
         session = change.session_id
         match change:
             case TurnAdded(turn=turn):
@@ -304,7 +305,7 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Read turns from rows of a term and a turn's fields. first: from `first_versions`."""
+    """Make turns of rows, each of a term and a turn's fields. first: of `first_versions`."""
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]
@@ -316,7 +317,7 @@ def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionT
 
 def _apply(connection: Connection, changes: Sequence[Change], term: int) -> frozenset[int]:
     try:
-        # Turns that are already stored are rare, and a search for them costs more than a retry.
+        # A change is rarely stored already, so searching for it first would cost more than a retry.
         with connection.begin_nested():
             return _store(connection, changes, term, marks={})
     except IntegrityError:
@@ -441,7 +442,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the marks of the changes' turns that are already stored."""
+    """Return `_Rows.marks` of the turns in the changes that are already stored."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)

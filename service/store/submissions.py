@@ -1,8 +1,8 @@
 """The stored submissions of clients: stored before they are answered, bound before they are played.
 
-Every write has the term of the lease. Reading returns only rows of the surviving lineage. Of an
-ended submission, and of its sessions, the id, the digest and the end are kept while it is among the
-newest ones; its task, its bindings, its results and its sessions' turns are deleted.
+Every write has the term of the lease. Reads return only rows of the surviving lineage. When a
+submission is over, its task, bindings and results are deleted, and its sessions' turns. Its id,
+digest and end, and those of its sessions, are kept while it is among the newest ended ones.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits)
 class SubmissionStore:
     """Tables `submissions`, `bindings` and `results` of a run's database.
 
-    It also writes the beginning and end of rows in `sessions`, and the entries on acceptances and
-    cancellations in `feed`.
+    It also inserts and deletes rows of `sessions`, and adds entries about acceptances and
+    cancellations to `feed`.
     """
 
     def __init__(self, store: RunStore) -> None:
@@ -81,8 +81,8 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Accept all requests in one transaction; they are durable when this returns.
 
-        Args: request_keys: `request_key` and `request_digest` of the table by the task's id, for
-        tasks from a request with a key.
+        Args: request_keys: for tasks of a request with an Idempotency-Key, by the task's id: the
+        columns `request_key` and `request_digest`.
         Raises: LeaseLost.
         """
         accepted_at = time.time()
@@ -151,7 +151,7 @@ class SubmissionStore:
     def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
         """Bind groups to submissions; return the requests to play. Raises: LeaseLost.
 
-        groups: group id to submission id.
+        groups: ids of submissions, by group id.
         """
         rows = [
             {"term": term, "group_id": group_id, "submission_id": submission_id}
@@ -241,9 +241,9 @@ class SubmissionStore:
     def digests(
         self, submission_ids: Sequence[str], request_keys: Sequence[str]
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return digests of ended submissions that are kept, by id, and of requests, by key.
+        """Return the digests of the ended submissions, by id, and of the requests, by key.
 
-        A key has a digest if its submission is kept. Raises: StoreError.
+        Submissions and requests that are not kept are left out. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.digest).where(
@@ -260,7 +260,10 @@ class SubmissionStore:
         return self._store.read(read)
 
     def ended(self, submission_ids: Collection[str]) -> dict[str, SubmissionView]:
-        """Return the ended submissions among these that are kept. Raises: StoreError."""
+        """Return the final states of these submissions, by id.
+
+        Those that are not over, or no longer kept, are left out. Raises: StoreError.
+        """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.ended).where(
             accepted.id.in_(submission_ids), accepted.ended.is_not(None)
@@ -270,9 +273,10 @@ class SubmissionStore:
     def page(
         self, wanted: TaskFilter, *, after: int, limit: int
     ) -> list[tuple[int, str, SubmissionView | None]]:
-        """Return position, id and end of the first `limit` submissions that may match.
+        """Return position, id and final state of the first `limit` submissions after a position.
 
-        Args: after: the position after which to begin. The caller checks the status.
+        They match `wanted` except in their status, which the caller checks. The state is None if a
+        submission is not over.
         Raises: StoreError.
         """
         accepted = tables.submissions.c
@@ -314,7 +318,7 @@ class SubmissionStore:
         self._store.write(lease.term, add)
 
     def read(self) -> StoredSubmissions:
-        """Return the unfinished submissions, and their rows that the newest term continues with."""
+        """Return the submissions that are not over, with the surviving rows about them."""
         accepted, bindings, results = (
             tables.submissions.c,
             tables.bindings.c,
@@ -359,7 +363,7 @@ class SubmissionStore:
 
 
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
-    """Delete the turns, and the contents of uploads, of submissions.
+    """Delete the turns of submissions' sessions, and the contents of their uploads.
 
     `SessionStore.apply` adds no turn to a submission whose request is deleted.
     """

@@ -1,10 +1,10 @@
 """The tables of a run's database, from leases to operators' requests.
 
-A row of `checkpoints` is the commit point: the rollouts that its ledger marks as trained are
-trained. Rows of `events`, `steps` and `evaluations` have the term that wrote them; `lineage.py`
-decides which of them survive, and `retention.py` how long they are kept. `event_totals` and
-`step_totals` count everything that was ever stored. A row of `submissions` is a promise to a client
-and belongs to no term; the same holds for a session and its turns, a key, and an uploaded
+The insertion of a row into `checkpoints` commits a checkpoint: the rollouts that its ledger marks
+as trained then count as trained. Rows of `events`, `steps` and `evaluations` have the term that
+wrote them; `lineage.py` decides which of them survive, and `retention.py` how long they are kept.
+`event_totals` and `step_totals` count everything that was ever stored. A row of `submissions` is a
+promise to a client and belongs to no term, as do a session and its turns, a key, and an uploaded
 trajectory: every later term continues with them.
 """
 
@@ -58,19 +58,20 @@ class Pausable(StrEnum):
     ADMISSION = "admission"
     """No new group is admitted to the window; admitted groups are played and trained."""
     GENERATION = "generation"
-    """Engines freeze their turns and begin no others; no rollout is handed out."""
+    """Engines freeze the turns in flight and begin no others; no rollout is handed out."""
     TRAINING = "training"
     """The current step is finished and published; the next one is not begun."""
 
 
 class RunKind(StrEnum):
-    """The source of a run's tasks, which never changes; the values are the commands."""
+    """The source of a run's tasks, which never changes; the values are the command names."""
 
     TRAIN = "train"
     SERVE = "serve"
 
 
-# Each change of a table, or of a record that an older Rayloom could not read, needs a step there.
+# A change of a table, or of a stored record that an older Rayloom then cannot read, needs a step in
+# `migrations`.
 FORMAT = newest_format()
 
 metadata = MetaData()
@@ -127,7 +128,7 @@ class AsWord(TypeDecorator[Any]):
 
 
 class AsCut(TypeDecorator[Cut]):
-    """A column of a session's cut: its outcome, num_turns and follows with spaces between them.
+    """A column of a `Cut`: its outcome, num_turns and follows with spaces between them.
 
     Older versions stored only the outcome. Raises: Damaged when it is read.
     """
@@ -177,7 +178,7 @@ class AsColumn(TypeDecorator[NDArray[Any]]):
         return None if value is None else _array_of(value, np.dtype(self.kind))
 
 
-# The types by the first byte of the stored value.
+# The first byte of the stored value is the number of its type.
 _EXPERT_TYPES: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.int16)}
 # The number of the type, and the three lengths.
 _EXPERT_HEAD = struct.Struct("<B3I")
@@ -248,11 +249,11 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
-    # Distinguishes this process from a later one of the same PID; empty if that is not known.
+    # Distinguishes the owner's process from a later one with the same PID; empty: not known.
     Column("process", String, nullable=False),
-    # The run directory by the owner's path; empty if it is not known.
+    # The path of the run directory that the owner used; empty: not known.
     Column("directory", String, nullable=False),
-    # The same in every term of a run.
+    # Equal in all terms of a run.
     Column("kind", AsWord(RunKind), nullable=False),
     # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
@@ -281,7 +282,7 @@ checkpoints = Table(
     Column("step", Integer, nullable=False),
     Column("policy_version", Integer, nullable=False),
     Column("directory", String, nullable=False),
-    # Null once the run can no longer go back to it; the row then only shows where terms joined.
+    # Null once the run can no longer go back to it; the row then only shows where a term began.
     Column("queue_snapshot", AsJson(QueueSnapshot), nullable=True),
     # Shares of passed samples in the newest groups, by task or by environment.
     Column("curriculum", AsJson(Mapping[str, tuple[float, ...]]), nullable=True),
@@ -289,7 +290,7 @@ checkpoints = Table(
     # Totals of the lineage's steps up to this one; null with the snapshot.
     Column("totals", AsJson(RunTotals), nullable=True),
     Column("committed_at", Float, nullable=False),
-    # Number of the feed's newest entry that it makes final.
+    # Number of the feed's newest entry that this checkpoint makes final.
     Column("feed_number", Integer, nullable=False),
 )
 
@@ -345,7 +346,7 @@ submissions = Table(
     # The order of acceptance.
     Column("position", Integer, primary_key=True, autoincrement=True),
     Column("id", String, nullable=False, unique=True),
-    # Null once it cannot be played again: it was cancelled, or is over.
+    # Null once the submission cannot be played again: it was cancelled, or is over.
     Column("request", AsJson(RolloutRequest), nullable=True),
     Column("digest", String, nullable=False),
     Column("num_samples", Integer, nullable=False),
@@ -363,7 +364,7 @@ submissions = Table(
     Column("request_key", String, nullable=True, index=True),
     Column("request_digest", String, nullable=True),
     Column("is_cancelled", Boolean, nullable=False, default=False),
-    # Its end; null while it is not over.
+    # The final state of the submission; null while it is not over.
     Column("ended", AsJson(SubmissionView), nullable=True),
     sqlite_autoincrement=True,
 )
@@ -402,7 +403,7 @@ feed = Table(
     Column("reason", AsWord(EvictionReason), nullable=True),
     Column("session_status", AsWord(SessionStatus), nullable=True),
     Column("void_after", Integer, nullable=True),
-    # The tenant to whom it is shown; empty: only admins.
+    # The tenant to which the entry is shown; empty: it is shown only to admins.
     Column("tenant", String, nullable=False, default=""),
     # 1, 2, 3, … in the tenant's own feed; null without a tenant.
     Column("own_number", Integer, nullable=True),
@@ -410,7 +411,8 @@ feed = Table(
     sqlite_autoincrement=True,
 )
 
-# The newest own number of each tenant; kept when entries are pruned, so that numbers are unique.
+# The newest number in each tenant's own feed; kept when entries are removed, so that no number is
+# used twice.
 feed_numbers = Table(
     "feed_numbers",
     metadata,
@@ -449,7 +451,7 @@ session_turns = Table(
     metadata,
     Column("session_id", String, ForeignKey("sessions.id"), primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
-    # That wrote it.
+    # The term that wrote the row.
     Column("term", Integer, ForeignKey("leases.term"), nullable=False),
     Column("is_unseen", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
@@ -502,13 +504,13 @@ uploads = Table(
     Column("group_id", String, ForeignKey("upload_groups.id"), nullable=False),
     # Number of the rollout in its group.
     Column("member", Integer, nullable=False),
-    # That wrote it.
+    # The term that wrote the row.
     Column("term", Integer, ForeignKey("leases.term"), nullable=False),
     Column("digest", String, nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("metadata", AsJson(dict[str, Any]), nullable=False),
-    # Null once it cannot be delivered again. It is the last column: see `session_turns`.
+    # Null once it cannot be delivered again. The last column, as are the blobs of `session_turns`.
     Column("content", LargeBinary, nullable=True),
     UniqueConstraint("group_id", "member"),
 )

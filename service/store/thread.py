@@ -1,8 +1,8 @@
-"""The thread in which a process calls its run's store, so that no event loop waits for a disk.
+"""The thread in which a process calls its run's store, so that its event loop waits for no disk.
 
-Invariants: calls run one after the other, in the order in which they were made; a call that has
-begun is finished, with everything that follows from it, even if its caller is cancelled meanwhile.
-So no write is lost or repeated, and the counts agree with the stored rows.
+Invariants: calls run one after the other, in the order in which they were made; work that was begun
+by `finish` is completed even if its caller is cancelled meanwhile. So the state in memory agrees
+with the stored rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoreThread:
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work that calls the store; it is finished even if the caller is cancelled."""
+        """Await work that calls the store; it is completed even if the caller is cancelled."""
         task = self._begun.begin(work)
         try:
             return await asyncio.shield(task)

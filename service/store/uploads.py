@@ -32,7 +32,7 @@ from service.store.run_store import RunStore
 
 
 class UploadsFull(Exception):
-    """Too much data waits for the window; nothing of the request is stored."""
+    """Too many bytes of trajectories wait for the window; nothing of the request is stored."""
 
 
 class GroupDiffers(Exception):
@@ -41,12 +41,13 @@ class GroupDiffers(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredUpload:
-    """An uploaded trajectory, to deliver."""
+    """The content of an uploaded trajectory that is to be delivered."""
 
     content: bytes
     """The trajectory's content, in the form of `Upload.content`."""
     kept_version: int | None
-    """Newest version that a recovery after the upload kept; None if there was no recovery."""
+    """Newest policy version that a recovery after the upload kept; later ones are undone. None:
+    there was no recovery."""
 
 
 class UploadStore:
@@ -66,7 +67,7 @@ class UploadStore:
         """Store the acceptable uploads; they are durable when this returns.
 
         Args: policies: at most one for each group.
-        Returns: the result of each upload, and the groups.
+        Returns: the result of each upload, and the state of each group.
         Raises: UploadsFull; GroupDiffers; LeaseLost; StoreError.
         """
 
@@ -83,7 +84,7 @@ class UploadStore:
         return self._store.write(term, add)
 
     def load(self, group: str, member: int) -> StoredUpload | None:
-        """Load an upload; None if there is none, or its content is deleted. Raises: StoreError."""
+        """Return an upload; None if unknown, or if its content was deleted. Raises: StoreError."""
         uploads = tables.uploads.c
         query = select(uploads.content, uploads.term).where(
             uploads.group_id == group, uploads.member == member, uploads.content.is_not(None)
@@ -99,7 +100,7 @@ class UploadStore:
         return self._store.read(load)
 
     def view(self, name: str) -> UploadView | None:
-        """Return the view of an upload; None if it is not known. Raises: StoreError."""
+        """Return an upload's state as a client sees it; None if unknown. Raises: StoreError."""
         uploads, groups = tables.uploads, tables.upload_groups
         query = (
             select(uploads, groups.c.is_closed)
@@ -122,7 +123,7 @@ class UploadStore:
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
         """Delete a group that is not closed; a closed one stays unchanged.
 
-        Returns: the group before; None if it is not known.
+        Returns: the group's state before; None if it is not known.
         Raises: LeaseLost; StoreError.
         """
 
@@ -153,18 +154,18 @@ def forget_groups(connection: Connection, groups: Sequence[str] | Select[str]) -
 
 @dataclass(slots=True, kw_only=True)
 class _Intake:
-    """The result of an upload request, given the stored state of its groups and ids."""
+    """Checks the uploads of a request against the stored state, and collects the result."""
 
     limits: UploadLimits
     digests: dict[str, str]
     """Digests of stored and newly accepted uploads, by id."""
     known: Mapping[str, UploadGroup]
-    """The stored groups."""
+    """The groups as they were stored before this request, by id."""
     groups: dict[str, UploadGroup]
     named: tuple[str, ...]
-    """Groups that the request names, in order."""
+    """Ids of the groups that the request names, in order."""
     taken_ids: frozenset[str]
-    """Ids of groups that are ids of other submissions."""
+    """Ids among `named` that belong to submissions of other kinds."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     duplicates: list[str] = field(default_factory=list)
@@ -271,7 +272,7 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """Return why an upload is refused; None if it is acceptable, or the same as before."""
+        """Return the code and text of an upload's refusal; None if it is acceptable or a repeat."""
         limits, known = self.limits, self.digests.get(upload.id)
         if known is not None:
             if known == upload.digest:
