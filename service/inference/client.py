@@ -8,8 +8,8 @@
 A Serve call costs about a millisecond on either side, more than a turn of a small model. So
 requests to the same replica within a few milliseconds share a call, and the replica streams the
 answers back as they finish. First turns have no replica yet, and turns of a lost replica need
-another one: they are split into small calls, which Serve distributes by load. A client belongs to
-one event loop; it is pickled as its application's name.
+another one: such turns are sent in small calls, which Serve distributes by load. A client belongs
+to one event loop; it is pickled as its application's name.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from actors.environment.policy import (
     PolicyUnavailable,
 )
 
-# Time after the request's deadline in which the replica can report that the deadline has passed.
+# Seconds after a request's deadline for which the client waits for the replica's report of it.
 DEADLINE_MARGIN_S = 1.0
 MAX_REQUESTS_PER_CALL = 256
 MAX_FIRST_TURNS_PER_CALL = 16
 MAX_LOST = 64
-# Turns that ended in the same engine step return in several answers, so that their next requests
-# may arrive at different times. Requests are gathered for this share of a turn's time, within
-# bounds, to make fewer calls.
+# To make fewer calls, requests are gathered for this share of a turn's time, within bounds.
+# The next requests of turns that ended in the same engine step may arrive at different times.
 LINGER_SHARE = 0.02
 SHORTEST_LINGER_S, LONGEST_LINGER_S = 0.001, 0.005
 
@@ -56,9 +55,10 @@ _Answered = TypeVar("_Answered")
 
 
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:
-    """Return the handle of an application's engines, which are not its ingress with HAProxy.
+    """Return the handle of the deployment of an application's engines.
 
-    Raises: RayServeException if there is none.
+    It is not always the application's ingress (`HaproxyIngress`). Raises: RayServeException if
+    there is no such deployment.
     """
     try:
         return serve.get_deployment_handle(DEPLOYMENT_NAME, app_name)
@@ -67,7 +67,7 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Return an error as one of our three classes, because vLLM's may not survive pickling."""
+    """Convert an error to one of our three classes, because vLLM's own may not be picklable."""
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
             return kind(str(error))
@@ -80,9 +80,9 @@ class _Call:
 
     request: GenerateRequest
     answer: asyncio.Future[Answer]
-    """Cancelled if no caller waits for it any longer."""
+    """The answer, to be set; cancelled if its caller no longer waits."""
     deadline_at: float
-    """The deadline in the event loop's time, counted from the caller's call."""
+    """The deadline in the event loop's time."""
 
 
 class LostReplicas:
@@ -92,11 +92,11 @@ class LostReplicas:
         self._names: dict[str, None] = {}
 
     def address(self, replica: str) -> str:
-        """Return the replica to send a request to: `replica`, or "" for any if it is lost."""
+        """Return the replica to send a request to: `replica`, or "" (any) if that one is lost."""
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record an answer to a request for the replica `asked`, which is "" for any replica."""
+        """Record the answer to a request for the replica `asked`; "": the request was for any."""
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)
         is_elsewhere = isinstance(answer, GenerateReply) and answer.replica != asked
@@ -107,7 +107,7 @@ class LostReplicas:
 
 
 class ServePolicyClient:
-    """A `PolicyClient` of `actors.environment.policy` over a deployment's handle."""
+    """The `PolicyClient` (`actors.environment.policy`) that calls the engines through Serve."""
 
     def __init__(self, app_name: str) -> None:
         self.app_name = app_name
@@ -228,7 +228,7 @@ def _resolve(call: _Call, answer: Answer) -> None:
 
 
 def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None:
-    """Cancel the exchange if no caller waits for its answers; the engine then aborts them."""
+    """Cancel a batch's exchange once no caller waits for it; the engine then aborts its turns."""
     num_open = len(batch)
 
     def count(future: asyncio.Future[Answer]) -> None:
@@ -246,9 +246,9 @@ async def until_available(
 ) -> _Answered:
     """Repeat an attempt until an engine answers, for at most deadline_s.
 
-    A repetition is safe: no token that a dead engine sampled was returned, and the request has the
-    same token ids. The pauses between attempts avoid a busy loop while there is no engine.
-    Args: margin_s: further time in which an attempt may report that the deadline has passed.
+    This is safe: no token that a dead engine sampled was returned, and each attempt sends the same
+    token ids. The pauses between attempts avoid a busy loop while there is no engine.
+    Args: margin_s: seconds after the deadline in which an attempt may report that it has passed.
     Raises: PolicyUnavailable if there was no engine until the deadline, or if an engine was lost
         and the remaining time was too short; PolicyDeadlineExceeded if there was an engine all the
         time; any other error of an attempt, at once.

@@ -80,16 +80,18 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 RPC_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-# A live board answers within milliseconds; a frozen one, or one whose node returns, answers later.
+# Most seconds to wait for the board: a live one answers within milliseconds, but it may be frozen,
+# or its node may be unreachable, for a while.
 BOARD_LIMIT_S = 60.0
 BEAT_S = 2.0
 STATUS_POLL_S = 0.2
-# A request for Serve's status costs two processes time, on cores that the engine needs to start.
+# Not more often: each request for Serve's status uses two processes on cores that a starting engine
+# needs.
 SERVE_STATUS_EVERY_S = 2.0
 MAX_FAILURE_CHARACTERS = 600
 # A traceback's last line, "package.module.Name: what happened", which may have more lines.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
-# Time for an ending replica to send its last answers and its message to the board.
+# Seconds in which an ending replica can send its last answers and its message to the board.
 EXIT_DELAY_S = 0.2
 # vLLM accepts seeds below this.
 _SEEDS = 1 << 31
@@ -101,7 +103,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDescription:
-    """One replica, as an operator or a test sees it."""
+    """The state of a replica, for tests and the search for leftover engines."""
 
     name: str
     """Serve's unique id of the replica."""
@@ -111,11 +113,11 @@ class ReplicaDescription:
     term: int | None
     version: int | None
     settings: EngineSettings
-    """The settings with which it was started."""
+    """The settings with which the replica was started."""
 
 
 def session_directory() -> Path:
-    """Return the directory of this process's Ray session, on this machine."""
+    """Return the path, on this machine, of the directory of the current Ray session."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir()) / context.get_session_name()
 
@@ -123,10 +125,10 @@ def session_directory() -> Path:
 def make_engine_directory(parent: Path, name: str) -> Path:
     """Create a directory in `parent` for one engine's sockets and temporary files.
 
-    By default vLLM leaves such files in the system's temporary directory, more with each kill. In
-    the session's directory they are separate from those of other runs and removed with the session.
-    If the path would be too long for a socket, the directory is in the system's temporary
-    directory.
+    By default vLLM creates such files in the system's temporary directory, and a killed engine
+    leaves them there. In the directory of the Ray session they are separate from those of other
+    runs, and removed with the session. If the path is too long for a socket, the directory is
+    created in the system's temporary directory nevertheless.
     """
     directory = parent / f"engine-{name}"
     if len(str(directory).encode()) > MAX_DIRECTORY_BYTES:
@@ -142,8 +144,8 @@ class ReplicaAffinityRouter(RequestRouter):
     trajectories of a lost replica are distributed by load; each then stays with the replica that
     answered it (`GenerateRequest.replica`).
 
-    This is Serve's public extension point, imported by name wherever a handle is used; requests are
-    matched one by one, not first in first out.
+    Serve imports a router by its name in each process that uses a handle. It matches a chosen
+    replica to the request that asked for it, not to the oldest waiting request.
     """
 
     async def choose_replicas(
@@ -151,7 +153,8 @@ class ReplicaAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return ranks of candidates; within a rank Serve chooses the shortest queue."""
+        """Return groups of candidates in order of preference; in a group Serve takes the shortest
+        queue."""
         if not candidate_replicas:
             return []
         wanted = "" if pending_request is None else pending_request.metadata.session_id
@@ -160,15 +163,15 @@ class ReplicaAffinityRouter(RequestRouter):
 
 
 class InferenceReplica:
-    """One engine, as a Serve replica."""
+    """A Serve replica with one engine."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: EngineSettings, board: ActorHandle, run_id: str, orphan_timeout_s: float
     ) -> None:
         """Join the board, start the engine and wait for the current version.
 
-        Args: run_id: the run of its boards, whose endpoint gets vLLM's metrics.
-        orphan_timeout_s: time to wait for a board before the application is deleted.
+        Args: run_id: names the run's board and the endpoint that gets vLLM's metrics.
+        orphan_timeout_s: seconds to wait for a board before the application is deleted.
         """
         self._settings = settings
         self._board = board
@@ -185,7 +188,7 @@ class InferenceReplica:
             with quick_imports():
                 from service.inference.engine import PolicyEngine
 
-            # With the same seed, replicas would sample the same tokens for members of a group.
+            # With the same seed, replicas would sample equal tokens for the members of a group.
             imported = time.time()
             seed = (settings.seed + zlib.crc32(self._name.encode())) % _SEEDS
             directory = make_engine_directory(session_directory(), self._name)
@@ -201,7 +204,7 @@ class InferenceReplica:
         self._pulling.add_done_callback(self._end_without_weights)
 
     async def _meet_board(self) -> None:
-        """Join the board, or the next one if it has died. Raises: PolicyUnavailable."""
+        """Join the board, or the next term's if this one has died. Raises: PolicyUnavailable."""
         try:
             await retry(self._join, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
         except ACTOR_DEATHS:
@@ -241,7 +244,7 @@ class InferenceReplica:
     async def generate_batch(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[AnswerChunk]:
-        """Sample the turns of a batch; yield answers as they finish, several at a time if ready."""
+        """Sample the turns of a batch; yield the answers in chunks, as they finish."""
         finished: asyncio.Queue[tuple[int, Answer]] = asyncio.Queue()
 
         async def run(position: int, request: GenerateRequest) -> None:
@@ -265,7 +268,7 @@ class InferenceReplica:
     async def _generate(self, request: GenerateRequest) -> GenerateReply:
         silent_s = time.monotonic() - self._heard_at
         if silent_s > POLL_S + POLL_GRACE_S and not self._is_loading:
-            # The board may consider this replica lost, and may have published without it.
+            # The board may consider this replica lost, and may have published a version without it.
             raise PolicyUnavailable(
                 f"inference: no answer from the weight board for {silent_s:.0f} s"
             )
@@ -293,8 +296,8 @@ class InferenceReplica:
 
     async def check_health(self) -> None:
         """Raise PolicyUnavailable if the replica is unhealthy; Serve then replaces it."""
-        # Serve repeats the check three times, and then waits for a graceful end, which a dead
-        # engine cannot have.
+        # Not left to Serve, which repeats a failed check three times and then waits for a graceful
+        # end, which a dead engine cannot reach.
         await self._end_if_dead()
         await self._engine.check_health()
         if self._pulling.done():
@@ -310,7 +313,7 @@ class InferenceReplica:
             )
 
     async def _end_if_dead(self) -> None:
-        """End this process if its engine is dead, because Serve would still send it requests."""
+        """End this process if its engine is dead; otherwise Serve would still send it requests."""
         try:
             await self._engine.check_health()
         except PolicyUnavailable as error:
@@ -333,7 +336,7 @@ class InferenceReplica:
         os._exit(1)
 
     def __del__(self) -> None:
-        """Shut the engine down; Serve calls this after draining, in a graceful shutdown."""
+        """Shut the engine down; Serve calls this in a graceful shutdown, after the last request."""
         if (pulling := getattr(self, "_pulling", None)) is not None:
             pulling.cancel()
             self._pushing.cancel()
@@ -349,7 +352,7 @@ class InferenceReplica:
     async def _pull_forever(self) -> None:
         while True:
             await self._pull_from_any_board()
-            # Check it even if there are no requests.
+            # Check the engine even if there are no requests.
             await self._engine.check_health()
 
     async def _pull_from_any_board(self) -> None:
@@ -360,7 +363,7 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _pull(self) -> None:
-        """Poll the board once, and load its publication or follow its order, if it has one."""
+        """Ask the board once for a publication or an order to hold turns, and carry it out."""
         try:
             publication = await self._poll()
         except (TimeoutError, ActorUnavailableError):
@@ -393,7 +396,7 @@ class InferenceReplica:
         return publication
 
     async def _load_with_beats(self, publication: Publication) -> None:
-        """Load a publication while reporting progress to the board.
+        """Load a publication, and report the progress to the board meanwhile.
 
         Raises: PolicyUnavailable if there is no progress for publish_deadline_s.
         """
@@ -441,8 +444,8 @@ class InferenceReplica:
             seat = await within(POLL_S + RPC_TIMEOUT_S, waiting)
         except (TimeoutError, ActorUnavailableError):
             return False
-        # Waiting for the trainer is neither progress nor this engine's fault; the loop limits the
-        # wait (`BoardStatus.quiet_s`).
+        # No progress is recorded while this waits for the trainer; the run limits that wait
+        # (`BoardStatus.quiet_s`).
         if seat is None:
             return False
         self._progress_at = time.monotonic()
@@ -479,10 +482,10 @@ class InferenceReplica:
         await retry(report, on=(TimeoutError, ActorUnavailableError), limit_s=BOARD_LIMIT_S)
 
     async def _checked(self, publication: Publication) -> EngineScores | None:
-        """Return the engine's scores of the publication's text; None if they do not come in time.
+        """Return the engine's scores of the publication's text.
 
-        None also if the publication is not checked (`NO_TEXT`). The wait counts as progress,
-        because a text that fills the context may take longer than a load's limit.
+        None: they did not arrive in time, or the publication is not checked (`NO_TEXT`). The wait
+        counts as progress, because a text that fills the context may take longer than a load may.
         """
         if publication.check is not None and not publication.check.token_ids.size:
             return None
@@ -498,8 +501,8 @@ class InferenceReplica:
 class _StartReports:
     """Reports the progress of an engine's start to the board.
 
-    A thread sends the reports, because the start blocks the event loop. A start that hangs reports
-    no more work, and a frozen process sends no reports.
+    A thread sends the reports, because the start blocks the event loop. If a start hangs, its
+    reports show no more work; a frozen process sends none.
     """
 
     def __init__(self, board: ActorHandle, name: str) -> None:
@@ -519,7 +522,10 @@ class _StartReports:
 
 
 def _work_so_far() -> float:
-    """Return processor seconds plus mebibytes read, of this process and its descendants."""
+    """Return the processor seconds plus the mebibytes read of this process and its descendants.
+
+    The sum has no unit; it grows as long as a start makes progress.
+    """
     this = psutil.Process()
     work = 0.0
     for process in (this, *this.children(recursive=True)):
@@ -546,7 +552,7 @@ def deploy_inference(
     orphan_timeout_s: float = 60.0,
     resources: Mapping[str, float] | None = None,
 ) -> None:
-    """Start the deployment under an application name, or change its number of replicas.
+    """Start the engines' deployment as the application `name`, or change its number of replicas.
 
     Args: run_id, orphan_timeout_s: as for `InferenceReplica`. resources: resources that a replica
     requests besides CPUs and GPUs.
@@ -571,7 +577,7 @@ def deploy_inference(
         graceful_shutdown_timeout_s=settings.graceful_shutdown_s,
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )(InferenceReplica)
-    # Without an explicit version Serve treats each deployment as new code and replaces replicas.
+    # Without an explicit version Serve would take each call for new code and replace all replicas.
     deployment = deployment.options(version=_digest(settings), _internal=True)
     bound = deployment.bind(settings, board, run_id, orphan_timeout_s)
     if uses_haproxy():
@@ -587,8 +593,8 @@ def deploy_inference(
 class HaproxyIngress:
     """A deployment in front of the engines that receives no requests.
 
-    The engines have a request router. With HAProxy, Serve then requires a deployment in front of
-    them, even if HTTP requests cannot reach the application.
+    With HAProxy, Serve requires such a deployment for an application whose deployment has a request
+    router, as the engines have, even if no HTTP request can reach the application.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:
@@ -598,7 +604,7 @@ class HaproxyIngress:
 async def wait_ready(
     name: str, read_status: Callable[[], Awaitable[BoardStatus]], *, quiet_limit_s: float
 ) -> None:
-    """Wait until one replica holds the current version; others may follow later.
+    """Wait until one replica has loaded the current version; others may follow later.
 
     Args: read_status: returns the board's status. quiet_limit_s: longest time without progress
         (`BoardStatus.quiet_s`).
@@ -650,7 +656,7 @@ def _digest(settings: EngineSettings) -> str:
 
 
 def is_same_engine(one: EngineSettings, other: EngineSettings) -> bool:
-    """Whether settings differ at most in the number of engines."""
+    """Return whether two settings differ at most in the number of engines."""
     return _of_one(one) == _of_one(other)
 
 
@@ -667,7 +673,7 @@ def application_name(run_id: str, *, term: int) -> str:
 
 
 def board_name(run_id: str) -> str:
-    """Return the actor name of a run's weight board; there is one at a time."""
+    """Return the actor name of a run's weight board; a run has one board at a time."""
     return f"{run_id}-board"
 
 

@@ -55,16 +55,16 @@ from service.inference.plugin import OWNER_PID_VARIABLE, check_installed, regist
 from service.inference.settings import ADAPTER_RANKS, EngineSettings
 from service.inference.weight_transfer import StagedBuffer, update_payload
 
-# Enough time for a text that fills the context of a model on CPU.
+# Most seconds of a check: enough for a text that fills the context of a model on CPU.
 CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
-# Parsing this number of tokens takes less than a millisecond; vLLM's slower parsers take a few.
+# Longer replies are parsed in a thread: at this length vLLM's slower parsers take milliseconds.
 MAX_TOKENS_PARSED_INLINE = 512
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
 class BroadcastFailed(Exception):
-    """A broadcast ended before this engine had received all groups; the engine is unchanged."""
+    """A broadcast ended before this engine had received all weight groups, and changed nothing."""
 
 
 class PolicyEngine:
@@ -102,7 +102,7 @@ class PolicyEngine:
         register()
         os.environ.update(self.settings.environment)
         os.environ[OWNER_PID_VARIABLE] = str(os.getpid())
-        # Without these vLLM's processes leave their files in the machine's temporary directory.
+        # By default vLLM's processes create files in the machine's temporary directory.
         os.environ.update(dict.fromkeys(DIRECTORY_VARIABLES, str(self._directory)))
         if self.settings.inference.names_parser:
             await self._loaded_parser()
@@ -111,7 +111,7 @@ class PolicyEngine:
             _engine_args(self.settings, records_experts=bool(self._routed_layers))
         )
         self._vocabulary_size = self._llm.model_config.get_vocab_size()
-        # The imported libraries' million objects live until the end; garbage collections skip them.
+        # Exclude the million objects of imported libraries from garbage collections.
         gc.collect()
         gc.freeze()
         return _stages(began, time.time(), await self._llm.collective_rpc("start_marks"))
@@ -166,7 +166,7 @@ class PolicyEngine:
         return reply if parser is None else await _with_parts(reply, request, parser)
 
     async def _loaded_parser(self) -> ReplyParser:
-        """Return the parser; the first request that needs it loads it, because most runs do not.
+        """Return the parser. It is loaded at the first request that needs it; most runs need none.
 
         Raises: ValueError.
         """
@@ -176,9 +176,9 @@ class PolicyEngine:
         return await asyncio.shield(self._parser)
 
     async def check_logprobs(self, text: CheckText | None = None) -> EngineScores | None:
-        """Score a text and sample its continuations.
+        """Compute the log-probabilities of a text, and sample continuations of it.
 
-        Args: text: None for `weights.board.check_tokens`.
+        Args: text: None: the tokens of `weights.board.check_tokens`.
         Returns: the scores; None if there was no answer in time.
         Raises: PolicyUnavailable.
         """
@@ -219,7 +219,7 @@ class PolicyEngine:
     ) -> RequestOutput:
         output: RequestOutput | None = None
         request_id = str(next(self._request_ids))
-        # The form that vLLM's renderer makes; it would convert a plain prompt in a thread.
+        # The form that vLLM's renderer makes of a prompt; vLLM would do it in a thread.
         rendered = tokens_input(prompt, cache_salt=salt)
         stream = self._engine.generate(
             rendered, params, request_id, lora_request=self._adapter_of_requests
@@ -229,7 +229,7 @@ class PolicyEngine:
                 output = part
         except (EngineDeadError, EngineGenerateError) as error:
             raise PolicyUnavailable("inference: the engine died while sampling") from error
-        # Our own deadline raises instead; an aborted output means that the engine shuts down.
+        # Our own deadline raises an error; an aborted output means that the engine shuts down.
         if output is None or output.outputs[0].finish_reason == FinishReason.ABORT:
             raise PolicyUnavailable("inference: the engine aborted the request; it shuts down")
         return output
@@ -338,7 +338,7 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others, or resume.
+        """Freeze the turns in flight, with their cache, and begin no others; or resume (False).
 
         The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """
@@ -355,7 +355,7 @@ class PolicyEngine:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
-        """Keep the scheduler running within the block; held turns in flight continue meanwhile."""
+        """Keep the scheduler running in the block, in which held turns continue too."""
         async with self._update_lock:
             if not self.is_held:
                 yield
@@ -364,7 +364,7 @@ class PolicyEngine:
             try:
                 yield
             finally:
-                # If the engine is dead, the block's own error is the one to report.
+                # If the engine is dead, the block has raised the error to report.
                 with suppress(EngineDeadError):
                     await self._engine.pause_generation(mode="keep", clear_cache=False)
 
@@ -376,7 +376,7 @@ class PolicyEngine:
             # vLLM's client raises a plain Exception with the worker's text for any error in a
             # worker, and each such error leaves the engine partly loaded.
             self._broken = f"{what} failed: {type(error).__name__}: {error}"
-            # Requests that wait for admission fail now, others after the engine has ended.
+            # Wake the requests that wait for admission: they fail now, others once it has ended.
             self._admission.set()
             with suppress(EngineDeadError):
                 await asyncio.to_thread(self.shutdown)
@@ -495,7 +495,7 @@ def _sampling_params(settings: EngineSettings, request: GenerateRequest) -> Samp
         detokenize=bool(request.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # It belongs only to this request, so that vLLM need not copy it.
+        # vLLM need not copy the parameters, because they belong only to this request.
         skip_clone=True,
     )
 
@@ -515,7 +515,7 @@ async def _follow(
         if (total := sum(number for number, _ in states)) > num_received:
             num_received, heard_at = total, time.monotonic()
             on_progress()
-        # The workers abort by themselves; this is for a worker that cannot.
+        # Workers abort a stalled broadcast themselves; this is for a worker that is frozen.
         if time.monotonic() - heard_at > 3 * STALL_S:
             raise BroadcastFailed(f"only {slowest} of {num_groups} groups received")
         await asyncio.sleep(FOLLOW_EVERY_S)

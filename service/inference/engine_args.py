@@ -1,8 +1,8 @@
 """The arguments of vLLM's AsyncEngineArgs that `inference.engine_args` may set. Pure.
 
-A table names each argument of the pinned vLLM once, as allowed with the type of its value or as
-refused with a reason. A test compares the names with vLLM's source, so that an upgrade of vLLM
-needs a decision for each new argument. Called by `service.config`.
+Each argument of the pinned vLLM is in one table: allowed, with the type of its value, or refused,
+with a reason. A test compares the names with vLLM's source, so that an upgrade of vLLM needs a
+decision for each new argument. Called by `service.config`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Arguments that change speed, memory or rounding, and the type of their values.
+# The allowed arguments, which change speed, memory or rounding, with the types of their values.
 ALLOWED: Mapping[str, type] = {
     # Quantised weights and cache: the log-probability check measures their difference.
     "quantization": str,
@@ -230,7 +230,7 @@ _REASONS: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     name: reason for names, reason in _REASONS.items() for name in names.split()
 }
-"""The reason, by the argument's name."""
+"""The reason for refusing an argument, by its name."""
 _TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -259,7 +259,7 @@ def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_quantising(given: Mapping[str, Any]) -> bool:
-    """Return whether weights or cache have fewer bits than `model.dtype`."""
+    """Return whether arguments give weights or cache fewer bits than `model.dtype` has."""
     return any(given.get(name) not in (None, "auto") for name in QUANTISING)
 
 

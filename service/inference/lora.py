@@ -1,7 +1,8 @@
 """One LoRA adapter in vLLM: replace it in a running engine, and apply it on CPU.
 
-vLLM loads adapters from files, by requests. Here the weight transfer brings the tensors, and every
-request names the same adapter (`policy_adapter`), which is therefore never read from a file.
+vLLM itself reads an adapter from the files that a request names. Here the weight transfer brings
+the tensors, and every request names the same installed adapter (`policy_adapter`), for which vLLM
+reads no file.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ _ADAPTER_ID = 1
 
 
 def policy_adapter() -> LoRARequest:
-    """Return the adapter of every request. If none is installed, vLLM fails to read this path."""
+    """Return the adapter that every request names.
+
+    If it is not installed, vLLM tries to read its path, and fails.
+    """
     return LoRARequest("policy", _ADAPTER_ID, "/no-adapter-is-installed")
 
 
 def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) -> None:
-    """Make tensors the adapter of an engine's worker, between two steps of the scheduler.
+    """Install tensors as the adapter of an engine's worker, between two steps of the scheduler.
 
     Args: tensors: A and alpha / rank * B of every adapted layer, by PEFT's names.
     Raises: ValueError if a layer has no place for its adapter in vLLM's model.
@@ -39,7 +43,7 @@ def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) ->
     adapter = LoRAModel.from_lora_tensors(
         _ADAPTER_ID,
         dict(tensors),
-        # B is scaled by the trainer, so that the factor here is 1.
+        # The trainer has scaled B, so that alpha / rank is 1 here.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
@@ -61,8 +65,8 @@ def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) ->
 class OneAdapter(PunicaWrapperCPU):
     """vLLM's arithmetic of LoRA on CPU, for an engine with one adapter.
 
-    vLLM's own copies the adapter's matrices for every token, which takes gigabytes for a prompt.
-    Rows without the adapter, as in vLLM's warm-up, keep their output.
+    vLLM's own class copies the adapter's matrices for every token, which takes gigabytes for a
+    prompt. Rows without the adapter, as in vLLM's warm-up, keep their output.
     """
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:

@@ -19,7 +19,7 @@ from service.inference.settings import InferenceSettings
 _REGISTRY = Path("model_executor", "models", "registry.py")
 _CPU_ATTENTION = Path("v1", "attention", "backends", "cpu_attn.py")
 _OF_TEXT = frozenset({"_TEXT_GENERATION_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"})
-# Listed by name because no property of a configuration shows it: vLLM asserts it when it samples.
+# Listed by name because no property of a configuration shows it: vLLM fails only when it samples.
 _NOT_ON_CPU = {
     "LagunaForCausalLM": "its router takes the sigmoid of its scores without groups of experts",
 }
@@ -39,7 +39,7 @@ _NO_LONGER = frozenset({"_PREVIOUSLY_SUPPORTED_MODELS"})
 
 
 def registered_architectures(tables: frozenset[str] = _OF_TEXT) -> frozenset[str]:
-    """Return the text architectures in vLLM's registry; empty if it cannot be read.
+    """Return the names of the text architectures in vLLM's registry; empty if it cannot be read.
 
     Args: tables: names of the registry's tables.
     """
@@ -133,9 +133,9 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Whether vLLM would run transformers' model because it has no implementation of its own.
+    """Return whether vLLM runs transformers' implementation because it has none of its own.
 
-    A mixture is excluded, because vLLM would combine its own experts with an unknown router.
+    False for a mixture of experts: vLLM would combine its own experts with an unknown router.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
 Invariant: `ReplyParser.parse` never raises, whatever was sampled; unreadable text stays content.
-vLLM's parsers do not report failures, so a turn is malformed if its text has the start of a call
-and the parser found no call; the turn loop checks the found calls
+vLLM's parsers do not report failures, so a turn counts as malformed if its text has the start of a
+call and the parser found no call; the turn loop checks the found calls
 (`actors.environment.tool_calls.check_calls`).
 
 Imported by the engine's replica, which has already imported all of vLLM; in other processes the
@@ -33,7 +33,8 @@ from actors.user_code import FaultLog
 from service.inference.settings import AUTO, NONE, EngineSettings
 
 _CACHED_TOOL_SETS = 64
-# Enough for the marker with which a template opens a thought, and the line break after it.
+# Tokens at a prompt's end that may hold the mark with which a template opens a thought, and the
+# line break after it.
 _PROMPT_END_TOKENS = 8
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,10 @@ def find_parser(
 
 
 def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | None:
-    """Return the name of the parser to use; None for no parser. Raises: ValueError."""
+    """Return the parser to use: the `wanted` one, or `found` if that is auto; None: no parser.
+
+    Raises: ValueError if the wanted parser cannot be used.
+    """
     name = found if wanted == AUTO else wanted
     if name == NONE:
         return None
@@ -154,7 +158,7 @@ class ReplyParser:
         self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
         form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
         self._is_usual_form = form is USUAL
-        # None for parsers that are not in the table, with which malformed calls are not detected.
+        # None if the parser is not in the table; malformed calls are then not detected.
         self._start = None if form is None else form.start
         self._thought_marks = self._marks_of_thought()
         self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
@@ -201,7 +205,7 @@ class ReplyParser:
         parsed = self._run(text, sampled, (), reads_calls=False, reads_thought=thinks)
         if not tools or self.tool_parser is None:
             return parsed
-        # A reply that is only a thought, perhaps an unfinished one, has no content.
+        # A reply that is only a thought, finished or not, has no content.
         faults = self._faults(parsed.content or text, tools)
         return ParsedReply(content=parsed.content, reasoning=parsed.reasoning, calls=faults)
 

@@ -1,8 +1,8 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
 It registers the weight-transfer backends and the arithmetic of adapters by name, and ends the
-engine's processes when the replica ends: an engine core is not a Ray worker, so nothing else ends
-it if its replica is killed.
+engine's processes when the replica ends. They are not Ray workers, so if the replica is killed,
+nothing else ends them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ONE_ADAPTER = "service.inference.lora.OneAdapter"
 OWNER_PID_VARIABLE = "RAYLOOM_ENGINE_OWNER_PID"
 
 registered_at = 0.0
-"""Time at which this process called `register`, after importing vLLM, in seconds since 1970; 0
-before the call."""
+"""Time when this process called `register`, which is after its import of vLLM, in seconds since
+1970; 0 before the call."""
 
 
 def register() -> None:

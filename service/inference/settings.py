@@ -18,7 +18,7 @@ from service.inference.engine_args import is_quantising
 # Special values of the settings that name one of vLLM's parsers.
 AUTO, NONE = "auto", "none"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The sizes that vLLM reserves for adapters; a smaller adapter is padded."""
+"""The ranks for which vLLM can reserve an adapter; a smaller adapter is padded to one of them."""
 CPU_BLOCK_TOKENS = 32
 """The smallest block that vLLM's attention accepts on CPU, besides its multiples."""
 
@@ -109,22 +109,23 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     """Ids of tokens after which sampling ends; the reply includes them."""
     reads_text: bool
-    """Whether the engine loads a tokenizer, which stop strings and structured outputs need."""
+    """Whether the engine loads a tokenizer; stop strings and structured outputs need one."""
     resets_prefix_cache: bool
     """Whether each publication resets the prefix cache, so that no cached block outlives its
     version (synchronous training)."""
     seed: int
     """Seed of the engine's sampler."""
     lora: LoraSettings | None = None
-    """The adapters that publications bring; None if they bring whole weights."""
+    """The settings of the adapter that publications have; None if they have whole weights."""
     max_ongoing_requests: int = 4096
-    """Largest number of streams that Serve sends to one replica; each has many requests."""
+    """Largest number of calls of `generate_batch` that Serve sends to a replica at a time; each has
+    many requests."""
     max_silence_s: float = 300.0
     """Time in seconds without an answer from the weight board after which a replica is
     unhealthy."""
     graceful_shutdown_s: float = 10.0
     health_check_period_s: float = 0.5
-    """Time between two checks, at which Serve notices that a replica has ended and replaces it."""
+    """Seconds between two health checks of Serve, which show it that a replica has ended."""
     health_check_timeout_s: float = 30.0
 
     @property
@@ -133,7 +134,7 @@ class EngineSettings:
         inference = self.inference
         variables = {
             "OMP_NUM_THREADS": str(inference.threads),
-            # Binding would pin the engines of all replicas to the same cores.
+            # vLLM would bind the threads of all replicas' engines to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             # vLLM would close Serve's log handlers. Serve's controller asks for them after its
@@ -156,7 +157,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployed:
-    """The deployed engines of a board, which keeps this record for the next supervisor."""
+    """A record of the deployed engines, which their board keeps for the next supervisor."""
 
     name: str
     """Name of the engines' application."""

@@ -1,9 +1,9 @@
-"""The worker's side of the two weight backends, which load the same packed groups.
+"""The two weight backends in vLLM's worker, which load the same packed weight groups.
 
 The groups hold whole weights, or, in an engine with LoRA, only the tensors of the policy's adapter:
 these are collected, and `install_adapter` gives them to vLLM.
 
-collective: the worker receives them in a broadcast (`actors.weights.collective`).
+collective: the worker receives the groups in a broadcast (`actors.weights.collective`).
 
 object_store: the replica writes each weight group into an anonymous memory file and passes the path
 of its file descriptor (/proc/PID/fd/N). The file has no name in /dev/shm, so no file remains if a
@@ -65,7 +65,7 @@ class StagedBuffer:
 
     @property
     def path(self) -> str:
-        """The path by which other processes of this user on this machine open the file."""
+        """The path by which other processes of the same user on this machine can open the file."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ def map_buffer(path: str, *, num_bytes: int) -> Bytes:
 
 @dataclass
 class ObjectStoreInitInfo(WeightTransferInitInfo):
-    """The empty arguments of the initialisation: every update has all its data."""
+    """The arguments of the initialisation: none, because every update has all its data."""
 
 
 @dataclass
 class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
-    """One weight group."""
+    """The arguments of an update with one weight group."""
 
     path: str
     checksum: str
@@ -114,18 +114,18 @@ class CollectiveInitInfo(WeightTransferInitInfo):
     """Arguments with which the workers of an engine join a broadcast and check its groups."""
 
     seat: dict[str, Any]
-    """The fields of the seat; the rank is that of the engine's first worker."""
+    """The fields of the engine's `Seat`; its rank is that of the engine's first worker."""
     address: str
     """The address at which other members reach this node."""
     progress: str
-    """Prefix of the workers' progress files, to which each worker appends its number."""
+    """Prefix of the names of progress files; each worker's file has its number appended."""
     manifests: list[dict[str, Any]]
     checksums: list[str]
 
 
 @dataclass
 class CollectiveUpdateInfo(WeightTransferUpdateInfo):
-    """The number of a received weight group."""
+    """The arguments of an update with a weight group that was received before: its index."""
 
     index: int
 
@@ -155,7 +155,7 @@ class WorkerExtension:
 
 
 class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
-    """A loader of packed weight groups by a layerwise reload."""
+    """A loader of packed weight groups, by vLLM's layerwise reload."""
 
     supports_draft_weight_update = False
 
@@ -164,7 +164,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         super().__init__(*arguments)
         self.made_at = time.time()
         self._adapter: dict[str, Tensor] | None = None
-        """The tensors of an update of the adapter; None in an engine without LoRA."""
+        """The adapter's tensors received in the current update; None in an engine without LoRA."""
 
     def start_weight_update(self) -> None:
         if hasattr(self.model, "lora_manager"):
@@ -178,7 +178,7 @@ class _LayerwiseReload(WeightTransferEngine[_Init, _Update]):
         if self._adapter is None:
             self.model.load_weights(tensors)
         else:
-            # Copies, because the buffer is unmapped with its last view.
+            # Copy the tensors, because the buffer is unmapped with its last view.
             self._adapter |= {name: tensor.clone() for name, tensor in tensors}
 
     def take_adapter(self) -> dict[str, Tensor]:
@@ -260,7 +260,7 @@ class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, Collec
 
 
 def repack_kept_weights(model: torch.nn.Module) -> None:
-    """Pack weights again that vLLM's CPU kernels need packed and that a reload does not pack.
+    """Pack the weights again that vLLM's CPU kernels need packed and that a reload leaves unpacked.
 
     A head that shares its weight with the embedding gets the new weight by the reload, but the
     kernel would continue to use an old packed copy. A mixture's experts are packed in place only
