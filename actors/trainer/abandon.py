@@ -33,7 +33,7 @@ class Abandonment:
         self._is_asked.set()
 
     def check(self) -> None:
-        """Raise StepAbandoned on every rank if any rank was asked to abandon."""
+        """Raise StepAbandoned on every rank if any rank has received the request."""
         import torch
         import torch.distributed as dist
 

@@ -1,9 +1,9 @@
 """One trainer rank as a Ray actor: holds a `TrainerRank` and makes the calls that need Ray.
 
-Methods run one at a time, in the order of their calls, so that the ranks' collectives line up;
-except the two groups of `CONCURRENCY`, which run concurrently with them. Started, watched and
-killed by `group.TrainerGroup`; never restarted by Ray, because a rank that lost its process group
-is of no use to the others.
+Methods run one at a time, in the order of their calls, so that all ranks enter the same collectives
+in the same order. Only the methods in the two groups of `CONCURRENCY` run concurrently with them.
+Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
+lost its process group cannot join the other ranks again.
 """
 
 from __future__ import annotations
@@ -162,7 +162,10 @@ class TrainerRankActor:
         return ray.put(self._joined.score_rows(shard))
 
     def put_weights(self) -> tuple[WeightGroup, ...]:
-        """Put the packed weights into the object store; rank 0 returns them, other ranks ()."""
+        """Gather and pack the weights, and put them into the object store.
+
+        Returns: on rank 0 the groups with references to their buffers, on other ranks ().
+        """
         return tuple(
             replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )

@@ -1,12 +1,12 @@
-"""The share of each trajectory in an update's gradient: norms, and dot products with the whole.
+"""The share of each trajectory in an update's gradient: norms, and dot products with the sum.
 
 An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own: G =
 sum_i g_i. Two passes each run one backward for each trajectory: the first gives every |g_i| and
 adds up G, the second gives every g_i . G. So only two gradients are kept in addition to the model,
-those of the whole and of the current group, for any number of trajectories. Rejected: keeping every
-g_i (each as large as the model), and random projections of them, which need one pass less but give
-every dot product an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters:
-[N] rows of an update.
+that of all trajectories and that of the current group. Rejected: keeping every g_i (each as large
+as the model), and random projections of them, which need one pass less but give every dot product
+an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of an
+update.
 """
 
 from __future__ import annotations

@@ -65,16 +65,16 @@ class Progress:
     num_updates: int
     """Number of optimiser updates applied to the policy."""
     num_ranks: int
-    """Number of ranks that wrote it; any number may read it."""
+    """Number of ranks that wrote the checkpoint; any number of ranks can read it."""
     model: str
     """Directory or hub name of the base model, which has the configuration and the tokenizer."""
     critic_updates: int | None = None
-    """Number of optimiser updates applied to its critic; None if it has no critic."""
+    """Number of optimiser updates applied to the critic; None if the checkpoint has no critic."""
     chat_template: str | None = None
     """The run's chat template: Jinja text, or the word "none" for raw prompts. None means the base
     model's own template."""
     lora: Adapter | None = None
-    """Its adapters, if the policy's weights are frozen; None if it holds whole weights."""
+    """The adapters, if the base model is frozen; None if the checkpoint has whole weights."""
 
     @property
     def directory_name(self) -> str:
@@ -127,7 +127,11 @@ def check_files(
 
 
 def check_adapter(path: Path, stored: Adapter | None, own: Adapter | None) -> None:
-    """Raise CheckpointError if a checkpoint's adapters do not fit a trainer's, or the base's."""
+    """Raise CheckpointError if a checkpoint's adapters differ from `own` in shape or base model.
+
+    Args: stored: the checkpoint's; None if it has whole weights. own: those of the trainer or the
+    export; None if it trains whole weights.
+    """
     if stored == own:
         return
     if stored is None or own is None:

@@ -125,7 +125,10 @@ def export_checkpoint(
 
 
 def _load_base(checkpoint: Path, base: str, lora: Adapter) -> PreTrainedModel:
-    """Load the base model of a checkpoint's adapters. Raises: CheckpointError if it is another."""
+    """Load the base model of a checkpoint's adapters.
+
+    Raises: CheckpointError if the adapters were trained on another base model.
+    """
     causal_lm = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     found = base_digest(causal_lm, is_collective=False)
     check_adapter(checkpoint, lora, replace(lora, base=found))

@@ -1,7 +1,7 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
-Every call goes to all ranks and has a deadline. If the time depends on the model's size, the
-deadline is one of progress: the group gives up after no rank has moved a byte for that long.
+Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
+it limits the time without progress of any rank (`Deadlines.idle_s`).
 Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
 effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
 checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group
@@ -115,8 +115,8 @@ def reservation_name(run_id: str, term: int) -> str:
 def remove_reservations(run_id: str, *, before_term: int) -> None:
     """Remove the placement groups that older terms of a run have left.
 
-    If its creator was killed, Ray keeps a placement group while the creator's job lives: it would
-    hold CPUs and GPUs that the next term's actors wait for.
+    Ray keeps a placement group while the job of its creator lives, even if the creator was killed.
+    It would hold the CPUs and GPUs that the next term's actors wait for.
     """
     older = {reservation_name(run_id, term) for term in range(1, before_term)}
     for group in placement_group_table().values():
@@ -159,7 +159,9 @@ class TrainerGroup:
         self._placement: PlacementGroup | None = None
 
     async def reserve(self) -> None:
-        """Reserve the ranks' resources before other actors take them; `start` does it too.
+        """Reserve the ranks' resources, so that no other actor takes them before `start`.
+
+        `start` calls this if it was not called before.
 
         Raises: TrainerRankLost if the resources are not available in time.
         """
@@ -209,12 +211,11 @@ class TrainerGroup:
 
     @property
     def serves_engines(self) -> bool:
-        """Whether engines receive a published version directly from the ranks, while it is the
-        current one."""
+        """Whether engines receive the current version directly from the ranks, by a broadcast."""
         return self.settings.weight_backend is WeightBackend.COLLECTIVE
 
     async def check_alive(self) -> tuple[int, ...]:
-        """Check that every rank is alive, concurrently with its other work.
+        """Check that every rank is alive; a rank answers during its other work too.
 
         Returns: the peak memory of each rank in bytes; () before the start.
         Raises: TrainerRankLost if a rank is dead or no longer broadcasts its weights.
@@ -343,7 +344,7 @@ class TrainerGroup:
         return tuple(await self._call_all("fingerprint", timeout_s=timeout_s))
 
     async def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Give the weights another version of the same step (`TrainerRank.renumber`).
+        """Set the version of the ranks' weights (`TrainerRank.renumber`).
 
         Raises: TrainerRankLost.
         """
@@ -509,7 +510,7 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
     """Return the error of the rank to blame: one that died, else one that failed, else a late one.
 
-    limit: the limit that a late rank exceeded, as words after "no".
+    limit: the limit that a late rank exceeded, as the words after "no" in the error's text.
     """
     failed = [
         (rank, error)

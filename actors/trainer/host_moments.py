@@ -22,7 +22,7 @@ class HostMomentsAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its state in pinned memory of the machine."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, which torch copies to the parameters' device, and move it back."""
+        """Load a state; torch copies it to the parameters' device, so move it back to the host."""
         super().load_state_dict(state_dict)
         for parameter in self.state:
             self.move_to_host(parameter)

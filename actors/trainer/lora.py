@@ -67,7 +67,7 @@ class LoraLinear(nn.Linear):
 
 
 def attach_adapters(causal_lm: PreTrainedModel, settings: LoraSettings, *, seed: int) -> None:
-    """Freeze a model and give its linear layers adapters, the same ones for the same seed.
+    """Freeze a model and add adapters to its linear layers; equal seeds give equal adapters.
 
     Raises: NotImplementedError if a target is not the name of a linear layer, or if the model does
         not call a layer that would have an adapter.
@@ -89,9 +89,10 @@ def attach_adapters(causal_lm: PreTrainedModel, settings: LoraSettings, *, seed:
 
 
 def target_names(config: PretrainedConfig, settings: LoraSettings) -> list[str]:
-    """Return the last names of the layers with adapters, from a model without weights.
+    """Return the last parts of the adapted layers' names, such as q_proj, from the configuration.
 
-    Raises: NotImplementedError, as `attach_adapters`, or if engines could not be given an adapter.
+    Raises: NotImplementedError if a target is not the name of a linear layer, or if an engine
+    cannot load a layer's adapter (`checkpoint_names`).
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config)
@@ -103,9 +104,9 @@ def target_names(config: PretrainedConfig, settings: LoraSettings) -> list[str]:
 
 
 def num_adapter_parameters(config: PretrainedConfig, settings: LoraSettings) -> int:
-    """Return the number of parameters of all adapters, from a model without weights.
+    """Return the number of parameters of all adapters, from the configuration.
 
-    Raises: NotImplementedError, as `attach_adapters`.
+    Raises: NotImplementedError if a target is not the name of a linear layer.
     """
     with torch.device("meta"):
         body = AutoModelForCausalLM.from_config(config).base_model
@@ -114,7 +115,10 @@ def num_adapter_parameters(config: PretrainedConfig, settings: LoraSettings) -> 
 
 
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:
-    """Return the layers to adapt by their names. Raises: NotImplementedError."""
+    """Return the layers to adapt, by name.
+
+    Raises: NotImplementedError if there is none, or if a target is not the name of a linear layer.
+    """
     found = {
         name: module
         for name, module in body.named_modules()
@@ -175,7 +179,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute the base model within the block."""
+    """Leave the adapters out of forward passes within the block: the model is its base model."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.is_adapted = False
@@ -218,7 +222,7 @@ def checkpoint_names(causal_lm: PreTrainedModel) -> dict[str, str]:
     """Return the name in the model's files of every adapted layer, by its name in the model.
 
     Raises: NotImplementedError if a layer's weight is a part of a larger tensor there, because an
-        engine could not be given its adapter.
+        engine cannot load an adapter of such a layer.
     """
     return {
         name: _checkpoint_name(causal_lm, name, layer) for name, layer in adapted_layers(causal_lm)

@@ -293,7 +293,8 @@ def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Compute each layer's activations again in the backward pass, in evaluation mode both times.
 
-    transformers reads only the layer's own training mode, before it calls the layer.
+    transformers checkpoints a layer only if the layer is in training mode. So each layer is put
+    into training mode, and its hooks turn the mode off while the layer computes.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():

@@ -208,7 +208,10 @@ def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return settings with enough layers to include each kind, and lists by layer cut to them."""
+    """Return settings for the fewest layers that include each kind of layer.
+
+    Lists with an entry for each layer are cut to that number.
+    """
     num_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return {}

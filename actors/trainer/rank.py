@@ -74,8 +74,8 @@ class ScoredMinibatch:
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version of the weights, which each step increments. republished: versions of
-    this term that are of the same step as the version before them.
+    version: the policy version of the weights, which each step increments. republished: versions
+    of this term that published the weights of the same step as the version before them.
     """
 
     def __init__(
@@ -149,7 +149,11 @@ class TrainerRank:
             )
 
     def _load_reference(self, sharding: Sharding) -> Reference:
-        """Load the reference, which is the policy without its adapters if it is the base model."""
+        """Load the reference.
+
+        If the policy has adapters and the reference is their base model, no weights are loaded: the
+        reference is the policy with its adapters off.
+        """
         settings = self.settings
         if settings.trainer.lora is not None and settings.algorithm.reference is None:
             return Reference(self._policy)
@@ -221,7 +225,7 @@ class TrainerRank:
         return tuple(found)
 
     def abandon(self) -> None:
-        """Abandon the current step unless one of its updates has been applied, and every later one.
+        """Abandon every later step, and the current one unless one of its updates was applied.
 
         May be called from any thread, on any rank: the other ranks then abandon the step too.
         """
@@ -359,7 +363,7 @@ class TrainerRank:
         )
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Give the weights another version of the same step."""
+        """Set the version of the weights, which do not change, and `republished`."""
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
@@ -538,7 +542,7 @@ class Reference:
     """
 
     def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
-        """Keep the model, whose adapters are off when it scores."""
+        """Create a reference. policy: if it has adapters, they are off while it scores."""
         self._policy = policy
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
@@ -597,9 +601,11 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
     """Return the number of parameters that a token is multiplied with.
 
-    Not counted are the input embedding, which is looked up, unless it is tied to the head, and the
-    experts to which a token is not routed. A frozen parameter counts as two thirds.
-    Returns: None if the model has experts and its mixture is not known.
+    The input embedding is not counted unless it is tied to the head, because its rows are only
+    looked up. Of the experts only those count to which a token is routed. A frozen parameter counts
+    as two thirds.
+
+    Returns: the number; None if the model has experts and its mixture is not known.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding
@@ -625,7 +631,7 @@ def mfu(
     num_ranks: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Return the statistic by its name; {} if model or peak is unknown, or nothing was trained.
+    """Return {"mfu": value}; {} if num_parameters or peak is None, or nothing was trained.
 
     Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
     Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3

@@ -124,7 +124,10 @@ class TrainerSettings:
 
     @property
     def lora_shape(self) -> LoraSettings | None:
-        """Return the settings of the adapters without the way of their publication."""
+        """Return the settings of the adapters, with publish_merged at its default.
+
+        Two settings with the same shape are equal, however the adapters are published.
+        """
         return self.lora and replace(self.lora, publish_merged=False)
 
     @property

@@ -43,8 +43,8 @@ def check_versions(
     """Raise if the shard's versions do not fit the trainer's.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: in training steps; None
-    for no limit. republished: versions that were published for the same step as the version before
-    them; a shard made for such an earlier version is accepted.
+    for no limit. republished: versions that published the weights of the same step as the version
+    before them; a shard made for that earlier version is accepted.
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)
@@ -80,7 +80,9 @@ def agree_on(
     device: torch.device,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise on every rank if any rank refuses its shard, or if the shards differ in outline.
+    """Raise on every rank if a rank refuses its shard, or if the shards do not fit together.
+
+    The shards must have the same step and version, and the same numbers of rows.
 
     Args: trainer_version, max_policy_age, republished: as for `check_versions`.
     Raises: ShardRefused or PolicyTooOld, with the reason of the first rank that refuses.

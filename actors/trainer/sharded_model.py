@@ -165,8 +165,10 @@ class TrainedModel(ShardedModel[Model]):
         )
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Prepare a micro-batch: gradients are reduced and gathered weights freed only after the
-        last one of an update, or after each if the sharding says so.
+        """Prepare FSDP2 for a micro-batch.
+
+        Gradients are reduced and gathered weights freed only after the last micro-batch of an
+        update, or after each if `Sharding.shard_between_micro_batches` is set.
         """
         is_synced = is_last or self._shards_between_micro_batches
         root = self._groups[-1]
@@ -430,7 +432,10 @@ def _state(policy: TrainedModel[Any], critic: TrainedModel[Any] | None) -> dict[
 def _together(
     work: Callable[[], None], *, does_run: bool, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Run work on the ranks with does_run, and wait for its end; if one fails, all ranks raise."""
+    """Run work on each rank whose does_run is true, and wait until all have ended.
+
+    Raises: the error of one rank, on every rank.
+    """
     not_written = refused = ""
     if does_run:
         try:

@@ -17,7 +17,7 @@ from actors.statistics import STATISTICS, Reduction, Source, Statistic, only_kno
 
 
 class Part(StrEnum):
-    """A partial result over some values."""
+    """A way to reduce the values of some tokens to a partial result."""
 
     SUM = "sum"
     SQUARES = "squares"
@@ -54,10 +54,10 @@ class CriticStats:
     """The statistics of a critic's update, over all ranks."""
 
     statistics: Mapping[str, float]
-    """The known statistics by name; those of values are of the values before the update."""
+    """The known statistics by name; the critic's values are those from before the update."""
     num_tokens: int
     is_skipped: bool
-    """A loss or gradient that was not finite; never applied."""
+    """Whether the update was not applied, because its loss or gradient was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +72,14 @@ class StepStats:
     learning_rate: float
     """The learning rate of the last update."""
     trained_tokens: int
-    """Number of targets, counted in each epoch."""
+    """Number of trained tokens; a token counts once in each epoch."""
     packed_tokens: int
-    """Number of tokens of the packed rows, counted in each epoch."""
+    """Number of tokens of the packed rows; a token counts once in each epoch."""
     num_updates: int
     num_empty_updates: int
     """Number of updates without a trained token, which changed no weights."""
     num_skipped_updates: int
-    """A loss or gradient that was not finite; never applied."""
+    """Number of updates that were not applied, because their loss or gradient was not finite."""
 
     @property
     def is_skipped(self) -> bool:
@@ -142,7 +142,7 @@ def summarize_step(
 
 
 def _reduce(statistic: Statistic, updates: Sequence[UpdateTotals]) -> float | None:
-    """Compute a statistic over the updates; None if no token has the values."""
+    """Compute a statistic over the updates; None if no token has a value."""
 
     def total(part: Part) -> float:
         return sum(update.part(statistic.values, part) for update in updates)

@@ -1,11 +1,12 @@
 """Attention over a forest on the CPU, forward and backward, by the blocks of a plan.
 
-A softmax over several blocks of keys is put together from the blocks' own by their normalisers:
-lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b.   Source: Milakov and Gimelshein
-2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block
-needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is
-given to torch's own kernel once in each direction, and gradients of shared keys add up block by
-block, in the plan's order and without an atomic scatter-add. The kernel is the one that
+The softmax over several blocks of keys is combined from the results of the blocks, weighted by
+their normalisers: lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b, where out_b and
+lse_b are the output and the normaliser of attention to block b only.   Source: Milakov and
+Gimelshein 2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient
+of a block needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20). So
+torch's own kernel computes each block once in each direction, and gradients of shared keys add up
+block by block, in the plan's order and without an atomic scatter-add. The kernel is the one that
 `scaled_dot_product_attention` runs on the CPU; it is called directly because that function does not
 return the normalisers. Called by `interface`.
 """
@@ -165,7 +166,9 @@ def _backward(
     mask: Tensor | None = None,
     scaling: float | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value; in the normaliser's type if there are few keys.
+    """Return the gradients of query, key and value, from torch's backward kernel.
+
+    They are computed in the normaliser's type if there are at most _FLOAT32_KEYS keys.
 
     Args: inputs: gradient of out, query, key, value and out, [N, H, L, D] each.
     """

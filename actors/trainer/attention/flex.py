@@ -1,8 +1,8 @@
 """Attention over a forest on CUDA: FlexAttention with a block mask from the layout.
 
-Not yet run on a GPU: here only its mask is compared with the CPU's blocks, as booleans, and its
-uncompiled forward with the CPU's result. FlexAttention has no backward on the CPU. Called by
-`interface`.
+It has not been run on a GPU yet. The tests compare only its mask with the blocks of `cpu`, as
+booleans, and its uncompiled forward with the result of `cpu`, because FlexAttention has no backward
+on the CPU. Called by `interface`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def mask_function(layout: PackedLayout, *, window: int | None) -> MaskFunction:
     """Return FlexAttention's mask function: (batch, head, query row, key row) -> visible.
 
     k <= q < subtree_end[k], that is: k's segment is q's own or an ancestor's (in preorder a
-    subtree is contiguous), and k is not behind q. Under a window also position[q] - position[k] <
-    window.   Source: the entry and exit times of a depth-first search, with rows as times.
+    subtree is contiguous), and k does not come after q. With a window also
+    position[q] - position[k] < window.   Source: the entry and exit times of a depth-first search,
+    with rows as times.
     """
     segments = layout.segments
     subtree_ends = torch.from_numpy(segments.token_subtree_ends()).to(layout.device)

@@ -39,7 +39,7 @@ class Segments:
     ends: Ints
     """One more than the row position of each segment's last token."""
     subtree_ends: Ints
-    """One more than the row position of the last token of each segment's descendants."""
+    """One more than the row position of the last token of each segment and its descendants."""
     positions: Ints
     """The position of each segment's first token on its path from the root."""
 
@@ -64,7 +64,7 @@ class Segments:
 class PackedLayout:
     """The layout of a row, which the attention of every layer needs.
 
-    plans: the plans that the device's attention made for it, by sliding window; filled on demand.
+    plans: the attention plans of the row, by sliding window; each is made when it is first needed.
     Not a dataclass: FSDP2 copies the dataclasses among a layer's inputs, and every layer would then
     make its own plan.
     """

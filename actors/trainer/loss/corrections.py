@@ -9,9 +9,9 @@ Weights and masks are separate values, without gradient. Both are computed from 
 weight rescales a token's loss; the mask takes the token out of the loss but leaves it in the
 denominator, so that its weight in the aggregation is not given to other tokens.
 
-A trajectory is all trained tokens of a row with the same number, in any number of samples, so that
-values computed over it do not change if turns are merged. Pure; called by `micro_batch` and
-`divergence`. Letters: [M] trained tokens of one micro-batch.
+A trajectory is all trained tokens of a row with the same trajectory_index, in one or several
+samples, so that values computed over it do not change if turns are merged. Pure; called by
+`micro_batch` and `divergence`. Letters: [M] trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sequence_log_ratio(
     s_i = exp(mean_t(current_t - denominator_t)), ratio_t = sg[s_i] p_t / sg[p_t], over all trained
     tokens t of trajectory i.   Source: Zheng et al. 2025 (GSPO), arXiv 2507.18071, section 4.1 for
     s_i, section 4.3 (GSPO-token) for the straight-through form, whose value and gradient are those
-    of GSPO where the tokens of a trajectory share one advantage and one weight (deviation: a
+    of GSPO if the tokens of a trajectory share one advantage and one weight (deviation: a
     trajectory's tokens are those of all its samples, not of one response).
 
     Args: log-probabilities: [M] float32, nats. trajectory_index: [M] int64.
@@ -93,8 +93,8 @@ def sequence_log_ratio(
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """Return the exponential of a log-ratio, bounded by e^20, without gradient above the bound.
 
-    Source: ours. Past a log-ratio of 88.7 float32 is infinite, and 0 times infinity, in the
-    backward pass of a clip that takes the token's gradient away, is not 0.
+    Source: ours. Above a log-ratio of 88.7 the exponential is infinite in float32. A clip gives
+    such a token the gradient 0, and its backward pass would compute 0 times infinity, which is NaN.
 
     Args: log_ratio: [M], nats.    Returns: [M], of the same type.
     Example: log-ratios [ln 2, 100] -> [2, e^20], gradients [2, 0]

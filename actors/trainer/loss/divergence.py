@@ -146,7 +146,8 @@ def outside_trust_region(
 
     outside_high: A > 0, p > q and D > bound. outside_low: A < 0, p < q and D > bound. A token that
     moves back to the behaviour policy is never stopped.
-    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; anchored to the behaviour policy, as there.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; as in the paper, the region is around the
+    behaviour policy.
 
     Args: [M] float32. bound: delta of the paper; its authors use .15 for TV, .05 for KL.
     Returns: outside_low, outside_high: [M] bool each.

@@ -3,7 +3,9 @@
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
 H the entropy with coefficient e. The loss is not divided by anything, so the micro-batches' losses
-add up to the update's for any merging, packing and dealing. A masked token keeps its weight in w.
+add up to the update's loss, however turns are merged, packed and distributed to ranks. A masked
+token keeps its weight in w.
+
 Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
 """
 
@@ -39,7 +41,7 @@ class MicroBatchTerms:
     advantages: Tensor
     """float32."""
     loss_weights: Tensor
-    """float32, each token's share of the update, made by the merge side."""
+    """float32, each token's share of the update, computed by the merge actor."""
     trajectory_index: Tensor
     """int64, equal for the tokens of a trajectory, each less than M."""
     sampled_versions: Tensor

@@ -104,12 +104,12 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
 def dppo(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, keep: Tensor, ratio_cap: float
 ) -> Tensor:
-    """Stop tokens according to the divergence of the policies instead of the ratio.
+    """Remove the gradient of tokens outside a trust region of divergence, instead of clipping.
 
     loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
-    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio beside log p is
-    the form of its authors' code (sail-sg/Stable-RL, cap 20), of the same gradient below the cap as
-    the paper's surrogate keep r A.
+    Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio times log p is
+    the form of its authors' code (sail-sg/Stable-RL, cap 20), which below the cap has the gradient
+    of the paper's surrogate keep r A.
 
     Args: [M] float32; keep: [M] bool.    Returns: [M] float32.
     Example: ratio 2, advantage 1, log p ln .5, keep [1, 0], cap 20 -> [2 ln 2, 0]

@@ -48,15 +48,15 @@ class WarmupConfig:
     """The length and the strength of a warm-up."""
 
     steps: int
-    """Optimiser steps; 0 leaves the random initialisation."""
+    """Number of optimiser steps; 0 leaves the random initialisation."""
     learning_rate: float = 2e-3
     """Peak AdamW learning rate, after a linear rise over a tenth of the steps and before decay."""
     num_guessing: int = 16
-    """Guessing games in each step."""
+    """Number of guessing games in each step."""
     num_calculator: int = 6
-    """Chats with the calculator tool in each step."""
+    """Number of chats with the calculator tool in each step."""
     num_answers: int = 6
-    """Plain questions and answers in each step."""
+    """Number of questions, each with an answer and without tools, in each step."""
 
 
 class Decks:
