@@ -2,7 +2,7 @@
 
 This is `algorithm` of the configuration: each setting is declared once, with its derived values.
 Each choice of the loss is one pure function in `actors/trainer/loss`; docs/algorithms.md has the
-table. The aggregation is not a part of the loss function: the merge side turns it into a weight of
+table. The aggregation is not a part of the loss function: the merge actor turns it into a weight of
 each token. The module imports neither Ray nor torch.
 """
 
@@ -152,7 +152,7 @@ class Objective(StrEnum):
 
 
 class Ratio(StrEnum):
-    """Whether a ratio is computed for each token or for each trajectory (`ratios`)."""
+    """Whether a ratio is computed for each token or for each trajectory (`corrections`)."""
 
     TOKEN = "token"
     SEQUENCE = "sequence"

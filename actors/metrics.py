@@ -649,7 +649,7 @@ class Metrics:
     """The metrics of a run's supervisor.
 
     `gained` holds values that are in no stored row and begin at the start of the process. `values`
-    holds sums over stored rows, and the present state.
+    holds sums over stored rows, and the current state.
     """
 
     def __init__(self) -> None:

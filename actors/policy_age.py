@@ -1,8 +1,8 @@
 """Ages of policy versions: the number of training steps between two of them.
 
-Versions count publications. A trainer that was restarted with other bits publishes the weights of a
-step again under the next version (docs/semantics.md): both versions belong to one step, and tokens
-do not age between them.
+Versions count publications. If the weights of a restarted trainer are not bitwise equal to the
+published ones, it publishes the weights of that step again under the next version
+(docs/semantics.md): both versions belong to one step, and tokens do not age between them.
 
 Turns of sessions are stored, and outlive a term. A term that goes back to a checkpoint undoes the
 versions after it, and gives their numbers to other weights. Tokens of an undone version are marked

@@ -168,7 +168,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     index: int
-    """Number of the turn in its trajectory: 0, 1, ... in the order of play."""
+    """Index of the turn in its trajectory, in the order of play, from 0."""
     start: int
     end: int
     """The end of the turn's sampled tokens, which are the sample's tokens [start, end)."""
@@ -218,12 +218,12 @@ class Sample:
     also for tokens with mask 0. None if no routing was recorded.
     """
     parent: int | None = None
-    """Number of the earlier sample that shares the longest prefix with its first prompt. None if it
-    shares nothing or is the first sample."""
+    """Index of the earlier sample that shares the longest prefix with this sample's first prompt.
+    None if no earlier sample shares a token."""
     num_shared: int = 0
-    """Number of tokens that it shares with its parent, from the start to the branch."""
+    """Number of tokens that the sample shares with its parent, from the start to the branch."""
     branch_reason: BranchReason | None = None
-    """The reason why its first turn extended no sample; None for the first sample."""
+    """The reason why the sample's first turn extended no sample; None for the first sample."""
 
     @property
     def mask(self) -> NDArray[np.uint8]:

@@ -70,7 +70,7 @@ class Keeping:
     applications: tuple[str, ...]
     """Names of the applications in Ray Serve that are deleted when the run ends."""
     deployment: Any = None
-    """The record of the engines' settings, which a supervisor reads when it takes them over."""
+    """The record of the engines' settings, with which a new supervisor takes over the engines."""
 
 
 class WeightBoard:
@@ -157,7 +157,7 @@ class WeightBoard:
             await self._drop_dead(self._board.laggards())
 
     async def hold(self, is_held: bool) -> None:
-        """Order every replica to hold its turns, or to resume them."""
+        """Order every replica to hold its turns, so that it samples nothing, or to resume them."""
         self._board.hold(is_held)
         self._wake()
 

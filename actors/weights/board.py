@@ -145,7 +145,7 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldOrder:
-    """An order to an engine to hold its turns or to resume them."""
+    """An order to an engine to hold its turns, so that it samples nothing, or to resume them."""
 
     is_held: bool
 
@@ -167,8 +167,8 @@ class BoardStatus:
     """Time of the status, by the board's clock."""
 
     quiet_s: float = 0.0
-    """Seconds since the last progress: all live replicas held the current publication, or a start
-    or a load got further than any before it.
+    """Seconds since the last progress. It is progress if all live replicas hold the current
+    publication, or if a start or a load gets further than all earlier ones.
     """
 
     @property
@@ -181,7 +181,7 @@ class BoardStatus:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether every live replica holds the current publication, and there is one."""
+        """Whether every live replica holds the current publication, and one at least is live."""
         return 0 < len(self.holders) == len(self.replicas)
 
 
@@ -195,10 +195,10 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return the largest size of a broadcast with an engine that has failed num_failed times in a
-    row.
+    """Return the largest number of engines in a broadcast with one that failed before.
 
-    The first repetition still has all engines, because a member that died is no longer among them.
+    num_waiting: engines that wait. num_failed: its consecutive failures.
+    The first retry still has all engines, because a member that died no longer waits for a seat.
     Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))

@@ -5,8 +5,9 @@ the engines that took a seat on the board have the others. If a member dies or f
 fails; the other members drop their buffers and take a seat in the next group, which is formed
 without it. Invariant: a worker's model is changed only after the last byte has arrived.
 
-`Sender` runs next to a rank's training and serves every replica that lacks the current version,
-including engines that start later; `Reception` runs next to an engine's sampling. No Ray, no vLLM.
+`Sender` runs during a rank's training and serves every replica that lacks the current version,
+including engines that start later; `Reception` runs during an engine's sampling. The module imports
+neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Reception:
     """A worker's part in a broadcast, in a separate thread.
 
     progress: a file, which another process reads, to which the thread appends RECEIVED for each
-    group of weights, or FAILED and a sentence. buffers: complete after all groups are received.
+    group of weights, or FAILED and an error message. buffers: complete after all groups are
+    received.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ from actors.batch import Float32s, Int32s, MicroBatch
 from actors.types import Dtype
 
 CPU_CHECK_TOKENS = 4096
-"""Number of tokens of the start's text on CPU, unless the configuration sets it."""
+"""Number of tokens of the text that is scored before the first step on CPU, unless the
+configuration sets another."""
 FAR_TOKENS = 1024
 """Number of the text's last tokens that are scored after a publication."""
 SHORT_TOKENS = 64
@@ -29,9 +30,9 @@ SHORT_TOKENS = 64
 MIN_JUDGED_TOKENS = 18
 """Length below which the difference of a text is reported but not judged."""
 MAX_SAMPLED = 256
-"""Largest number of sampled tokens in a start's check, over all temperatures."""
+"""Largest number of sampled tokens in the check before the first step, over all temperatures."""
 MAX_SAMPLED_AT_ONE = 64
-"""Largest number of sampled tokens in a start's check at one temperature."""
+"""Largest number of sampled tokens in the check before the first step, at one temperature."""
 CHECKED_TEMPERATURES = (1.0, 0.7)
 """Temperatures that are checked in addition to the run's own."""
 COST_SHARE = 0.05
@@ -114,7 +115,9 @@ def start_text(
     vocab_size: int,
     temperatures: Iterable[float],
 ) -> CheckText:
-    """Return the start's text: the longest that context and limit allow with its continuations.
+    """Return the text of the check before the first step.
+
+    It is as long as the context and the limit allow, together with its continuations.
 
     limit: largest number of tokens; None for 4,096 on CPU and the whole context otherwise.
     temperatures: the run's temperatures.
@@ -150,7 +153,7 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """Return the text after a publication: the start's text and an engine's continuation.
+    """Return the text of the check after a publication: `start` and an engine's continuation of it.
 
     most: the largest number of tokens that an engine accepts as a prompt.
     """
