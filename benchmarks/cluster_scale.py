@@ -128,7 +128,7 @@ class Feed:
 
 
 def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, Any]:
-    """Run on the head, in a running cluster."""
+    """Measure one number of nodes; runs on the head of a running cluster."""
     ray.init("auto", log_to_driver=False, logging_level="error")
     others = [node for node in alive_nodes() if "rayloom_environments" in node.resources]
     algorithm = AlgorithmSettings(groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_lag=0)

@@ -43,9 +43,10 @@ ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers"
 GROUPS = 16
 WARM_STEPS = 4
-"""Left out of the steady rate, if there are more than eight steps; otherwise half of them are."""
+"""Number of first steps that the steady rate leaves out; half of the steps if there are fewer than
+eight."""
 LAST_STEPS = 5
-"""Over which rewards are compared."""
+"""Number of last steps over which rewards are compared."""
 LIMIT_S = 1800.0
 MEASURE_EVERY_S = 2.0
 # Student's t, two-sided 95 %, by degrees of freedom.
@@ -71,19 +72,19 @@ class Trained:
 
     @property
     def samples_per_s(self) -> float:
-        """Return the samples a second once the training is warm."""
+        """Return the samples a second after the first steps (WARM_STEPS)."""
         seconds = self.times[-1] - self.times[self._num_cold - 1]
         return sum(self.samples[self._num_cold :]) / seconds
 
     @property
     def step_s(self) -> float:
-        """Return the median seconds of a step once the training is warm."""
+        """Return the median seconds of a step after the first steps."""
         times = self.times[self._num_cold - 1 :]
         return statistics.median(after - before for before, after in pairwise(times))
 
     @property
     def collect_share_s(self) -> float:
-        """Return the median seconds of a step's collection once the training is warm."""
+        """Return the median seconds of a step's collection after the first steps."""
         return statistics.median(self.collect_s[self._num_cold :])
 
     @property

@@ -33,7 +33,9 @@ WITHIN_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One run. delay: steps from the onset to its finding; None: it was not found."""
+    """The results of one run. delay: steps from the onset of the hack until it is found; None if
+    it is not found.
+    """
 
     name: str
     seed: int
@@ -47,7 +49,7 @@ class Played:
 
 
 def play(number: int, seed: int, has_hack: bool, size: Size) -> Played:
-    """Play a run. number: the number of the hack."""
+    """Play a run. number: index of the hack in `planted_hacks`."""
     logging.disable()
     with tempfile.TemporaryDirectory() as directory:
         planted = planted_hacks(Path(directory))[number]

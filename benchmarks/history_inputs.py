@@ -86,7 +86,7 @@ class _Run:
         self.step = self.term = 0
 
     async def begin_term(self) -> None:
-        """Begin a term from the newest checkpoint, only the first time that a step is reached."""
+        """Begin a term from the newest checkpoint, unless a term has begun at this step before."""
         if self.step in self._faults:
             return
         self._faults.add(self.step)

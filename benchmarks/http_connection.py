@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection, with a minimal client, because it shares the cores."""
+"""A client for HTTP/1.1 on one connection; minimal, because it shares cores with the server."""
 
 from __future__ import annotations
 

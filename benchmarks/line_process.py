@@ -1,6 +1,7 @@
-"""A process that answers each line with a line, through which a benchmark uses another environment.
+"""A child process that answers each line with a line.
 
-Its standard output contains only answers. While it waits it uses no processor time.
+A benchmark uses it to run code in another Python environment. Its standard output contains only
+answers. While it waits it uses no processor time.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Find what each turn extends, send the trajectories, read them back."""
+    """Find which sample each turn extends, send the trajectories, read them back."""
     block = encode(
         [
             as_trajectory(build_samples(turns, trajectory_id=str(number)), number=number)
@@ -107,7 +107,10 @@ def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """Return the CPU seconds of one pass over about WINDOW_S of them, the quietest of WINDOWS."""
+    """Return the CPU seconds of one pass: the mean over the quietest of WINDOWS windows.
+
+    A window has as many passes as fit into WINDOW_S, at least one.
+    """
 
     def window(passes: int) -> float:
         started = time.process_time()

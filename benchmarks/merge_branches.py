@@ -66,7 +66,7 @@ def stripped(num_turns: int, new_tokens: int) -> dict[str, float]:
 
 
 def merged(turns: list[Turn], *, number: int) -> Trajectory:
-    """Find which sample each turn extends."""
+    """Merge turns into a trajectory, by finding which sample each turn extends."""
     return as_trajectory(build_samples(turns, trajectory_id=f"g-{number}.a0"), number=number)
 
 

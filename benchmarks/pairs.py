@@ -19,7 +19,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """wall_s: by the clock. cpu_s: of all threads of the process that did the work."""
+    """The time that a piece of work took.
+
+    wall_s: by the clock. cpu_s: of all threads of the process that did the work.
+    """
 
     wall_s: float
     cpu_s: float

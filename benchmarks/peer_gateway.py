@@ -201,7 +201,10 @@ def samples(side: Side, member: int) -> dict[str, Any]:
 
 
 def write_answers(model: Path, path: Path) -> None:
-    """Answers of NUM_TOKENS ids each with the stop token; *split*: the first word is in letters."""
+    """Write the scripted answers of both kinds, of NUM_TOKENS ids each with the stop token.
+
+    In *split* answers the first word is in single letters.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     (end,) = tokenizer.encode("<|end|>")
     answers: dict[Kind, list[list[int]]] = {"canonical": [], "split": []}

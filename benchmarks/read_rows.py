@@ -1,4 +1,4 @@
-"""How long the rows of a data set take until they are tasks, and how much they hold in memory.
+"""Measure the time and the memory that it takes to read a data set's rows as tasks.
 
     $ python -m benchmarks.read_rows
 

@@ -2,11 +2,12 @@
 
     $ make bench-recovery
 
-One run of `rayloom train` is killed part by part, in rounds. The next step counts that finishes
-after the run has reported the replacement of the part. (A step may finish earlier, from rollouts
-that were already played.) Afterwards each part is started separately on an idle local Ray: its bare
-start. The allowance of a lost rank also includes the steps that are trained again, and one step.
-Prints medians, the time beyond the allowance, the goal for it, and a JSON line.
+One run of `rayloom train` is killed part by part, in rounds. A recovery ends with the first step
+that finishes after the run has reported the replacement of the part. (A step may finish before the
+report, from rollouts that were already played.) Afterwards each part is started separately on an
+idle local Ray: its bare start. The time of the bare start is allowed for the recovery; for a lost
+rank also the time of the steps that are trained again, and of one step. Prints medians, the time
+beyond the allowance, the goal for it, and a JSON line.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Medians, seconds."""
+    """The medians of a part's recoveries, in seconds."""
 
     recovery_s: float
     allowed_s: float

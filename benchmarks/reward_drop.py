@@ -32,7 +32,7 @@ SMALL, LARGE = 0.3, 0.6
 NUM_RUNS = 150
 CHECKPOINTS = ((20, 2), (5, 2), (1, 1), (10, 3), (50, 2))
 Curve = Callable[[float], float]
-"""Level between 0 and 1 over the share of the run."""
+"""A function from the share of the run that is done to the level of the returns, both 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Family:
 
     curves: dict[str, Curve]
     scales: dict[str, tuple[float, float, bool]]
-    """Factor and offset of a return; whether a return is only the best or the worst."""
+    """Factor and offset of a return; whether a return is either the best or the worst one."""
     samples: tuple[int, ...]
     difficulty: tuple[float, ...]
     """Standard deviation of a step's level because of its tasks, as a share of the range."""
@@ -49,7 +49,7 @@ class Family:
     """Correlation of the difficulties of two successive steps."""
     lengths: tuple[int, ...]
     dips: tuple[float, ...]
-    """Depths of a honest dip of 15 steps, as a share of the level."""
+    """Depths of an honest dip of 15 steps, as a share of the level."""
     falls: tuple[tuple[int, float], ...]
     """Number of steps of a collapse, and the share of the level that is left."""
     first_seed: int

@@ -52,7 +52,7 @@ class Window:
 
 
 class Connection:
-    """HTTP/1.1 with one connection; a minimal client, because it shares the cores."""
+    """A client for HTTP/1.1 on one connection; minimal, because it shares cores with the server."""
 
     def __init__(self, port: int, route: str) -> None:
         self._port = port

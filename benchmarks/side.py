@@ -1,6 +1,6 @@
 """One side of a comparison in a separate process, which makes one step for each command.
 
-Both ends of the pipe: the child answers each command with a line of JSON.
+The module has both ends of the pipe: the child answers each command with a line of JSON.
 """
 
 from __future__ import annotations

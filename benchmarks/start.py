@@ -1,15 +1,16 @@
-"""How long a run takes from the command to its first step, stage by stage.
+"""Measure the time from a run's command to its first step, stage by stage.
 
     $ make bench-start MODEL=DIR
 
 Starts `rayloom train` for one step: the tiny model by deploy/configs/guessing-cpu.yaml and, if
-a directory of SmolLM2 is given (`rayloom model smollm2 DIR`), short sums. After each run vLLM is
-started in a plain process with the same model and the same options. Each round starts with caches
-that are empty (cold: the tiny model is built, and vLLM compiles) and repeats both with the caches
-that this has filled (warm). The stages are those that the run prints and those of the first step
-that the run stores; several run at the same time. Processor seconds, of all processes of a side
-until then, hardly depend on what else the machine does. Prints each run's processes with their
-seconds and memory at the first step, medians, the goals, and a JSON line.
+a directory of SmolLM2 is given (`rayloom model smollm2 DIR`), SmolLM2 on short sums. After each run
+vLLM is started in a plain process with the same model and the same options. Each round does both
+with empty caches (cold: the tiny model is built, and vLLM compiles), and then again with the caches
+that the first pass has filled (warm). The stages are those that the run prints and those of the
+first step that the run stores; several stages run at the same time. Processor seconds are those of
+all processes of a side until the first step or token; other work on the machine hardly changes
+them. Prints each run's processes with their seconds and memory at the first step, medians, the
+goals, and a JSON line.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Window:
     median_ms: float
     p99_ms: float
     cpu_ms: dict[str, float]
-    """Of a request, by the title of the process."""
+    """Processor milliseconds of a request, by the title of the process."""
 
 
 def bodies() -> Iterator[bytes]:
@@ -189,7 +189,6 @@ def main() -> None:
     os.environ.update({"RAYLOOM_API_KEY": KEY, VARIABLE: "1"})
     # The run's Ray admits processes with its token. The benchmark sets the token for the process
     # that deploys the echo, because Ray reads it when it is first imported.
-    # deploys the echo, since Ray reads both when it is first imported.
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})
     for name in ("METRICS", "STATS"):
         os.environ[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(free_port())

@@ -26,8 +26,11 @@ VOCABULARY = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateShape:
-    """The shape of an update. prompt: tokens that a group shares. sampled, observed: tokens of each
-    turn; the last one has no observation. groups, group_size: numbers of trajectories.
+    """The shape of an update.
+
+    prompt: number of tokens that a group shares. turns: number of turns of a trajectory. sampled,
+    observed: numbers of tokens of each turn; the last turn has no observation. groups: number of
+    groups. group_size: number of trajectories in each group.
     """
 
     prompt: int = 256
@@ -56,7 +59,7 @@ class UpdateShape:
 def make_trajectories(
     shape: UpdateShape, *, vocabulary: int = VOCABULARY, seed: int = 0
 ) -> list[Trajectory]:
-    """Play the shape with random ids: whole prompts, one group after another.
+    """Make the trajectories of a shape with random ids, one group after another.
 
     The reward, on the last turn, is a normal random number; behaviour log-probabilities are spread
     around a uniform policy's, so that some ratios are clipped.
@@ -120,7 +123,7 @@ def return_of(trajectory: Trajectory) -> float:
 
 
 def weigh(trajectories: Sequence[Trajectory]) -> list[WeightedSample]:
-    """Give every trained token the weight 1 / D, where D is their number in the update."""
+    """Give every trained token the weight 1 / D, D the number of trained tokens in the update."""
     weight = 1 / sum(each.num_trained for each in trajectories)
     return [
         WeightedSample(sample=sample, advantage=advantage, loss_weight=weight)

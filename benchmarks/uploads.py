@@ -88,7 +88,7 @@ class Columns:
 
 
 class Side:
-    """One way of sending; each request has trajectories that the store does not know."""
+    """One form of a request; each request has trajectories that the store does not have yet."""
 
     def __init__(self, name: str, store: UploadStore, term: int, columns: list[Columns]) -> None:
         self._name, self._store, self._term = name, store, term
@@ -130,7 +130,7 @@ class Side:
         assert len(reply.accepted) == len(uploads), reply
 
     def time(self) -> tuple[Seconds, Seconds]:
-        """Return the time of a request to its end, and of another without the store."""
+        """Return the time to process one request, and the time of another without storing it."""
         raw, other = self.next_body(), self.next_body()
         return time_once(partial(self.take, raw)), time_once(partial(self.read, other))
 

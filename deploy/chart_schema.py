@@ -41,7 +41,8 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
     # The section is empty by default; the templates report missing keys.
     del config["required"]
-    # The templates refuse this key by a sentence: a revision is pinned in modelCache.revisions.
+    # Allowed here because the templates refuse it with a better message: revisions are set in
+    # modelCache.revisions.
     config["$defs"]["ModelSettings"]["properties"]["revision"] = True
     # A values file removes a section of another one by null.
     for section in _EITHER:

@@ -202,7 +202,7 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """Return the query over the window that fits the newest step."""
+    """Replace [$several_steps] in a query by the window that fits the newest step's seconds."""
     if "$several_steps" not in query:
         return query
     return "\nor ".join(
@@ -309,7 +309,10 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _place_variables() -> list[sdk.QueryVariable]:
-    """Return a variable for each of PLACE_LABELS; each offers what the ones before it leave."""
+    """Return a variable for each of PLACE_LABELS.
+
+    A variable offers only values of series that match the choices in the variables before it.
+    """
     found, selectors = [], [_OF_PLACES]
     for label in PLACE_LABELS:
         query = f"label_values({{{','.join(selectors)}}}, {label})"

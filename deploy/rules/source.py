@@ -1,9 +1,9 @@
 """Convert rules.yaml to Prometheus' rules, with a scale for all durations.
 
-RUN_LABELS in it becomes the labels that tell runs apart, and PLACE_LABELS those of a release. The
-chart's PodMonitor gives every series `release`, Prometheus' operator gives `namespace`, and
-`cluster` is for one ruler over several clusters; a series without one of them, as on a laptop, is
-grouped all the same.
+RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by those
+that distinguish releases. The chart's PodMonitor adds `release` to every series, and Prometheus'
+operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules for several
+clusters. A series without one of these labels, as on a laptop, is grouped with an empty value.
 
 Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
 `{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
