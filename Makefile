@@ -10,7 +10,7 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock docs page clean
+.PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock docs dashboards-shot page clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,11 @@ build/docs/.installed: locks/docs.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --require-hashes --only-binary :all: -r $<
 	@touch $@
+
+dashboards-shot: setup ## draw every dashboard with Grafana's components, in build/dashboards (needs npm, Chromium, Prometheus)
+	mkdir -p build/dashboards/npm && cp deploy/dashboards/shot/* build/dashboards/npm
+	cd build/dashboards/npm && npm ci --no-audit --no-fund --ignore-scripts --loglevel=error && npm run --silent build
+	PYTHONPATH=tests $(BIN)/python tests/dashboards_shot.py
 
 page: ## pack the page again from service/page/src (needs npm)
 	cd service/page && npm ci --no-audit --no-fund --ignore-scripts && npm run check && npm run build

@@ -178,7 +178,7 @@ def scraping(target: str, directory: Path, *, run: str) -> Iterator[Prometheus]:
     assert text.count("127.0.0.1:9400") == 1 and text.count("scrape_interval: 5s") == 1
     text = text.replace("127.0.0.1:9400", target)
     text = text.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
-    with _serving(text, directory) as address:
+    with serving(text, directory) as address:
         yield Prometheus(address=address, instance=target, run=run)
 
 
@@ -212,15 +212,15 @@ def scraping_all(
         config["rule_files"] = [str(directory.parent / "rules.yaml")]
     if alertmanager:
         config["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
-    with _serving(yaml.safe_dump(config), directory) as address:
+    with serving(yaml.safe_dump(config), directory) as address:
         yield Prometheus(address=address, instance="", run=run)
 
 
 @contextlib.contextmanager
-def _serving(text: str, directory: Path) -> Iterator[str]:
+def serving(text: str, directory: Path) -> Iterator[str]:
     """Run Prometheus with a configuration. Yields: its URL."""
     tools = find_tools()
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     config, output = directory / "prometheus.yml", directory / "output"
     config.write_text(text)
     address = f"127.0.0.1:{free_port()}"
