@@ -59,9 +59,9 @@ _OF_PLACES = '__name__=~"rayloom_train_steps_total|ray_cluster_active_nodes"'
 # The units by their names in Grafana.
 UNITS = {
     Unit.NUMBER: "none",
-    Unit.NATS: "suffix: nats",
+    Unit.NATS: "suffix:nats",
     Unit.SHARE: "percentunit",
-    Unit.VERSIONS: "suffix: versions",
+    Unit.VERSIONS: "suffix:versions",
     Unit.SECONDS: "s",
 }
 # Keys that the SDK writes for all variables, and that Grafana accepts only for intervals or never.
@@ -129,7 +129,7 @@ class Panel:
     title: str
     description: str
     unit: str = ""
-    """One of Grafana's units, such as "s" or "suffix: nats"; statistics have their own unit."""
+    """One of Grafana's units, such as "s" or "suffix:nats"; statistics have their own unit."""
     statistics: Mapping[str, str] = field(default_factory=dict)
     """The names of statistics by legend; all have one unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Panel:
     is_stacked: bool = False
     is_logarithmic: bool = False
     min: float | None = None
-    """Start of the axis; None for the smallest value."""
+    """Start of the axis; None for the smallest value, or 0 if the panel is stacked."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """The smallest value of each colour, in ascending order; the first is -.inf."""
@@ -162,6 +162,16 @@ class Panel:
             legend: query.replace(RUN, RUN_OF_PLACE).replace(RAY_CLUSTER, RAY_CLUSTER_OF_PLACE)
             for legend, query in found.items()
         }
+
+    @property
+    def has_legend_beside(self) -> bool:
+        """Whether the legend is to the right of the curves, because three lines may be too few.
+
+        The name of a replica is so long that it would leave too little width for the curves.
+        """
+        has_labels = any("{{" in legend for legend in self.queries)
+        has_replicas = any("{{replica}}" in legend for legend in self.queries)
+        return (len(self.series) > 3 or has_labels) and not has_replicas
 
     @property
     def series_unit(self) -> str:
@@ -385,8 +395,8 @@ def _common(builder: P, panel: Panel, number: int, place: models.GridPos) -> P:
         .unit(panel.series_unit)
         .targets(_targets(panel))
     )
-    if panel.min is not None:
-        builder = builder.min(panel.min)
+    if panel.min is not None or panel.is_stacked:
+        builder = builder.min(panel.min or 0)
     if panel.max is not None:
         builder = builder.max(panel.max)
     if panel.thresholds:
@@ -433,12 +443,15 @@ def _targets(panel: Panel) -> list[Builder[Any]]:
 def _number(panel: Panel) -> stat.Panel:
     is_name = panel.look is Look.NAME
     colours, texts = shared.BigValueColorMode, shared.BigValueTextMode
+    orientations = shared.VizOrientation
     return (
         stat.Panel()
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
         .color_mode(colours.VALUE if panel.thresholds else colours.NONE)
         .graph_mode(shared.BigValueGraphMode.NONE)
         .text_mode(texts.NAME if is_name else texts.AUTO)
+        # Side by side, several names are too small to read.
+        .orientation(orientations.HORIZONTAL if is_name else orientations.AUTO)
         .color_scheme(sdk.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
     )
 
@@ -446,6 +459,7 @@ def _number(panel: Panel) -> stat.Panel:
 def _lines(panel: Panel) -> timeseries.Panel:
     stacking = shared.StackingMode.NORMAL if panel.is_stacked else shared.StackingMode.NONE
     scale = common.ScaleDistributionConfig().type(shared.ScaleDistribution.LINEAR)
+    places = shared.LegendPlacement
     if panel.is_logarithmic:
         scale = common.ScaleDistributionConfig().type(shared.ScaleDistribution.LOG).log(10)
     builder = (
@@ -458,7 +472,7 @@ def _lines(panel: Panel) -> timeseries.Panel:
         .legend(
             common.VizLegendOptions()
             .display_mode(shared.LegendDisplayMode.TABLE)
-            .placement(shared.LegendPlacement.BOTTOM)
+            .placement(places.RIGHT if panel.has_legend_beside else places.BOTTOM)
             .show_legend(True)
             .calcs(["lastNotNull"])
             .sort_by("Last *")
@@ -470,6 +484,9 @@ def _lines(panel: Panel) -> timeseries.Panel:
             .sort(shared.SortOrder.DESCENDING)
         )
     )
+    if panel.min == 0 and panel.unit in ("none", UNITS[Unit.VERSIONS]):
+        # Grafana's axis goes to 100 while a count is 0.
+        builder = builder.axis_soft_max(1)
     if panel.thresholds:
         style = common.GraphThresholdsStyleConfig().mode(shared.GraphTresholdsStyleMode.DASHED)
         builder = builder.thresholds_style(style)

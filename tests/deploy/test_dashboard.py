@@ -208,6 +208,29 @@ def test_a_panel_that_shows_the_present_asks_for_no_past() -> None:
     assert {panel["options"]["graphMode"] for panel in stats} == {"none"}
 
 
+def test_every_line_of_panels_is_as_wide_as_the_dashboard() -> None:
+    for tree in TREES.values():
+        widths: Counter[int] = Counter()
+        for panel in tree["panels"]:
+            widths[panel["gridPos"]["y"]] += panel["gridPos"]["w"]
+        assert set(widths.values()) == {COLUMNS}, tree["title"]
+
+
+def test_axes_and_legends_suit_what_a_panel_shows() -> None:
+    shown = {panel["title"]: panel for panel in TREES["rayloom-inference"]["panels"]}
+    custom = {title: panel["fieldConfig"]["defaults"] for title, panel in shown.items()
+              if panel["type"] == "timeseries"}  # fmt: skip
+    # Grafana begins a stack at its lowest series, and shows a count of 0 on an axis to 100.
+    assert custom["Time of a publish, by phase"]["min"] == 0
+    assert custom["Failed publishes"]["custom"]["axisSoftMax"] == 1
+    assert "axisSoftMax" not in custom["KV cache in use"]["custom"]
+    places = {title: shown[title]["options"]["legend"]["placement"] for title in custom}
+    assert places["Requests that end, by reason"] == "right"
+    assert places["Failed publishes"] == places["KV cache in use"] == "bottom"
+    # Grafana puts a space before a suffix itself.
+    assert not [item for item in PANELS if "suffix: " in item["fieldConfig"]["defaults"]["unit"]]
+
+
 def test_a_title_stands_once_in_a_dashboard() -> None:
     for spec in SPECS:
         titles = [panel.title for panel in spec.panels]
