@@ -22,7 +22,7 @@ from actors.merge.packing import WeightedSample, pack_minibatch
 from actors.network import LOOPBACK
 from actors.trainer.process_group import keep_freed_memory, open_store
 from actors.trainer.rank import TrainerRank
-from actors.trainer.settings import RankSettings, TrainerSettings, WeightBackend
+from actors.trainer.settings import LoraSettings, RankSettings, TrainerSettings, WeightBackend
 from actors.trainer.statistics import StepStats
 from actors.types import Dtype
 from benchmarks.pairs import time_once
@@ -57,6 +57,7 @@ def start_rank(
     num_threads: int,
     dtype: Dtype = Dtype.FLOAT32,
     loss: LossSettings | None = None,
+    lora: LoraSettings | None = None,
 ) -> TrainerRank:
     """Start the trainer's one rank in this process."""
     keep_freed_memory()
@@ -67,6 +68,7 @@ def start_rank(
             learning_rate=LEARNING_RATE,
             warmup_updates=0,
             threads=num_threads,
+            lora=lora,
         ),
         # Every step takes the same tokens, which become older by a version each time.
         algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),

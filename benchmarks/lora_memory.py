@@ -1,0 +1,101 @@
+"""Measure the memory of a trainer's rank with LoRA beside training of all weights.
+
+    python -m benchmarks.lora_memory MODEL
+
+Each side starts the one rank of a run in a process of its own and makes two steps: the first step
+creates the optimiser's state. Peaks are VmHWM of the process, of the start and of the second step.
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from actors.trainer.settings import LoraSettings
+from actors.types import Dtype
+from benchmarks.environment import describe_environment
+from benchmarks.loss_memory import status_bytes
+from benchmarks.side_ours import make_shard, num_tokens_of, start_rank, train
+from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh
+
+SHAPE = UpdateShape(prompt=128, turns=1, sampled=48, observed=0, groups=1, group_size=8)
+SIDES: dict[str, tuple[Dtype, bool]] = {
+    "all_weights": (Dtype.FLOAT32, False),
+    "adapters": (Dtype.FLOAT32, True),
+}
+
+
+def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one side in this process, which has done nothing else."""
+    dtype, has_adapters = SIDES[side]
+    vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
+    weighted = weigh(make_trajectories(SHAPE, vocabulary=vocabulary))
+    shard = make_shard(weighted, budget=options.budget)
+    imported = status_bytes("VmRSS")
+    lora = LoraSettings(rank=options.rank) if has_adapters else None
+    with tempfile.TemporaryDirectory() as directory:
+        rank = start_rank(
+            options.model,
+            Path(directory),
+            num_threads=options.threads,
+            dtype=dtype,
+            lora=lora,
+        )
+        start_peak = status_bytes("VmHWM")
+        train(rank, shard)
+        Path("/proc/self/clear_refs").write_text("5")
+        train(rank, shard)
+        step_peak = status_bytes("VmHWM")
+        rank.close()
+    return {
+        "imported_bytes": imported,
+        "start_peak_bytes": start_peak,
+        "step_peak_bytes": step_peak,
+        "num_tokens": num_tokens_of(shard),
+    }
+
+
+def main() -> None:
+    """Measure every side in a separate process, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="directory of the model")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a packed row")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measure_here(options.side, options)))
+        return
+    command = [sys.executable, "-m", "benchmarks.lora_memory", *sys.argv[1:], "--side"]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    measured = {
+        side: json.loads(
+            subprocess.run(
+                [*command, side], check=True, stdout=subprocess.PIPE, env=environment
+            ).stdout.splitlines()[-1]
+        )
+        for side in SIDES
+    }
+    result = {
+        "benchmark": "lora_memory",
+        "model": Path(options.model).name,
+        "rank": options.rank,
+        **measured,
+        **describe_environment("torch", "transformers"),
+        "threads": options.threads,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
