@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a packed row")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help="measure only this side")
     options = parser.parse_args()
     if options.side:
         print(json.dumps(measure_here(options.side, options)))
