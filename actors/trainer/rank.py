@@ -631,7 +631,7 @@ def mfu(
     num_ranks: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Return {"mfu": value}; {} if num_parameters or peak is None, or nothing was trained.
+    """Return the statistic `mfu`; {} if num_parameters or peak is None, or nothing was trained.
 
     Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
     Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
