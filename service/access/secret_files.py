@@ -85,7 +85,7 @@ def read_secret(file: Path) -> str:
         text = content.decode().strip()
     except UnicodeDecodeError:
         # The error's own text would show a part of the secret.
-        raise ValueError("got bytes that are no UTF-8, expected text") from None
+        raise ValueError("got bytes that are not UTF-8, expected text") from None
     if not text:
         raise ValueError("got an empty file, expected a key or URL")
     return text

@@ -87,7 +87,7 @@ class CheckpointAnswer(StrictBody):
     policy_version: int
     term: int
     committed_at: float = Field(description="seconds since 1970")
-    bytes: int | None = Field(description="of its files; null: they are gone")
+    bytes: int | None = Field(description="bytes of its files; null: the files are gone")
     can_go_back: bool
     why_not: str
 
@@ -103,13 +103,20 @@ class EvaluationAnswer(StrictBody):
     temperature: float
     num_tasks: int
     num_samples: int
-    reward_mean: float | None = Field(description="over all samples: avg@n")
-    scaled_reward_mean: float | None = Field(description="as a share of the best possible reward")
-    standard_error: float | None = Field(description="of that mean, over tasks; null: one task")
+    reward_mean: float | None = Field(description="mean reward over all samples: avg@n")
+    scaled_reward_mean: float | None = Field(
+        description="the same mean, as a share of the best possible reward"
+    )
+    standard_error: float | None = Field(
+        description="standard error of that mean, over the tasks; null: there is one task"
+    )
     pass_reward: float
-    pass_at: dict[int, float] = Field(description="by k, the unbiased estimate over all tasks")
+    pass_at: dict[int, float] = Field(
+        description="pass@k by k: the unbiased estimate over all tasks"
+    )
     majority_mean: float | None = Field(
-        description="of each task's most frequent answer: majority@n; null: there are no answers"
+        description="mean reward of each task's most frequent answer: majority@n; null: there are "
+        "no answers"
     )
     outcomes: dict[str, int]
     num_failed: int = Field(
@@ -141,8 +148,8 @@ class ReplicaAnswer(StrictBody):
 
 class PolicyAnswer(StrictBody):
     version: int
-    is_trained: bool = Field(description="it is the trainer's newest")
-    is_published: bool = Field(description="engines load it, or have it")
+    is_trained: bool = Field(description="whether it is the trainer's newest version")
+    is_published: bool = Field(description="whether engines load it, or have it")
     is_republished: bool = Field(description="the weights of the version before, published again")
     checkpoints: list[str]
     replicas: list[ReplicaAnswer]

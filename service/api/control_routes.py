@@ -98,7 +98,7 @@ class EvaluationBody(StrictBody):
         None, description="constraint on the form of each reply; null: none"
     )
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES, strict=True), WHOLE] = Field(
-        1, description="of each task: n of pass@k and avg@n"
+        1, description="samples of each task: n of pass@k and avg@n"
     )
     num_tasks: Annotated[int, Field(ge=1, strict=True), WHOLE] | None = Field(
         None, description="number of held-out tasks, from the first on; null: all, or `tasks`"
@@ -114,13 +114,13 @@ class EvaluationBody(StrictBody):
         "if the environment knows it",
     )
     ks: list[Annotated[int, Field(ge=1, strict=True), WHOLE]] | None = Field(
-        None, max_length=32, description="of pass@k; null: 1 and num_samples"
+        None, max_length=32, description="each k of pass@k; null: 1 and num_samples"
     )
 
     @model_validator(mode="after")
     def _fits(self) -> EvaluationBody:
         if self.tasks and self.num_tasks is not None:
-            raise ValueError("got tasks and num_tasks, expected one of them")
+            raise ValueError("got tasks and num_tasks, expected one of them; leave one out")
         if len(set(self.tasks)) < len(self.tasks):
             raise ValueError("tasks: an id occurs more than once; raise num_samples instead")
         if self.num_samples > 1 and self.temperature == 0:

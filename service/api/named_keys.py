@@ -112,5 +112,9 @@ def add_keys(app: FastAPI, run: RunPort) -> None:
         repeated. Every replica notices within three seconds."""
         key = await run.revoke_key(name)
         if key is None:
-            raise Problem(404, "unknown-key", f"the run has no key with the name {name!r}")
+            raise Problem(
+                404,
+                "unknown-key",
+                f"the run has no key with the name {name!r}; see GET {PREFIX}/keys",
+            )
         return KeyAnswer.model_validate(key)

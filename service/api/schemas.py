@@ -100,7 +100,8 @@ class TaskBody(StrictBody):
 
     id: RolloutId = Field(description="chosen by you; unique in your tenant")
     seed: Annotated[int, Field(ge=0, le=MAX_TASK_SEED, strict=True), WHOLE] | None = Field(
-        None, description="of every random choice of the environment; null: derived from the id"
+        None,
+        description="seed of every random choice of the environment; null: derived from the id",
     )
     data: TaskData = Field(default_factory=dict, description="for the environment")
     num_samples: NumSamples | None = Field(None, description="rollouts of it; null: the batch's")
@@ -188,8 +189,8 @@ class SampleAnswer(StrictBody):
     )
     turns: int = 0
     sampled_tokens: int = 0
-    step: int | None = Field(description="the training step that it left with")
-    reason: str | None = Field(description="why it was evicted")
+    step: int | None = Field(description="the training step that took it; null: none")
+    reason: str | None = Field(description="why it was evicted; null: it was not")
     detail: str = ""
 
     @classmethod
@@ -280,14 +281,14 @@ class EntryAnswer(StrictBody):
     outcome: Outcome | None
     reward: float | None
     step: int | None = Field(
-        description="the training step that a rollout left with; in `went_back`, the step that the "
-        "run continues from"
+        description="the training step that took the rollout; in `went_back`, the step from which "
+        "the run continues"
     )
     reason: EvictionReason | None = Field(description="in `evicted`")
     session_status: SessionStatus | None
     void_after: int | None = Field(
         description="in `went_back`: `admitted`, `trained` and `evicted` entries after this number "
-        "are void, and are sent again"
+        "are void; new entries report these events when they happen again"
     )
 
     @classmethod

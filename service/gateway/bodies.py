@@ -93,14 +93,17 @@ class LimitsBody(StrictBody):
         None, description="sampled tokens; at most rollouts.max_tokens_per_turn"
     )
     ttl_seconds: Seconds | None = Field(
-        None, description="from its admission to its end; at most rollouts.episode_deadline_s"
+        None,
+        description="from the session's admission, or its claim, to its end; at most "
+        "rollouts.episode_deadline_s",
     )
     idle_seconds: Seconds | None = Field(
-        None, description="without a request; at most sessions.idle_s"
+        None, description="without a request until the session ends; at most sessions.idle_s"
     )
     reward_seconds: Seconds | None = Field(
         None,
-        description="from the finish to a pending reward; at most sessions.reward_deadline_s",
+        description="from the finish until a pending reward must be given; at most "
+        "sessions.reward_deadline_s",
     )
 
 
@@ -267,7 +270,7 @@ class FinishBody(StrictBody):
     turn: TurnNumber | None = Field(
         None,
         description="the number of the judged turn, which gets reward and components; null: the "
-        "newest of a conversation that continued",
+        "newest trained turn of a conversation that continued",
     )
     outcome: StatedOutcome | None = Field(None, description="null: the gateway decides")
     detail: str = Field("", max_length=2000, description="why, for people")
@@ -275,7 +278,7 @@ class FinishBody(StrictBody):
     @model_validator(mode="after")
     def _agree(self) -> FinishBody:
         if self.reward_pending and self.reward is not None:
-            raise ValueError("reward_pending with a reward; expected one of them")
+            raise ValueError("got a reward and reward_pending, expected one of them; leave one out")
         return self
 
     @property
@@ -314,7 +317,7 @@ class NewSession(StrictBody):
 
     id: str
     base_url: str = Field(description="for the OpenAI protocols; Anthropic's is without /v1")
-    agent_key: str = Field(description="for the agent: it can sample, but give no reward")
+    agent_key: str = Field(description="for the agent: it can sample, but cannot give a reward")
     reward_key: str = Field(description="for the judge: it can end and reward the session")
     env: dict[str, str] = Field(description="environment variables to start an agent with")
 
@@ -414,8 +417,8 @@ class SessionAnswer(SessionLineAnswer):
     turns: int
     sampled_tokens: int
     ambiguous: int = Field(
-        description="conversations that continue from one of two turns with equal text, without "
-        "a sign of which: what was said before is not trained in them"
+        description="conversations that were rendered again, because they may continue any of "
+        "several turns with equal texts"
     )
     left_out: int = Field(description="turns that are not trained")
     left_out_turns: list[LeftOutTurn] = Field(

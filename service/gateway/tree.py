@@ -577,8 +577,8 @@ class SessionTree:
             return node
         raise Refused(
             RefusalCode.INVALID_REQUEST,
-            "previous_response_id: no response of this session has this id; send the id of one, or "
-            "the whole conversation without it",
+            "previous_response_id: no response of this session has this id; send the id of a "
+            "response of this session, or leave it out and send the whole conversation",
             param="previous_response_id",
         )
 

@@ -253,7 +253,11 @@ def _mask(
         raise fail(Fault.INVALID_MASK, "mask", "got another number, expected only 0 and 1")
     mask = values.astype(np.bool_)
     if turns is not None and (mask & ~sampled).any():
-        raise fail(Fault.INVALID_MASK, "mask", "a token of mask 1 is in no turn")
+        raise fail(
+            Fault.INVALID_MASK,
+            "mask",
+            "a token of mask 1 is in no turn, expected turns that contain all of them",
+        )
     return mask
 
 

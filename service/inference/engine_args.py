@@ -246,7 +246,7 @@ def engine_args_problems(given: Mapping[str, Any]) -> Iterator[str]:
     for name, value in given.items():
         key = f"inference.engine_args.{name}"
         if name in REFUSED:
-            yield f"{key}: expected no such argument: {REFUSED[name]}"
+            yield f"{key}: refused, expected it to be left out: {REFUSED[name]}"
         elif (expected := ALLOWED.get(name)) is None:
             near = difflib.get_close_matches(name, [*ALLOWED, *REFUSED], n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "docs/engine-args.md lists them"

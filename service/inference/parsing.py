@@ -117,7 +117,8 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
     except TypeError as error:
         if wanted == AUTO:
             logger.warning(
-                "inference: the chat template is that of %s, which does not fit the tokenizer (%s)",
+                "inference: the chat template is that of vLLM's parser %s, which cannot be used "
+                "with the tokenizer (%s)",
                 name,
                 error,
             )

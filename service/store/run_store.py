@@ -669,7 +669,10 @@ def _check_term(connection: Connection, term: int) -> None:
 
 def _lost(term: int, newest: Row[Any] | None) -> LeaseLost:
     if newest is None:
-        return LeaseLost(f"this supervisor had term {term} of the run, the store knows of none")
+        return LeaseLost(
+            f"this supervisor had term {term} of the run, but the run's database has no term: it "
+            "was replaced meanwhile"
+        )
     return LeaseLost(
         f"taken over by {newest.owner} (term {newest.term}, since {_utc(newest.acquired_at)}); "
         f"this supervisor had term {term} of the run and stops without writing"
