@@ -96,7 +96,7 @@ async def test_a_replaced_key_is_valid_without_a_restart_and_a_lost_one_stays(
         (b"", "got an empty file"),
         (b" \n\t\n", "got an empty file"),
         (b"short", "got 5 characters, expected at least 16"),
-        (b"\xff\xfe0123456789abcdef", "no UTF-8"),
+        (b"\xff\xfe0123456789abcdef", "not UTF-8"),
         (b"x" * (MAX_BYTES + 1), "more than 65536 bytes"),
     ],
 )
