@@ -331,7 +331,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), help="by default all")
     parser.add_argument("--model", type=Path, help="directory of SmolLM2, for the family sums")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=3, choices=range(1, 7))
+    parser.add_argument("--seeds", type=int, default=3, choices=range(2, 7))
     options = parser.parse_args()
     pretrained: Path | None = options.model
     names = options.families or [

@@ -3,7 +3,8 @@
     python -m benchmarks.lora_memory MODEL
 
 Each side starts the one rank of a run in a process of its own and makes two steps: the first step
-creates the optimiser's state. Peaks are VmHWM of the process, of the start and of the second step.
+creates the optimiser's state. Two peaks of the process's memory (VmHWM) are reported: during the
+start, and during the second step.
 Prints one line of JSON.
 """
 

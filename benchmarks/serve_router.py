@@ -102,7 +102,7 @@ async def load(port: int, route: str, *, num_clients: int, window_s: float) -> l
 
 
 def window(side: LineProcess, port: int, route: str, num_clients: int) -> Window:
-    """Measure one side once."""
+    """Load one server's route with clients for WINDOW_S, and return what was measured."""
     before = float(side.ask("cpu"))
     started = time.perf_counter()
     seconds = asyncio.run(load(port, route, num_clients=num_clients, window_s=WINDOW_S))

@@ -218,9 +218,9 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
             )
         if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
             raise BadTaskFile(
-                f"data set {path}: the first line is one name with {found!r} in it, expected names "
-                f"separated by {reader.reader.dialect.delimiter!r} in a {suffix} file; save it "
-                "with this separator"
+                f"data set {path}: the header has one column, whose name contains {found!r}; "
+                f"expected names separated by {reader.reader.dialect.delimiter!r} in a {suffix} "
+                "file; save it with this separator"
             )
         for row in reader:
             where = f"{path}, line {reader.line_num}"

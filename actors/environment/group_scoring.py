@@ -81,7 +81,7 @@ def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | No
         got = f"{len(found)} results" if isinstance(found, list | tuple) else type(found).__name__
         raise RewardError(
             f"score_group gave {got} for {num_answers} answers, expected a list with a StepResult "
-            "for each"
+            "for each, in their order; return one"
         )
     for result in found:
         if not isinstance(result, StepResult | None):

@@ -217,7 +217,7 @@ def _load(point: EntryPoint) -> EnvironmentFactory:
     if not callable(found):
         raise UnknownEnvironment(
             f"environment {point.name!r}: got a {type(found).__name__}, expected a class or a "
-            "function that returns an environment"
+            "function that returns an environment; name one"
         )
     factory: EnvironmentFactory = found
     return factory

@@ -117,7 +117,7 @@ class _Delta:
 
     token_ids: TokenIds
     num_closing: int
-    """Number of tokens at the start that end the reply."""
+    """Number of the first tokens of `token_ids` that close the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

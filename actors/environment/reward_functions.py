@@ -378,7 +378,7 @@ def _sendable(found: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """A placeholder for a value that is not a score; such a value may not be picklable."""
+    """Takes the place of a value that is not a score, because not every value can be pickled."""
 
     kind: str
     """Description of the value's type, such as "a list of 3"."""

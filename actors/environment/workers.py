@@ -73,7 +73,7 @@ class LostCalls:
     """
     count: int
     why: str
-    """The reason of the first of these calls."""
+    """Why the first of these calls was lost."""
     tasks: tuple[str, ...]
     """The known ids of the first tasks whose calls were lost, at most MAX_TASKS_NAMED of them."""
 

@@ -110,7 +110,7 @@ class Seat:
     store: str
     """HOST:PORT of the store at which the members meet."""
     name: str
-    """The group's prefix in the store; no two groups have the same name."""
+    """Prefix of this broadcast's keys in the store; no two broadcasts have the same."""
     rank: int
     """Rank of the member's first worker."""
     size: int
@@ -353,7 +353,7 @@ class Board:
         self._settle(now)
 
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
-        """Remove a replica: it is no longer waited for, and gets no seat.
+        """Remove a replica: it is no longer waited for, and has no part in later broadcasts.
 
         is_in_order: whether it was asked to end.
         """

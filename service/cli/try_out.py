@@ -267,7 +267,10 @@ async def _play_turns(
         step = _step(environment, action)
         result = await _ended("step", step, limit_s=rollouts.turn_deadline_s)
         if not isinstance(result, StepResult):
-            raise _Unplayed(f"step returned a {type(result).__name__}, expected a StepResult")
+            raise _Unplayed(
+                f"step returned a {type(result).__name__}, expected a StepResult; return one "
+                "from `step`"
+            )
         if (problem := reward_problem(result)) is not None:
             raise _Unplayed(problem)
         reward += result.reward

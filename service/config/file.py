@@ -282,7 +282,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except _NOT_YAML as error:
         raise ConfigError(f"configuration {path} is not YAML: {error}") from None
     except RecursionError:
-        raise ConfigError(f"configuration {path} is nested too deep; expected sections") from None
+        raise ConfigError(
+            f"configuration {path} is nested too deep, expected sections with settings; remove the "
+            "nesting"
+        ) from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"configuration {path} holds {type(tree).__name__}, expected sections such as "

@@ -49,10 +49,15 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
                 f"{KEY}: {settings.use} has no method {name}, expected write(point), flush() and "
                 "close(*, is_ended); add it"
             )
-        if inspect.iscoroutinefunction(method):
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
             raise ConfigError(
                 f"{KEY}: {settings.use}.{name} is async, expected a plain method, which a thread "
                 "calls; remove async"
+            )
+        if inspect.isgeneratorfunction(method):
+            raise ConfigError(
+                f"{KEY}: {settings.use}.{name} is a generator, whose body would never run, "
+                "expected a plain method; remove yield"
             )
         _check_call(method, name, arguments, named, use=settings.use)
 

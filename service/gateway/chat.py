@@ -66,9 +66,9 @@ class ChatRequest:
     """The id of the turn that the messages follow; empty: the client sends the whole
     conversation."""
     instructions: str | None = None
-    """Text of the request's `instructions`, a system message; None: the request has none. Without
-    `continues` it is also the first of `messages`, unless it is empty. With `continues` it replaces
-    the conversation's earlier instructions, and None keeps these."""
+    """Text of the request's `instructions`, a system message; None: the request has none. In a new
+    conversation it is also the first of `messages`, unless it is empty. With `continues`, a text
+    replaces the conversation's earlier instructions, and None keeps them."""
     may_call: bool = True
     """Whether tool calls are parsed from the reply; the prompt shows the tools in any case."""
     is_auxiliary: bool = False

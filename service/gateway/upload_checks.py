@@ -563,10 +563,10 @@ def _sample(
 
 
 def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
-    """Return the sample that another branches off, the number of shared tokens, and the reason.
+    """Return the sample from which a new one branches, how many tokens they share, and the reason.
 
-    The rule is that of `actors.environment.sample_builder`: the newest of the samples that shared
-    most tokens with its first prompt when that was sent.
+    Of the earlier samples, as they were when the new sample's first prompt was sent, the one with
+    the longest shared prefix is chosen; of equal ones the newest. `SampleBuilder` does the same.
     """
     if not earlier:
         return None, 0, None

@@ -112,27 +112,27 @@ class Uploads:
         except UploadsFull as error:
             raise Refused(
                 RefusalCode.TOO_MANY_REQUESTS,
-                f"{error}; send it again later, or close or drop incomplete groups",
+                f"{error}; send the request again later, or close or drop incomplete groups",
                 retry_after_s=RETRY_AFTER_S,
             ) from error
         except GroupDiffers as error:
             raise Refused(RefusalCode.CONFLICT, str(error)) from error
         except (LeaseLost, StoreError) as error:
-            raise unavailable(f"{error}; send it again") from error
+            raise unavailable(f"{error}; send the request again") from error
 
     async def view(self, name: str) -> UploadView | None:
         """Return an uploaded trajectory, or None if unknown. Raises: Refused."""
         try:
             return await self._thread.call(self._store.view, name)
         except StoreError as error:
-            raise unavailable(f"{error}; send it again") from error
+            raise unavailable(f"{error}; send the request again") from error
 
     async def drop(self, group: str) -> UploadGroup | None:
         """Delete a group's trajectories, as `UploadStore.drop` does. Raises: Refused."""
         try:
             return await self._thread.call(self._store.drop, group, term=self._term)
         except (LeaseLost, StoreError) as error:
-            raise unavailable(f"{error}; send it again") from error
+            raise unavailable(f"{error}; send the request again") from error
 
     async def play(self, assignment: RolloutAssignment) -> Trajectory:
         """Return the uploaded trajectory of a rollout."""

@@ -257,7 +257,9 @@ def _malformed_paid(window: Window) -> Finding | None:
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
     """Find marked trajectories that earn more than others of their group; otherwise None.
 
-    A mark that does not pay may be honest.
+    A pattern that does not pay may be honest.
+
+    Args: mark: for each trajectory, whether it shows the pattern. what: the pattern in words.
     """
     seen, gain = _rise(window, mark, window.is_graded), window.gain(mark)
     if seen is None or not _pays(window, gain):

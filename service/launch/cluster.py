@@ -203,7 +203,7 @@ def _init(**options: Any) -> None:
 
 
 def _join(address: str, config: Config) -> None:
-    """Join the cluster at an address with the run's files. Raises: ConfigError."""
+    """Join the cluster at an address, and ship the run's files to it. Raises: ConfigError."""
     _connect(address, runtime_env=shipped_files(config, cwd=Path.cwd()))
 
 

@@ -74,8 +74,8 @@ def upload_next(
     newest = kept[0].directory if kept else ""
     if newest in copies or (uploaded is not None and uploaded.commit.directory == newest):
         names = {commit.directory for commit in kept}
-        for name in remote.children():
-            if name.startswith(_PREFIX) and name not in names:
+        for name in _candidates(remote):
+            if name not in names:
                 remote.child(name).remove()
     return uploaded
 
@@ -95,7 +95,14 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
             with run_dir.looked_into(may_be_older=True) as store:
                 leases = lease_digests(store)
         remote = RemoteDirectory(url)
-        _check_own(remote, _copies(remote), leases)
+        copies = _copies(remote)
+        _check_own(remote, copies, leases)
+        if not copies and (unknown := next(_candidates(remote), None)):
+            # It could be a checkpoint of another run's directory, which an upload would remove.
+            raise RemoteError(
+                f"{url} has {unknown}, but no complete copy; expected an address that only this "
+                "run uses; choose another one, or delete the rest of an interrupted upload"
+            )
         remote.check_writable()
     except (RemoteError, StoreError) as error:
         raise ConfigError(f"run.checkpoint_url: {error}") from error
@@ -168,10 +175,14 @@ def _local_copy(
                 return
 
 
+def _candidates(remote: RemoteDirectory) -> Iterator[str]:
+    """Return the names of the directories that may be copies, complete or not."""
+    return (name for name in remote.children() if name.startswith(_PREFIX))
+
+
 def _copies(remote: RemoteDirectory) -> dict[str, Marker]:
     """Return the markers of the complete copies by the name of their directory."""
-    names = [name for name in remote.children() if name.startswith(_PREFIX)]
-    markers = {name: remote.child(name).read() for name in names}
+    markers = {name: remote.child(name).read() for name in _candidates(remote)}
     return {name: marker for name, marker in markers.items() if marker is not None}
 
 

@@ -314,7 +314,8 @@ class Publisher:
         self._is_text_sent = False
         """Whether the board has this text; until then it may have the text of an earlier term."""
         self._later_text: CheckText | None = None
-        """The first text with a continuation; None before `check_start`, or if there is no text."""
+        """The text of the checks after publications: the first text with the tokens that continue
+        it. None before `check_start`, or if there is no text."""
         self._most_tokens, self._check_every, self._dtype = most_tokens, check_every, dtype
         self._is_quantised = is_quantised
         self._clock = clock

@@ -440,7 +440,10 @@ class FailureWatch:
             )
 
     def check_merge(self, step: int, report: StepReport, *, notices: Sequence[str]) -> None:
-        """Raise RunFailed if too many steps were refused. notices: those of the merge actor."""
+        """Raise RunFailed if too many steps in a row had only misaligned trajectories.
+
+        Args: notices: of the merge actor; the error quotes the first.
+        """
         num_refused = report.evictions.get(EvictionReason.TOKEN_MISALIGNED, 0)
         is_refused = 0 < report.num_trajectories <= num_refused
         self._num_misaligned = self._num_misaligned + 1 if is_refused else 0

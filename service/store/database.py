@@ -98,7 +98,7 @@ class Database:
         self._given_up: dict[str, StoreError] = {}
         """Errors by the operation that failed for too long; later calls then try it only once."""
         self._away_since: dict[int, float] = {}
-        """By thread, the time (time.monotonic) since which it waits for the database."""
+        """For each waiting thread the time (time.monotonic) at which it began to wait."""
         self._writing = threading.Lock()
         # Distinguishes the writes of this process from those of others.
         self._name, self._num_writes = uuid4().hex, 0

@@ -279,7 +279,7 @@ class ReadOnlyStore:
         return True
 
     def _check_format(self, connection: Connection) -> None:
-        """Check that the format can be read or moved forward. Raises: StoreError."""
+        """Check that this version can read or migrate the database's format. Raises: StoreError."""
         number = self._read_format(connection)
         place = self._file.parent if self._file else self.location
         version = self._last_version(connection)
@@ -290,8 +290,9 @@ class ReadOnlyStore:
         )
         if number > self._format:
             raise StoreError(
-                f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy that "
-                "was made before; `rayloom export` still writes its policy"
+                f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy of "
+                "the database that it made before it changed the format; `rayloom export` still "
+                "writes its policy"
             )
         if number < FIRST_FORMAT:
             raise StoreError(

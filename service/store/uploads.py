@@ -262,9 +262,13 @@ class _Intake:
         if wanted is None or policy.id in self.taken_ids or group.num_members == wanted:
             return
         if group.num_members is not None or group.num_uploaded > wanted:
-            had = group.num_members or group.num_uploaded
+            had = (
+                f"{group.num_members} members"
+                if group.num_members is not None
+                else f"{group.num_uploaded} trajectories already"
+            )
             raise GroupDiffers(
-                f"group {own_id(policy.id)} has {had} members, got {wanted}; leave the number out, "
+                f"group {own_id(policy.id)} has {had}, got {wanted} members; leave the number out, "
                 "or upload to a group of another id"
             )
         self.groups[policy.id] = replace(

@@ -88,7 +88,9 @@ class RewardWatch:
             self.add(record.step, mean=mean, std=std or 0.0, num_returns=record.num_trajectories)
 
     def add(self, step: int, *, mean: float, std: float, num_returns: int) -> None:
-        """Add a step. mean, std: of its returns."""
+        """Add a step. mean, std: of its returns; a step whose mean is not finite is left out."""
+        if not (math.isfinite(mean) and math.isfinite(std)):
+            return
         last = [each.mean for each in list(self._steps)[-(LEVEL_STEPS - 1) :]] + [mean]
         self._steps.append(
             _Step(
@@ -125,7 +127,8 @@ class RewardWatch:
         if fall <= 0 or len(earlier) < MIN_EARLIER_STEPS:
             return None
         spread = max(*(median(each.std for each in of) for of in (earlier[-LEVEL_STEPS:], recent)))
-        if fall < MIN_SPREADS * spread:
+        # Rounding alone may move the mean of equal returns.
+        if fall < max(MIN_SPREADS * spread, 1e-9 * max(abs(before), abs(now))):
             return None
         usual = max(median(past), 0.0) if past else 0.0
         precision = math.sqrt(1 + window / LEVEL_STEPS)

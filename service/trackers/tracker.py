@@ -24,7 +24,7 @@ class Completion:
     outcome: str
     episode_return: float
     rewards: Mapping[str, float]
-    """The sum over its turns of each component of the reward."""
+    """Each component of the reward, summed over the trajectory's turns."""
     advantage: float | None
     """Mean over its trained tokens; None if it was not trained."""
     untrained: str

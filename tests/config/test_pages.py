@@ -9,9 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from actors.environment.protocol import Action, ToolCall
 from actors.environment.registry import resolve
@@ -119,3 +121,17 @@ def test_the_game_of_the_tutorial_is_its_example_and_is_played_as_shown(
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(place))
     assert "left." in first_observation(load_config(place / "sticks.yaml")).messages[1].content
+
+
+def test_each_block_of_yaml_on_a_page_can_be_read() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    block = re.compile(r"^ *```ya?ml\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    read = 0
+    for page in pages:
+        for found in block.findall(page.read_text()):
+            try:
+                list(yaml.safe_load_all(textwrap.dedent(found)))
+            except yaml.YAMLError as error:
+                pytest.fail(f"{page.name}: {error}\n{found}")
+            read += 1
+    assert read > 30

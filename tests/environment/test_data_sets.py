@@ -105,8 +105,12 @@ def test_every_form_of_the_same_rows_gives_the_same_tasks(tmp_path: Path) -> Non
     ("name", "content", "words"),
     [
         ("twice.csv", b"prompt,answer,answer\na,1,2\n", "the column answer occurs twice"),
-        ("semicolons.csv", b"prompt;answer\na;1\n", "one name with ';' in it.*separated by ','"),
-        ("commas.tsv", b"prompt,answer\na,1\n", "one name with ',' in it"),
+        (
+            "semicolons.csv",
+            b"prompt;answer\na;1\n",
+            "one column, whose name contains ';'.*separated by ','",
+        ),
+        ("commas.tsv", b"prompt,answer\na,1\n", "one column, whose name contains ','"),
         ("latin.csv", "prompt\né\n".encode("latin-1"), "not UTF-8 text.*save it as UTF-8"),
         ("quoted.csv", b'prompt, "answer"\na,1\n', 'space before the quoted column "answer"'),
         ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer occurs twice"),

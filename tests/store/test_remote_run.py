@@ -138,6 +138,11 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
         source="test",
     )
     check_address(config)
+    foreign = tmp_path / "remote" / "step-000001-t1"
+    foreign.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has step-000001-t1, but no complete copy; expected an"):
+        check_address(config)
+    foreign.rmdir()
     empty = RunDir(path=tmp_path / "empty")
     with pytest.raises(ConfigError, match="has no complete copy of a checkpoint, expected"):
         fetch_missing(config, empty, tell=lambda text: None)

@@ -349,7 +349,8 @@ def test_a_run_of_another_format_is_refused_by_whoever_opens_it(tmp_path: Path) 
     store.close()
     remedies = {
         1: "finish it with the version that began it, or start a new run",
-        tables.FORMAT + 1: "use the newer Rayloom that wrote it, or the copy that was made before",
+        tables.FORMAT + 1: "use the newer Rayloom that wrote it, or the copy of the database that "
+        "it made before it changed the format",
     }
     for directory, number, by in (
         (old, 1, ""),

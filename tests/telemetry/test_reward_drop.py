@@ -81,6 +81,12 @@ def test_the_first_step_of_a_fall_after_a_rise_is_not_in_the_rise() -> None:
     assert drop is not None and drop.since == 101
 
 
+def test_equal_returns_and_a_mean_that_is_not_finite_are_no_fall() -> None:
+    assert first(found([0.7] * 300, std=0.0)) is None
+    assert first(found([1.0, 1.0 - 1e-12] * 150, std=0.0)) is None
+    assert first(found([*CALM, math.nan, math.inf, -math.inf, *CALM])) is None
+
+
 def test_a_constant_reward_that_falls_to_another_constant_is_found_at_once() -> None:
     drop = first(found([1.0] * 60 + [0.0] * 3, std=0.0))
     assert drop is not None and drop.found == 61

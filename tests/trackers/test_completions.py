@@ -67,6 +67,11 @@ class Async(Lines):
     async def write(self, point): ...
 
 
+class Generator(Lines):
+    def write(self, point):
+        yield point
+
+
 def function(): ...
 """
 
@@ -168,6 +173,7 @@ async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
         ("my_trackers:NoFlush", {}, "no method flush.*add it"),
         ("my_trackers:OldClose", {}, r"close of .* called with \(is_ended=…\)"),
         ("my_trackers:Async", {}, "write is async, expected a plain method"),
+        ("my_trackers:Generator", {}, "write is a generator, whose body would never run"),
         ("my_trackers:Positional", {}, "the constructor of .* takes"),
         ("my_trackers:Lines", {"suffux": 1}, "suffux"),
         ("my_trackers:Lines", {"name": "a"}, "trackers.own.options: got name"),

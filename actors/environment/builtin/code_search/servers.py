@@ -79,7 +79,7 @@ def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, 
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         if left <= 0 or not poll.poll(left * 1000):
-            raise NoAnswer(f"no answer within {limit_s:g} s")
+            raise NoAnswer(f"the program gave no answer within {limit_s:g} s")
         chunk = os.read(descriptor, 2**16)
         data += chunk
         if not chunk or len(data) > _MAX_ANSWER_BYTES:
