@@ -177,7 +177,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     reward_components: Mapping[str, float] = msgspec.field(default_factory=dict)
     is_malformed: bool = False
     state_key: str | None = None
-    """As in `Turn`."""
+    """Key of the state that the turn met (`Turn.state_key`)."""
 
     @property
     def num_sampled(self) -> int:

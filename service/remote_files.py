@@ -71,9 +71,8 @@ class RemoteDirectory:
             remedy = f"pip install 'rayloom[{extra}]'" if extra else "install that package"
             raise RemoteError(f"{self.url} needs a package ({error}): {remedy}") from error
         except ValueError as error:
-            known = ", ".join(("s3", "gs", "file"))
             raise RemoteError(
-                f"{self.url}: {error}; expected a protocol that fsspec knows, such as {known}"
+                f"{self.url}: {error}; expected a protocol that fsspec knows, such as s3, gs, file"
             ) from error
         self._root = str(root).rstrip("/")
 

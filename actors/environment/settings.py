@@ -202,7 +202,8 @@ class EnvironmentActorSettings:
     own template."""
     groups_per_step: int
     keeps_last_observation: bool = False
-    """As in `play_episode`; true if the critic's value is used for the end of cut-off episodes."""
+    """Whether a sample ends with the tokens of the next prompt that fit, if that prompt leaves no
+    room for a reply. A critic values a cut-off episode by them."""
     num_steps: int = 0
     """Number of training steps of the run; 0 if nothing is trained."""
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)

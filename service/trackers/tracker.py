@@ -66,7 +66,7 @@ class Point:
     curves: Mapping[str, float]
     samples: Sequence[EvaluationSample] = field(default=())
     completions: Sequence[Completion] = field(default=())
-    """Completions of the step, as many as `trackers.completions` allows."""
+    """The step's first completions, at most `trackers.completions`; empty for an evaluation."""
 
 
 class Tracker(Protocol):
