@@ -58,7 +58,7 @@ PolicyFactory = Callable[[], PolicyClient]
 
 
 class EnvironmentActor:
-    """An asynchronous Ray actor with plain arguments, so that it can be started anywhere."""
+    """An asynchronous Ray actor that plays the queue's rollouts and evaluations."""
 
     def __init__(
         self,

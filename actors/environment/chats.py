@@ -154,7 +154,9 @@ class ChatEncoder:
         before: tuple[Message, ...],
         tools: tuple[ToolSchema, ...],
     ) -> list[int]:
-        """Return the ids of a rendering after its prompt. Raises: BadChat if it begins otherwise.
+        """Return the ids that follow the prompt in a rendering.
+
+        Raises: BadChat if the rendering begins otherwise.
 
         If only the text begins as the prompt does, because a token would join the end of the prompt
         and the beginning of the reply, the reply is encoded separately, as an engine samples it.

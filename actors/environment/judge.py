@@ -102,7 +102,7 @@ class Judge:
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
     ) -> tuple[str, int, int]:
-        """Ask, and keep a reply with a score even if no caller waits for it any longer."""
+        """Send a question, and keep a reply with a score even if no caller waits any longer."""
         found = await self._ask(question, line)
         with suppress(RewardError):
             self._read(found[0], (0, 0))
@@ -263,7 +263,7 @@ class _Line:
         self.pending: dict[str, asyncio.Future[tuple[str, int, int]]] = {}
 
     def forget(self, key: str, request: asyncio.Future[tuple[str, int, int]]) -> None:
-        """Remove an ended request; read its error, because no caller may wait for it."""
+        """Remove an ended request; read its error, because perhaps no caller waits for it."""
         self.pending.pop(key, None)
         if not request.cancelled():
             request.exception()

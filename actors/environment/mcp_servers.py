@@ -62,7 +62,7 @@ class ServerOptions:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files that its command names."""
+        """Return the files that the server's command names."""
         named = [Path(self.cwd or ".", part) for part in self.command]
         return tuple(path for path in named if path.is_file())
 
@@ -248,7 +248,7 @@ class McpServer:
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Close the lost server, unless another caller has, so that its next use opens it again.
+        """Close a lost server unless another caller has closed it; its next use opens it again.
 
         It waits until the server is closed: if the event loop ended in the middle, the closing
         would never end.
@@ -408,7 +408,7 @@ class ServerStderr:
             os.close(reading)
 
     def last_lines(self) -> str:
-        """Return its last lines, to append to an error's text; empty if it wrote nothing.
+        """Return the last lines of stderr, to append to an error's text; empty if it wrote nothing.
 
         Leaves out indented lines: the calls of a traceback would leave no room for its message.
         """

@@ -471,7 +471,7 @@ class ChatRenderer:
     def _is_ended(self, sampled: TokenIds, delta: _Delta) -> bool:
         """Whether the policy has ended a turn, or tokens that end it can be inserted.
 
-        If it is not, the delta would continue a call that may be cut off.
+        If the turn has not ended, the delta would continue a call that may be cut off.
         """
         return delta.num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 

@@ -93,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
-    """A function, and how to call it."""
+    """A user's reward function, and how to call it."""
 
     name: str
     function: Callable[..., Any]
@@ -378,7 +378,7 @@ def _sendable(found: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Other:
-    """Takes the place of a value that is not a score, because not every value can be pickled."""
+    """A substitute for a value that is not a score, because not every value can be pickled."""
 
     kind: str
     """Description of the value's type, such as "a list of 3"."""

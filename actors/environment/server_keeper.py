@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GRACE_S = 1.0
-"""Time for a server to end after SIGTERM."""
+"""Seconds that a server has to end after SIGTERM."""
 KILL_LIMIT_S = 2.0
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # linux/prctl.h

@@ -88,7 +88,7 @@ class GymnasiumOptions(TurnOptions):
 
 
 class GymnasiumEnvironment:
-    """One game."""
+    """An environment that plays one gymnasium game as text."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",

@@ -107,7 +107,7 @@ class OpenEnvOptions(TurnOptions):
 
 
 class OpenEnvEnvironment:
-    """One session of a server."""
+    """An environment whose episode is one session of an OpenEnv server."""
 
     data_schema: Mapping[str, Any] = {
         "type": "object",

@@ -42,7 +42,7 @@ from actors.types import Task
 from actors.user_code import CallTimedOut, describe, root_cause
 
 SINGLE_TURN = "single_turn"
-"""Its registered name."""
+"""Registered name of this environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

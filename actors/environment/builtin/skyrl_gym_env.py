@@ -56,7 +56,7 @@ class SkyRLGymOptions:
 
 
 class SkyRLGymEnvironment:
-    """One episode of the environment."""
+    """One episode of a skyrl-gym environment."""
 
     data_schema = PROMPT_DATA
 

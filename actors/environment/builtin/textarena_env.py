@@ -39,7 +39,7 @@ MAX_OPPONENT_MOVES = 200
 _moving = threading.Lock()
 
 Opponent = Callable[[str], str]
-"""Return the opponent's move, given all that it was shown so far."""
+"""A function that returns the opponent's move, given all text that the opponent has been shown."""
 
 
 def import_textarena() -> ModuleType:
@@ -83,7 +83,7 @@ class TextArenaOptions:
 
 
 class TextArenaEnvironment:
-    """One game."""
+    """An environment that plays one textarena game."""
 
     data_schema = NO_DATA
 

@@ -46,7 +46,7 @@ from actors.types import Task
 from actors.user_code import CallFailed, CallTimedOut
 
 TOOLS = "tools"
-"""Its registered name."""
+"""Registered name of this environment."""
 
 MAX_ERROR_CHARS = 500
 CLOSE_LIMIT_S = 5.0

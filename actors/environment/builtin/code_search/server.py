@@ -2,7 +2,8 @@
 
 It uses only the standard library, so that it starts in some twenty milliseconds and takes ten MiB.
 It is confined before it reads a request (`sandbox`); its caller (`servers`) enforces the time limit
-of a call by killing it. It ends with its input. Requests and answers are one line of JSON each.
+of a call by killing it. It ends when its input ends. Requests and answers are one line of JSON
+each.
 """
 
 from __future__ import annotations

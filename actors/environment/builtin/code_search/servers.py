@@ -89,7 +89,7 @@ def read_line(process: subprocess.Popen[bytes], *, limit_s: float) -> dict[str, 
 
 
 class _Server:
-    """One process; used by one thread."""
+    """A server's process, used by one thread."""
 
     def __init__(self, program: str) -> None:
         self._name = program.partition(".")[0]

@@ -51,7 +51,7 @@ class Bounds:
 
 
 class _Page:
-    """Lines up to a bound."""
+    """The lines of an answer, up to a bound."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds

@@ -134,7 +134,7 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _directory(target: int, parts: tuple[str, ...]) -> int:
-    """Open a directory below, after making it if needed; the caller closes the descriptor."""
+    """Open a directory below `target`, made if needed; the caller closes the descriptor."""
     current = os.dup(target)
     for part in parts:
         try:
