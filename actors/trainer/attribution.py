@@ -27,9 +27,9 @@ class GradientPart:
     """A part g of an update's gradient G."""
 
     norm: float
-    """|g|."""
+    """|g|, the Euclidean norm of the part."""
     dot: float
-    """g . G."""
+    """g . G, the dot product of the part with the whole gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class SplitGradient:
     """An update's gradient G, before clipping, and its parts."""
 
     norm: float
-    """|G|."""
+    """|G|, the Euclidean norm of the gradient."""
     rows: tuple[GradientPart, ...]
     """[N], the part of each row; their dot products add up to |G|^2."""
     groups: Mapping[str, GradientPart]

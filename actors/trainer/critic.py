@@ -35,7 +35,7 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Pull values towards their targets, not further from the old ones than `clip` in one step.
+    """Compute the loss of values against their targets; `clip` limits the change in one step.
 
     loss = sum_t w_t / 2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without a clip
     sum_t w_t / 2 (V - R)^2.   Source: the value loss of OpenAI Baselines' ppo2, described as detail
@@ -87,10 +87,10 @@ class Critic:
         *,
         max_context_tokens: int | None = None,
     ) -> None:
-        """Load the value model and shard it. Raises: NotImplementedError; OSError.
+        """Load the value model and shard it. Raises: the errors of `load_value_model`.
 
-        Args: model, max_context_tokens: as for `load_value_model`, which raises. settings: of the
-            critic. trainer: settings that its optimiser shares with the policy's.
+        Args: model, max_context_tokens: as for `load_value_model`. settings: of the critic.
+            trainer: settings that its optimiser shares with the policy's.
         """
         value_model = load_value_model(
             model,
@@ -108,8 +108,9 @@ class Critic:
 
     @torch.no_grad()
     def score(self, rows: tuple[MicroBatch, ...]) -> tuple[Float32s, ...]:
-        """Return the values of each row's states, [T] float32; that at t is of the state that
-        ends with token t.
+        """Return the values of each row's states, [T] float32.
+
+        Entry t is the value of the state that ends with token t.
         """
         values = tuple(self._values(row).cpu().numpy() for row in rows)
         self.trained.free_weights()

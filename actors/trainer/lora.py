@@ -201,7 +201,7 @@ def freeze_in(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of this name is half of an adapter."""
+    """Whether a parameter of this name is the matrix A or B of an adapter."""
     return name.endswith((".lora_A", ".lora_B"))
 
 

@@ -42,25 +42,25 @@ class RowTensors:
     """A packed row on the rank's device; [T] packed tokens, [M] trained tokens."""
 
     token_ids: Tensor
-    """[T] int64."""
+    """[T] int64, the packed tokens."""
     position_ids: Tensor
-    """[T] int64."""
+    """[T] int64, the position of each token on its path."""
     layout: PackedLayout
     """The layout, which determines the tokens that each token attends to."""
     loss_positions: Tensor
-    """[M] int64."""
+    """[M] int64, the positions whose logits predict a trained token."""
     targets: Tensor
-    """[M] int64."""
+    """[M] int64, the trained tokens."""
     behaviour_logprobs: Tensor
     """[M] float32, nats."""
     advantages: Tensor
-    """[M] float32."""
+    """[M] float32, the advantage of each trained token."""
     sampled_versions: Tensor
-    """[M] int64."""
+    """[M] int64, the policy version of each trained token."""
     loss_weights: Tensor
-    """[M] float32."""
+    """[M] float32, each trained token's share of the update."""
     trajectory_index: Tensor
-    """[M] int64."""
+    """[M] int64, the number of each trained token's trajectory in the row."""
     temperatures: Tensor | None
     """[M] float32; None if all are 1."""
     experts: ReplayedExperts | None

@@ -631,7 +631,9 @@ def mfu(
     num_ranks: int,
     peak: float | None,
 ) -> dict[str, float]:
-    """Return the statistic `mfu`; {} if num_parameters or peak is None, or nothing was trained.
+    """Return the share of the devices' peak FLOP/s that a step used, as the statistic `mfu`.
+
+    Returns: {} if num_parameters or peak is None, or if nothing was trained.
 
     Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
     Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3

@@ -70,7 +70,7 @@ class CheckText:
     """The text that an engine scores after it has loaded a version."""
 
     token_ids: Int32s
-    """[T] int32."""
+    """[T] int32, the tokens of the text."""
     first_scored: int = 1
     """Index of the first token whose score is compared; token 0 has no score."""
     temperatures: tuple[float, ...] = ()
@@ -89,7 +89,7 @@ class CheckSample:
 
     temperature: float
     token_ids: Int32s
-    """[N] int32."""
+    """[N] int32, the sampled tokens."""
     logprobs: Float32s
     """[N] float32, nats, at the sample's temperature."""
 

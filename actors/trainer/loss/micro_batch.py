@@ -33,19 +33,19 @@ class MicroBatchTerms:
     """The trained tokens of one forward with their recorded values; all [M], on one device."""
 
     current_logprobs: Tensor
-    """float32, nats, with gradient."""
+    """float32, nats, of the current policy, with gradient."""
     behaviour_logprobs: Tensor
     """float32, nats."""
     entropies: Tensor
     """float32, nats."""
     advantages: Tensor
-    """float32."""
+    """float32, the advantage of each token."""
     loss_weights: Tensor
     """float32, each token's share of the update, computed by the merge actor."""
     trajectory_index: Tensor
     """int64, equal for the tokens of a trajectory, each less than M."""
     sampled_versions: Tensor
-    """int64."""
+    """int64, the policy version that sampled each token."""
     trainer_version: int
     """The policy version that the trainer held at the step's start."""
     old_logprobs: Tensor | None = None

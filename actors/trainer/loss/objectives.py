@@ -22,7 +22,7 @@ from actors.trainer.loss.divergence import Divergence, outside_trust_region
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Limit how far one update moves a token's probability.
+    """Compute a loss that limits how far one update moves a token's probability.
 
     loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).   Source: Schulman et al. 2017 (PPO),
     equation 7; two separate bounds: Yu et al. 2025 (DAPO), equation 10.
@@ -38,7 +38,7 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: f
 def dual_clip(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, bound: float
 ) -> Tensor:
-    """Bound also the loss of a token of negative advantage whose probability has grown a lot.
+    """Compute `ppo_clip` with a bound on the loss of a token of negative advantage and high ratio.
 
     loss = -max(min(r A, clip(r) A), bound A) if A < 0, otherwise as `ppo_clip`.
     Source: Ye et al. 2020, arXiv 1912.09729, section "Dual-clip PPO".
@@ -58,7 +58,7 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> Tensor:
-    """Clip the importance weight instead of the update, so that every token keeps a gradient.
+    """Compute a loss with a clipped importance weight; every token keeps a gradient.
 
     loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p.   Source: MiniMax-M1, arXiv
     2506.13585, equations 4 and 5 (clip_low 1 is the paper's own choice: no lower bound).
@@ -73,7 +73,7 @@ def cispo(
 def reinforce(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, ratio_cap: float
 ) -> Tensor:
-    """Weight the policy gradient of each token by its ratio, at most ratio_cap.
+    """Compute the policy-gradient loss of each token, weighted by its ratio, at most ratio_cap.
 
     loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE); the importance
     weight that data of another policy needs, truncated: Ionides 2008, Espeholt et al. 2018
@@ -87,7 +87,7 @@ def reinforce(
 
 
 def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
-    """Reduce the update by a smooth gate instead of a clip as the ratio moves away from 1.
+    """Compute a loss with a smooth gate that reduces the update as the ratio moves away from 1.
 
     loss = -(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_positive if A > 0, else tau_negative. The
     gradient for log p is -4 g (1 - g) r A with g the sigmoid; at r = 1 it is -A for every tau.
@@ -104,7 +104,7 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
 def dppo(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, keep: Tensor, ratio_cap: float
 ) -> Tensor:
-    """Remove the gradient of tokens outside a trust region of divergence, instead of clipping.
+    """Compute a loss without gradient for the tokens outside a trust region of divergence.
 
     loss = -keep sg[min(r, ratio_cap)] A log p, keep from `divergence.outside_trust_region`.
     Source: Qi et al. 2026 (DPPO), arXiv 2602.04879; the truncated, detached ratio times log p is
@@ -136,7 +136,7 @@ class TokenLosses:
     """An objective's losses, and the tokens that it clipped."""
 
     losses: Tensor
-    """[M] float32, with gradient."""
+    """[M] float32, the loss of each token, with gradient."""
     clipped_low: Tensor
     """[M] bool."""
     clipped_high: Tensor

@@ -50,8 +50,8 @@ class TinyShape:
     intermediate_size: int = 384
     max_positions: int = MAX_POSITIONS
     embedding_std: float = 0.3
-    """More than ten times the usual value: with smaller embeddings the policy took twice as many
-    steps to begin to use the hints."""
+    """Standard deviation of the initial embeddings; more than ten times the usual value, because
+    with smaller ones the policy took twice as many steps to begin to use the hints."""
 
 
 def build_tiny_model(
