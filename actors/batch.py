@@ -31,13 +31,13 @@ class MicroBatch:
     """
 
     token_ids: Int32s
-    """[T] int32."""
+    """[T] int32, the packed tokens."""
     position_ids: Int32s
-    """[T] int32, from the start of the path."""
+    """[T] int32, the position of each token on its path, from the root."""
     segment_lengths: Int32s
-    """[S] int32, at least 1."""
+    """[S] int32, the number of tokens of each segment, at least 1."""
     segment_parents: Int32s
-    """[S] int32, -1 for a root."""
+    """[S] int32, the index of each segment's parent; -1 for a root."""
     loss_positions: Int32s
     """[M] int32, positions in the row whose logits predict a trained token. A position that several
     samples share may appear several times, with different targets.
@@ -47,7 +47,7 @@ class MicroBatch:
     behaviour_logprobs: Float32s
     """[M] float32, nats, of the policy that sampled the tokens."""
     advantages: Float32s
-    """[M] float32."""
+    """[M] float32, the advantage of each trained token."""
     sampled_versions: Int32s
     """[M] int32, the policy version of each token."""
     loss_weights: Float32s

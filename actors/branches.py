@@ -90,7 +90,7 @@ def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | N
 
 
 def _find(ids: TokenIds, pattern: TokenIds, *, start: int) -> int | None:
-    """Return where the first `pattern` at or after `start` ends in `ids`; None if it is absent."""
+    """Return the end in `ids` of the first `pattern` at or after `start`; None if it is absent."""
     width = pattern.shape[0]
     if ids.shape[0] - start < max(width, 1):
         return None

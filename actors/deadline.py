@@ -1,8 +1,8 @@
 """Await with a deadline or during other work, without losing a cancellation; and retry.
 
-Not `asyncio.wait_for`: in Python 3.11 it loses a cancellation that arrives together with the
-result, and a loop around it then never stops. Called wherever an actor awaits another one, or an
-event.
+These functions replace `asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives
+together with the result, and a loop around it then never stops. Called wherever an
+actor awaits another one, or an event.
 """
 
 from __future__ import annotations

@@ -200,9 +200,9 @@ class Sample:
 
     trajectory_id: str
     turns: tuple[TurnSpan, ...]
-    """At least one, in the order of play."""
+    """The turns of the sample, at least one, in the order of play."""
     token_ids: TokenIds
-    """[T] int32."""
+    """[T] int32, prompt, sampled tokens and observations."""
     logprobs: LogProbs
     """[T] float32, nats, of the behaviour policy; 0 for tokens with mask 0."""
     versions: NDArray[np.int32]

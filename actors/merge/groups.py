@@ -228,7 +228,7 @@ def turn_rewards(trajectory: Trajectory) -> NDArray[np.float64]:
 
 
 def total(rewards: NDArray[np.float64]) -> float:
-    """Return the sum of the rewards in the order of play, as `Trajectory.episode_return`."""
+    """Sum the rewards in the order of play, as `Trajectory.episode_return` does."""
     return float(sum(rewards.tolist()))
 
 

@@ -32,13 +32,13 @@ class PrefixForest:
     """The layout of one row."""
 
     token_ids: Int32s
-    """[T] int32."""
+    """[T] int32, the tokens of the forest."""
     position_ids: Int32s
-    """[T] int32, from the start of the path."""
+    """[T] int32, the position of each token on its path, from the root."""
     segment_lengths: Int32s
-    """[S] int32, at least 1, sums to T."""
+    """[S] int32, the number of tokens of each segment, at least 1; the sum is T."""
     segment_parents: Int32s
-    """[S] int32, -1 for a root."""
+    """[S] int32, the index of each segment's parent; -1 for a root."""
     paths: tuple[Int32s, ...]
     """For each sample, in the order given, [L_b] int32: the positions of its tokens in the
     forest.
@@ -195,7 +195,7 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SortedItems:
-    """Trajectories, or bundles of neighbouring ones, in prefix order. [N] arrays.
+    """Trajectories, or bundles of neighbouring ones, in prefix order; arrays are [N].
 
     In this order the length of the prefix that two items share is the minimum over all pairs of
     neighbours between them; so one number for each pair of neighbours is enough to compute the size

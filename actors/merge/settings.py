@@ -21,7 +21,7 @@ class StepSettings:
     max_context_tokens: int
     """The divisor of aggregation constant if `algorithm.loss.constant_tokens` is not set."""
     seed: int
-    """Seeds the split into minibatches."""
+    """Seed of the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; an environment that is absent has the defaults."""
     temperatures: Mapping[str, float] = field(default_factory=dict)

@@ -268,8 +268,8 @@ class RolloutExchange:
 class GroupExchange:
     """An exchange that takes groups to be scored together, and returns them with their rewards.
 
-    This runs concurrently with the episodes. If the actor dies while it scores a group, the queue
-    hands the group out again, so that its functions may be called twice.
+    The exchange runs concurrently with the episodes. If the actor dies while it scores a group,
+    the queue hands the group out again, so that the scoring functions may be called twice.
     """
 
     def __init__(

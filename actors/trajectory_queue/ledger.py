@@ -74,7 +74,7 @@ class TokenCounts:
 
     trained: int = 0
     untrained: Mapping[TokenCause, int] = field(default_factory=dict)
-    """Only the causes that occurred."""
+    """Number of untrained tokens by cause; only causes that occurred."""
 
     @property
     def sampled(self) -> int:
