@@ -78,8 +78,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return where in `prompt` the sample's last tokens after `position` end; None if they are
-    absent.
+    """Return the end in `prompt` of the sample's last tokens, searched from `position`.
+
+    Returns: None if they are absent.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

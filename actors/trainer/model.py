@@ -52,7 +52,7 @@ class RowTensors:
     targets: Tensor
     """[M] int64, the trained tokens."""
     behaviour_logprobs: Tensor
-    """[M] float32, nats."""
+    """[M] float32, nats, of the policy that sampled the tokens."""
     advantages: Tensor
     """[M] float32, the advantage of each trained token."""
     sampled_versions: Tensor

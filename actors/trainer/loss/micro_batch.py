@@ -35,9 +35,9 @@ class MicroBatchTerms:
     current_logprobs: Tensor
     """float32, nats, of the current policy, with gradient."""
     behaviour_logprobs: Tensor
-    """float32, nats."""
+    """float32, nats, of the policy that sampled the tokens."""
     entropies: Tensor
-    """float32, nats."""
+    """float32, nats, of the current policy at each trained token."""
     advantages: Tensor
     """float32, the advantage of each token."""
     loss_weights: Tensor
@@ -49,9 +49,9 @@ class MicroBatchTerms:
     trainer_version: int
     """The policy version that the trainer held at the step's start."""
     old_logprobs: Tensor | None = None
-    """float32, nats; None if the settings do not need them."""
+    """float32, nats, of the policy at the step's start; None if the settings do not need them."""
     reference_logprobs: Tensor | None = None
-    """float32, nats; None if the settings do not need them."""
+    """float32, nats, of the reference model; None if the settings do not need them."""
 
     def __post_init__(self) -> None:
         values = [getattr(self, field.name) for field in fields(self)]

@@ -138,9 +138,9 @@ class TokenLosses:
     losses: Tensor
     """[M] float32, the loss of each token, with gradient."""
     clipped_low: Tensor
-    """[M] bool."""
+    """[M] bool, whether the token was clipped at a low ratio."""
     clipped_high: Tensor
-    """[M] bool."""
+    """[M] bool, whether the token was clipped at a high ratio."""
 
 
 def token_losses(
