@@ -68,7 +68,7 @@ def create_app(
 
 
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
-    """Return the digest of the first admin key, or the file from which it is read again."""
+    """Return the SHA-256 of the first admin key, or a file that is read again for a new key."""
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
     return SecretFile(

@@ -47,7 +47,10 @@ class ReadsKeys(Protocol):
 
 
 class Callers:
-    """Finds and counts the callers of an API replica; belongs to one event loop."""
+    """Finds the sender of each request to an API replica, and counts requests by key.
+
+    Belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -56,11 +59,10 @@ class Callers:
         first_digest: str | SecretFile[str] | None,
         defaults: KeyLimits = NO_LIMITS,
     ) -> None:
-        """Create the callers' register.
+        """Start with no keys read.
 
-        Args: first_digest: SHA-256 of the first admin key, or of the one that a file has; None:
-        there is none, and no key is required unless the run has named ones. defaults: limits of
-        keys without their own.
+        Args: first_digest: SHA-256 of the first admin key, or the file with that key; None: no
+        key is required unless the run has named keys. defaults: limits of keys without their own.
         """
         self._run = run
         self._first = first_digest
@@ -122,10 +124,10 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Read the keys unless they were read at `moment` or later, within PATIENCE_S.
+        """Read the run's keys, unless they were read at `moment` or later.
 
-        If the run does not answer in time, the last reading stays in use.
-        Raises: RunUnavailable if the keys were never read.
+        If the run does not answer within PATIENCE_S, keep the keys that were read last.
+        moment: in the event loop's time. Raises: RunUnavailable if the keys were never read.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S

@@ -65,7 +65,7 @@ class PauseAnswer(StrictBody):
 
 
 class InFlightAnswer(StrictBody):
-    """The work that continues during any pause."""
+    """The rollouts, engines and step in progress; a pause does not end them."""
 
     admitted: int = Field(description="rollouts in the window")
     playing: int = Field(description="admitted rollouts that are being played")
@@ -125,7 +125,7 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """A checkpoint, return or evaluation that continues after the request was answered."""
+    """A checkpoint, a return to one, or an evaluation, which continues after the answer."""
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
 
@@ -158,7 +158,8 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    Versions count within the lineage of the newest term.
+    A return to a checkpoint begins a new term, which may use a version's number for another policy.
+    Engines that have a version of an older term are listed in `starting`.
     """
 
     term: int

@@ -4,7 +4,7 @@ reaches directly.
 Serve calls `middlewares` in each process that opens such a server, because
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (`service.launch.cluster`). Without it Serve's
 proxy reads any sender's body without a limit, shows the names of all applications to everybody, and
-never closes a connection that sends half a head.
+never closes a connection on which a request's head stays incomplete.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Return the API's refusal of a request, by its head; empty if the API would read the body.
+        """Ask the API by a request's head; return its refusal, or [] if it would read the body.
 
-        It is also empty if the application is not ours and handles OPTIONS itself.
+        Also return [] if the application is not Rayloom's and handles OPTIONS itself.
         """
         asking = {
             **scope,

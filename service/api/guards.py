@@ -57,7 +57,7 @@ CheckSessionKey = Callable[[str, Headers], Awaitable[Response | None]]
 
 
 class Guards:
-    """ASGI middleware that makes the checks.
+    """ASGI middleware that checks each request's host, headers, key and body.
 
     It counts the bytes of each body, because Content-Length may be missing or wrong.
     """
@@ -126,10 +126,10 @@ class Guards:
             body.drop()
 
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
-        """Return the refusal of a request by its head; None: it is accepted.
+        """Check a request's head; return the refusal, or None if the request is accepted.
 
-        method: that of the request itself, if `door` asks about it. Raises: Problem;
-        RunUnavailable.
+        method: the request's own method, also if `door` asks about the request with OPTIONS.
+        Raises: Problem; RunUnavailable.
         """
         path = scope["path"]
         _check_headers(scope["headers"])
@@ -193,7 +193,7 @@ class Guards:
 
 
 def has_own_keys(path: str) -> bool:
-    """Return whether the route at a path checks a session's key itself."""
+    """Return whether the route at a path checks a session's key, instead of the guards."""
     return _SESSION_PATH.match(path) is not None
 
 

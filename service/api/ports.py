@@ -27,9 +27,9 @@ class RunPort(Protocol):
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all requests or none; they are stored when this returns.
+        """Accept all requests or none; accepted requests are stored when this returns.
 
-        Args: key: as in `SubmissionQueue.submit`. limits: those of the caller's key.
+        Args: key: as in `SubmissionQueue.submit`. limits: the limits of the caller's key.
         """
         ...
 
@@ -90,9 +90,10 @@ class RunPort(Protocol):
     def control(self) -> ControlPort: ...
 
     async def picture(self, *, term: int, after: int) -> RunPicture:
-        """Return the current state of the run, with the steps after `after`.
+        """Return the current state of the run, with the records of the steps after `after`.
 
-        If the run's term is not `term`, it has all steps.
+        term: the term of the steps that the caller has; if the run has another term, the result
+        has all steps.
         """
         ...
 

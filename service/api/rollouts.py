@@ -184,7 +184,7 @@ def add_rollouts(app: FastAPI, run: RunPort, settings: HttpSettings) -> None:
 
 
 def key_digest(idempotency_key: str | None, *, tenant: str) -> str:
-    """Digest a key for `RunPort.submit`; equal keys of two tenants do not collide."""
+    """Return the digest of an idempotency key and its tenant, for `RunPort.submit`."""
     if not idempotency_key:
         return ""
     # Neither contains a newline.

@@ -101,10 +101,10 @@ def with_free_port(config: Config, *, is_local: bool) -> Config:
 
 
 def http_settings(config: Config) -> HttpSettings:
-    """Return the API's settings. It removes the key from the environment: call it once, and first.
+    """Return the API's settings, and remove the API's key from the process's environment.
 
-    Raises: ConfigError for an API that anyone in the network could use, or without its own port;
-    for an environment that cannot be made.
+    Call it once, before anything else reads the key. Raises: ConfigError if anyone in the network
+    could use the API, if the metrics have the API's port, or if an environment cannot be made.
     """
     service = config.service
     if service.port == config.metrics.port != 0:

@@ -40,7 +40,10 @@ async def patiently(
     prefer: str | None,
     response: Response,
 ) -> Answer:
-    """Call `look` until its answer is enough or the time is up; report the wait in a header."""
+    """Call `look` until its answer is enough or the time in `prefer` is up.
+
+    Report the time that `prefer` grants in a header of `response`.
+    """
     wait_s = wait_of(prefer)
     if wait_s:
         response.headers["Preference-Applied"] = f"wait={wait_s}"

@@ -352,7 +352,7 @@ class CloseAnswer(StrictBody):
 class SessionsAnswer(StrictBody):
     """The sessions of a group, or the claimed session.
 
-    Their keys are not shown again, except to the same request sent again.
+    Sessions' keys are shown only in this answer, and again if the same request is sent again.
     """
 
     id: str
