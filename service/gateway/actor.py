@@ -124,10 +124,10 @@ class Gateway:
         return await player.play(assignment)
 
     async def ping(self) -> None:
-        """Return if the event loop is running: a blocked actor does not answer."""
+        """Return at once: if the event loop is blocked, the caller gets no answer."""
 
     async def stop(self) -> None:
-        """Accept no more requests, and store the changes that still wait."""
+        """Accept no more requests, and store all changes that are not stored yet."""
         await self._exchange.stop()
         self._sessions.close()
         await self._commits.close()

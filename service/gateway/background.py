@@ -1,4 +1,4 @@
-"""The gateway's background work: tasks that outlive their callers, and a thread."""
+"""The gateway's background work: tasks that outlive their callers, and a thread for long calls."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MOST_EXACT = 2**53
 
 
 class Link(NamedTuple):
-    """The place of a message in its conversation."""
+    """A message's position in its conversation, as the key of all messages up to it."""
 
     key: bytes
     """Key of the conversation up to and including this message."""
@@ -45,9 +45,9 @@ def links_of(
 ) -> list[Link]:
     """Return one link for each message of a conversation, or of its later messages.
 
-    Args: after: the key of the earlier messages, which were read before. num_calls: the number of
-    calls in them. call_before: returns the index of the newest of these calls that has an id, or
-    None if none of them has it.
+    Args: after: key of the earlier messages, if `messages` are later ones. num_calls: number of
+    calls in the earlier messages. call_before: maps an id to the index of the newest earlier call
+    that has it, or to None if no earlier call has it.
     """
     key, links = after, []
     numbers: dict[str, int] = {}

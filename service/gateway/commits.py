@@ -36,7 +36,7 @@ class StoreAway(Exception):
 
 
 class TooLate(Exception):
-    """The session has ended, or its submission is cancelled or over; nothing more is stored."""
+    """A change was not stored: its session has ended, or its submission is cancelled or over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Entry:
 
 
 class GroupCommit:
-    """The only writer of its sessions.
+    """Writes the changes of all sessions of a gateway, which has no other writer.
 
     If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`,
     to find out whether a transaction whose connection broke was committed.

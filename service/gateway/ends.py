@@ -83,9 +83,10 @@ def overdue(
 
 
 def seen_outcome(tree: SessionTree, cut: Cut | None, judged: int | None) -> Outcome:
-    """Return the outcome of a session whose client states none.
+    """Return the outcome of a session for which the client states no outcome.
 
-    judged: the number of the turn that the client named; None: it named none.
+    Args: cut: the last request that was refused for a limit, if any. judged: number of the turn
+    that the client named for the reward; None: it named none.
     """
     last = tree.last_of_main(judged)
     if last is None:
@@ -139,7 +140,7 @@ def totals_of(tree: SessionTree) -> SessionTotals:
 
 
 def closed(stored: StoredSession) -> Refused:
-    """Return the refusal of a request to a session that has ended, or is about to."""
+    """Return the refusal of a request to a session that has ended or is ending."""
     how = f"is {stored.end.status}" if stored.end else "is being ended"
     return Refused(
         RefusalCode.SESSION_CLOSED,

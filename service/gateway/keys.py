@@ -2,10 +2,10 @@
 
 Each key names its session, so that an agent needs only the key.
 
-They are derived from the key of the client that creates the session: the same request gets the same
-keys, and only their digests are stored. If the API requires no key, on loopback, they are derived
-from a random secret of the run (`service.launch.run_dir`), so that an agent, which knows its
-session's name, cannot compute the key that rewards it.
+Both are derived from the key of the client that creates the session: the same request gets the same
+keys, and only digests of the keys are stored. An API on loopback may require no key. Session keys
+are then derived from a random secret of the run (`service.launch.run_dir`): an agent knows its
+session's name, but must not be able to compute the judge's key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Find a sampled reply, or parts of it, in the messages of a later prompt.
 
-If a conversation starts over (a hand-off, a helper, a summary), only its text shows that it
-continues what was sampled before. Pure; called by a session's tree.
+If a client begins a new conversation (a hand-off, a helper, a summary), only the text shows that it
+continues an earlier one. Pure; called by a session's tree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Reply:
 
     message: Message
     history: Callable[[], Sequence[Message]]
-    """Returns the messages of the prompt from which it was sampled."""
+    """Returns the messages of the prompt from which the reply was sampled."""
 
     @cached_property
     def calls(self) -> frozenset[tuple[str, str]]:
@@ -39,7 +39,7 @@ class Reply:
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
-        """Return whether its own prompt had a text, which then does not identify this reply."""
+        """Return whether the reply's own prompt had a text: the text then identifies no reply."""
         return any(_has_words(each, text) for each in _texts(self.history()))
 
 

@@ -42,7 +42,7 @@ class Sampling:
     """A turn that is being sampled, and the request that waits for it."""
 
     call: ChatCall
-    """The request that began it."""
+    """The request for which the turn is sampled."""
     place: Place
     deadline_at: float
     """The deadline, in the event loop's time."""

@@ -189,7 +189,10 @@ class Session:
         self._note(TurnUnseen(session_id=self.stored.id, number=number))
 
     def _cut(self, call: ChatCall, place: Place, outcome: Outcome, *, num_turns: int) -> None:
-        """Record that a request is refused for a limit, unless the request is auxiliary."""
+        """Record that a request is refused because of a limit; ignore auxiliary requests.
+
+        num_turns: number of the session's turns at the refusal.
+        """
         if call.request.is_auxiliary:
             return
         before = self.stored.cut
@@ -199,7 +202,7 @@ class Session:
             self._note(SessionCut(session_id=self.stored.id, cut=cut))
 
     async def _store_end(self, end: SessionEnd) -> None:
-        """Store the session's end, or its pending reward. Raises: Refused."""
+        """Store the session's end, with or without its reward. Raises: Refused."""
         change = SessionEnded(
             session_id=self.stored.id, end=replace(end, totals=totals_of(self.tree))
         )

@@ -59,7 +59,7 @@ class GatewaySettings:
     chat_template: str | None
     """Chat template of the run; None: the tokenizer's own."""
     default_limits: KeyLimits = NO_LIMITS
-    """Limits of named keys without their own."""
+    """Limits of a named key that has no limits of its own."""
     finds_parser: bool = False
     """Whether calls are parsed as the chat template writes them (inference.tool_parser: auto)."""
     num_ahead: int = 0

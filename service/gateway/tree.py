@@ -94,12 +94,13 @@ class SessionCounts:
     left_out_tokens: Mapping[LeftOutReason, int]
     """Sampled tokens of the untrained turns."""
     num_malformed: int
-    """Number of malformed trained turns; the next fields too count only trained turns."""
+    """Number of trained turns whose reply is malformed."""
     num_inserted: int
     render_breaks: Mapping[str, int]
     """Number of breaks by `BreakReason`."""
     num_ambiguous: int
-    """Conversations that were rendered again because several turns with equal texts match."""
+    """Number of conversations of trained turns that were rendered again because several turns with
+    equal texts match."""
 
 
 class Reading(NamedTuple):
@@ -476,7 +477,7 @@ class SessionTree:
     def follows(self, place: Place) -> int | None:
         """Return the number of the turn that a request continues or whose reply its messages quote.
 
-        Of several quoted turns it is the newest; None: there is none.
+        Of several quoted turns, return the newest; None: the request follows no turn.
         """
         if place.parent is not None:
             return place.parent
@@ -583,9 +584,10 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[_Node]:
-        """Return the turns whose replies are the last sampled ones in a conversation.
+        """Return the turns whose reply is the last sampled reply of a conversation.
 
-        tools: consider only turns with these; None: all.
+        Several turns are returned if their conversations have equal texts.
+        Args: links: the messages. tools: key of the tools that a turn must have; None: any.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -596,7 +598,7 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: _Node | None
     ) -> tuple[Message, ...]:
-        """Return our own copies of messages; results of calls get our own ids of these calls."""
+        """Return the tree's copies of a client's messages, with the tree's own ids of calls."""
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
@@ -668,7 +670,7 @@ class SessionTree:
         return found
 
     def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
-        """Return whether a turn only asks for a title of another conversation, which continued."""
+        """Return whether a turn's only purpose is the title of a conversation that continued."""
         if not self._is_lonely(node) or self._quotes(node) or self._is_used(node):
             return False
         roots = (
@@ -739,7 +741,7 @@ class SessionTree:
     def _is_continuing(self, node: _Node) -> bool:
         """Return whether a turn's conversation has another turn, or quotes an earlier reply.
 
-        An auxiliary turn that continues it does not count.
+        Auxiliary turns of the conversation do not count as another turn.
         """
         is_continuing = node.parent is not None or node.root.num_of_task > 1
         return is_continuing or self._quotes(node.root)

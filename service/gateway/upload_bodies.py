@@ -77,7 +77,7 @@ class ExpertsBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True)
 
 
 class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A conversation's tokens; each branch of a trajectory is one."""
+    """The tokens of one branch of a trajectory: a conversation without forks."""
 
     token_ids: Integers
     """[T], <i4."""
@@ -93,14 +93,14 @@ class SampleBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """[T], <f4; 0 outside of the turns."""
     experts: ExpertsBody | None = None
     branch_reason: BranchReason | None = None
-    """Why it extends no earlier sample; null: derived from the ids."""
+    """Why the sample extends no earlier sample; null: derived from the token ids."""
 
 
 class TrajectoryBody(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     id: Name
     group: GroupName
     samples: Annotated[list[SampleBody], Meta(min_length=1, max_length=MAX_SAMPLES)]
-    """In the order in which they began."""
+    """The samples, in the order in which they began."""
     reward: float | None = None
     """Reward of the whole trajectory; null if it has none or `token_rewards` contain it."""
     components: dict[str, float] = {}

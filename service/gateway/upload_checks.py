@@ -445,14 +445,17 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: _Columns, right: _Columns, turn: TurnSpan) -> bool:
-    """Return whether turns with equal ids are one sampled turn, which would be trained twice."""
+    """Return whether a turn of two samples was sampled once: its log-probabilities are equal.
+
+    Compare only tokens that both samples train. turn: a turn with equal ids in both.
+    """
     trained = left.mask[turn.tokens] & right.mask[turn.tokens]
     same = left.logprobs[turn.tokens] == right.logprobs[turn.tokens]
     return bool(trained.any() and same[trained].all())
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Return whether the body has a reward; 0 counts as one."""
+    """Return whether the body has any reward; a reward of 0 counts."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards

@@ -1,8 +1,9 @@
 """The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
 
-A request is checked whole before any of it is stored; the answer reports what concerns single
-trajectories (stale, known, conflicting). A complete group is submitted before the answer: if that
-is refused, the same request again finds its trajectories known and submits the group.
+All of a request is checked before any part is stored; the answer has a result for each trajectory
+(stale, known, conflicting). A complete group is submitted before the answer. If the submission is
+refused, the client sends the same request again: its trajectories are then known, and the group is
+submitted.
 """
 
 from __future__ import annotations

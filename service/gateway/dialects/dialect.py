@@ -71,9 +71,9 @@ class Dialect:
     error_event: Callable[[Refused], bytes]
     """The error that ends a stream after its heartbeats."""
     count_path: str = ""
-    """Path of its POST route that counts the tokens of a request's prompt; empty: it has none."""
+    """Path of the POST route that counts a prompt's tokens; empty: the dialect has none."""
     counted: Callable[[int], dict[str, Any]] | None = None
-    """The answer of that route, as JSON."""
+    """Maps a prompt's number of tokens to the answer of the route `count_path`, as JSON."""
 
 
 _WORTH_ANOTHER_TRY = {RefusalCode.TOO_MANY_REQUESTS, RefusalCode.NOT_AVAILABLE}

@@ -361,7 +361,7 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Map the full name of a function in a namespace to the two fields that a call has for it."""
+    """Map a namespaced function's full name to the fields `namespace` and `name` of its calls."""
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
         for group in style.repeated.get("tools", ())

@@ -26,7 +26,7 @@ class Parameter:
 
     effect: Effect
     note: str
-    """Note for the docs: its form if it is read, else why it is ignored or refused."""
+    """Note for the docs: the parameter's form, or why it has no effect or is refused."""
     harmless: tuple[object, ...] = ()
     """Values of a refused parameter that change nothing, and are accepted."""
     is_ignorable: bool = False
