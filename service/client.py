@@ -357,7 +357,7 @@ def _retry_after_s(answer: httpx.Response) -> float | None:
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """Return the answer's JSON object; empty if it is something else, such as a proxy's page."""
+    """Return an answer's JSON object; an empty one if the body is not JSON, as a proxy's page."""
     try:
         found = answer.json()
     except ValueError:

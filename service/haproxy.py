@@ -1,8 +1,9 @@
-"""Whether Ray Serve receives HTTP through HAProxy instead of its own proxy, as users may choose.
+"""Find out whether Ray Serve receives HTTP through HAProxy, as users may choose, or its own proxy.
 
 HAProxy sends requests directly to the replicas of an application's ingress, which listen at their
 own ports on every interface of their nodes. Whoever reaches the node can therefore reach the
-replicas, whatever `service.host` is; and Serve refuses an ingress with its own router.
+replicas, whatever `service.host` is. With HAProxy, Serve refuses an ingress that has a router of
+its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Directories at fsspec addresses, such as s3://bucket/run, that are complete or do not exist.
 
 A directory is complete if it has the object `complete.json`, which names every other file with its
-size and SHA-256. Invariants: the marker is written last and removed first, so that a reader never
-takes a part of a directory for all of it; an interrupted upload continues with the files that are
-missing; downloaded bytes are compared with the marker. Each package of fsspec finds its credentials
-in its own usual places.
+size and SHA-256. Invariants: this marker is written last and removed first, so that a reader never
+mistakes a part of a directory for the whole; an interrupted upload continues with the missing
+files; downloaded bytes are compared with the marker. Each file system's package finds its
+credentials in its own usual places.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 
 class RemoteError(Exception):
-    """An address cannot be opened, read or written, or its files differ from the written ones."""
+    """An address cannot be opened, read or written, or its files differ from their marker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +149,9 @@ class RemoteDirectory:
         return marker
 
     def listing(self) -> dict[str, str]:
-        """Return a text that changes with a file's content, by the file's path, without a marker.
+        """Return a fingerprint of each file, by its path in the directory; needs no marker.
 
-        The text has the size, and the entity tag or the time if the file system has one.
+        A fingerprint is the size, with the entity tag or the time if the file system has one.
         """
         with self._translated("listed"):
             found = self._files.find(self._root, detail=True)
@@ -164,7 +164,7 @@ class RemoteDirectory:
         return texts
 
     def copy(self, directory: Path, names: Iterable[str]) -> None:
-        """Write files into a local directory, and compare only their sizes.
+        """Download the files `names` into a local directory, and compare only their sizes.
 
         Raises: OSError if a local file cannot be written.
         """

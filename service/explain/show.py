@@ -32,9 +32,10 @@ _ROW = TypeVar("_ROW", Contribution, GroupContribution)
 
 
 def ranked(rows: Sequence[_ROW], by: Order) -> list[_ROW]:
-    """Sort by size, largest first; rows with numbers that are not finite come first of all.
+    """Sort rows by size, the largest first, after all rows with a number that is not finite.
 
-    One such row makes the whole update not finite. Groups are always sorted by share or norm.
+    One row that is not finite makes the whole update not finite. Groups are always sorted by share
+    or norm.
     """
 
     def key(row: _ROW) -> float:

@@ -50,7 +50,7 @@ class StepSource:
         return self.step.step - 1 - self.weights_step
 
     def steps_between(self) -> tuple[JournalStep, ...]:
-        """Return the steps that lead from these weights to the step's. Raises: ConfigError."""
+        """Load the steps after the checkpoint's and before this one. Raises: ConfigError."""
         if len(self.between) < self.num_behind:
             raise ConfigError(
                 f"explain: --replay needs the journal of steps {self.weights_step + 1} to "
