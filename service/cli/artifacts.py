@@ -186,7 +186,7 @@ def move(run: Path, options: StoreOptions) -> str:
 
 
 def _is_same_file(url: str, other: str) -> bool:
-    """Return whether two URLs name one SQLite file, also by other paths to it."""
+    """Return whether two URLs name one SQLite file, even by different paths."""
     file, other_file = sqlite_file(url), sqlite_file(other)
     return file is not None and other_file is not None and file.resolve() == other_file.resolve()
 

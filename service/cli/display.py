@@ -302,8 +302,8 @@ def _policy(state: ProgressState, status: RunStatus) -> Text:
 
 
 def _tokens(tokens: TokenCounts) -> Text:
-    """Return the shares of sampled tokens: the trained one, and those of the most frequent causes
-    for which tokens were not trained.
+    """Return the share of sampled tokens that were trained, and the shares that were not, for the
+    most frequent causes.
     """
     if not tokens.sampled:
         return Text(units.UNKNOWN, style=DIM)

@@ -46,7 +46,7 @@ class InspectRequest:
     target: str
     """A run directory, a journal file, or a trajectory's id."""
     run: Path | None = None
-    """The run whose trajectory has this id; None for the newest run under runs/."""
+    """The run in which to find the trajectory `target`; None for the newest run under runs/."""
     html: Path | None = None
     """File for an HTML page; None shows the trajectory in the terminal."""
     audit: bool = False

@@ -418,7 +418,7 @@ def _store_options(
 
 
 def _fetch_missing(config: Config, resumed: Path) -> None:
-    """Make the directory of a run that is not on this machine from its copy at an address.
+    """Restore a run's directory from its copy at `run.checkpoint_url` if this machine lacks it.
 
     Raises: ConfigError.
     """
@@ -1078,7 +1078,7 @@ def explain(
 ) -> None:
     """Show how much each trajectory and group contributed to the update of a step.
 
-    Their gradients are computed again, from the journal and the newest checkpoint before the step.
+    The gradients are computed again, from the journal and the newest checkpoint before the step.
     """
     from service.cli.explain import ExplainRequest, run_explain
 
@@ -1232,7 +1232,7 @@ def keys_list(
 def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
     """Revoke a key permanently, and the keys of the sessions that it created.
 
-    A running service refuses them after at most three seconds.
+    A running service refuses these keys after at most three seconds.
     """
     from service.cli.keys import revoke
 

@@ -1,4 +1,4 @@
-"""Write to a terminal that may be gone: losing it never ends a run.
+"""Write to a terminal in such a way that the loss of the terminal never ends a run.
 
 The terminal or pipe may be closed, or the disk of a redirection full. After the first failed write
 the stream is redirected to /dev/null, so that neither later writes nor the interpreter's flush at

@@ -57,8 +57,8 @@ class Rates:
 class ProgressState:
     """The state of a display; it must receive every status, in order.
 
-    It keeps the rewards of every 2^k-th step of this lineage, with the smallest k for which at most
-    MAX_REWARDS remain.
+    It keeps the reward of every 2^k-th step that the run has not undone. k is the smallest number
+    for which at most MAX_REWARDS rewards are kept.
     """
 
     def __init__(self) -> None:

@@ -132,10 +132,10 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether a run calls the functions of one answer for a trajectory.
+    """Return whether to call the functions that score a single answer for this trajectory.
 
-    Environments with functions call them for each answer, but not for an episode that ended without
-    an answer. Other environments do not call them; then any last reply counts as an answer.
+    In the environments that have such functions, follow a run: call them unless the episode ended
+    without an answer. In other environments, any last reply counts as an answer.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):

@@ -138,7 +138,7 @@ def _trained(
 
 @contextmanager
 def _prepared(run_dir: RunDir) -> Iterator[None]:
-    """Create the directory, lock it, and remove it if the training is refused in it."""
+    """Create the directory and lock it; remove it if the training is refused."""
     was_there = run_dir.path.exists()
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def _digest(chats: Sequence[Sequence[Sample]]) -> str:
 
 
 def _exported(checkpoint: Path, run_dir: RunDir) -> Path:
-    """Write the last checkpoint as a model directory, instead of an earlier one."""
+    """Write the last checkpoint as a model directory, which replaces an earlier export."""
     export = run_dir.path / EXPORT
     aside = run_dir.path / f"{EXPORT}.new"
     shutil.rmtree(aside, ignore_errors=True)

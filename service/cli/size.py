@@ -1,9 +1,10 @@
 """`rayloom check --size`: the disks and the memory that a configuration needs, each with the inputs
 of its formula.
 
-The bytes of a token, an event and a record are measured (`docs/deploy.md`, "Disks"); a parameter's
-follow from the code: float32 weights and two moments in a checkpoint, weights alone in an export.
-With LoRA both hold only adapters, and the frozen weights have the trainer's type.
+The bytes of a token, an event and a record are measured (`docs/deploy.md`, "Disks"). The bytes of a
+parameter follow from the code: float32 weights and two moments in a checkpoint, only the weights in
+an export. With LoRA a checkpoint and an export hold only adapters, and the frozen weights in memory
+have the trainer's data type.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Need:
 
 
 def needs(config: Config, *, num_parameters: float | None = None) -> list[Need]:
-    """Return what each part of a run takes at most.
+    """Return the largest size of each part of a run, on a disk or in memory.
 
     num_parameters: of the policy; None: read from the model's files. Raises: ConfigError.
     """
@@ -146,7 +147,11 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return what the database of `rayloom serve` holds in addition."""
+    """Return the additional size of the database if the run is one of `rayloom serve`.
+
+    num_turns_kept: number of sessions since the oldest kept checkpoint. of_experts: bytes of a
+    token's recorded experts; None if they are not recorded.
+    """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES
     formula = (
@@ -217,7 +222,7 @@ def _experts(of_token: float, of_experts: int | None) -> str:
 
 
 def _evaluated(config: Config) -> tuple[int, str]:
-    """Return the samples of the largest evaluation, and which sets could not be counted."""
+    """Return the number of samples of the largest evaluation, and a note on uncounted sets."""
     own = sum(
         member.tasks.evaluation_tasks * member.evaluation.samples
         for member in config.members.values()
