@@ -1,7 +1,7 @@
 """Check which settings changed between a run and its resumption. Pure functions of two trees.
 
-A resumed run plays the stored groups again under their old numbers, so settings that affect these
-may not change. All other settings may: `run.steps`, the learning rate, the numbers of ranks,
+A resumed run plays the stored groups again under their old numbers, so settings that affect stored
+groups may not change. All other settings may: `run.steps`, the learning rate, the numbers of ranks,
 engines and actors.
 """
 

@@ -54,8 +54,8 @@ from service.inference.settings import AUTO
 RESET_LIMIT_S = 60.0
 """Time limit for the first task's reset, and for its close, in seconds."""
 BLOCKED_S = 5.0
-"""Seconds without a result after the limits of reset and close, until the environment is considered
-to block its event loop, which enforces these limits.
+"""Seconds to wait for a result after the time limits of reset and close have passed. An environment
+that still has no result then blocks its event loop, which enforces these limits.
 """
 
 
@@ -336,7 +336,7 @@ def check_prompts(config: Config, model_path: str, observations: Mapping[str, Ob
 def first_observation(config: Config) -> Observation:
     """Begin the first task in an environment, as an episode does. Raises: ConfigError.
 
-    If external agents play, return an observation with which any of them may begin.
+    If external agents play, return a user's message "Hello." instead.
     """
     name = config.tasks.environment
     if not config.has_environment:

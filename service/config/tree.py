@@ -284,9 +284,7 @@ class EvaluationSettings:
 
 
 def _sampling(settings: EvaluationSettings | EvaluationSetSettings) -> Sampling:
-    """Return the sampling of these settings, with the powers of two for pass@k: 1, 2, 4 of six
-    samples.
-    """
+    """Return the sampling of an evaluation, with each k of pass@k: 1, 2 and 4 for six samples."""
     return Sampling(
         num_samples=settings.samples,
         temperature=settings.temperature,
@@ -473,8 +471,8 @@ class Config:
 
     @property
     def members(self) -> dict[str, Config]:
-        """The configuration of each environment, by the name that tasks have as their environment:
-        one for each part of the mixture, or this one.
+        """The configuration of each environment, by the environment's name in its tasks: one for
+        each part of a mixture; without a mixture, only this configuration.
         """
         if not self.mixture:
             return {self.tasks.environment: self}
@@ -498,7 +496,7 @@ class Config:
 
     @property
     def environments(self) -> dict[str, PlayedEnvironment]:
-        """Environments that actors play, by the name that tasks have."""
+        """Environments that actors play, by the environment's name in its tasks."""
         return {
             name: PlayedEnvironment(
                 environment=each.tasks.environment,
@@ -535,7 +533,7 @@ class Config:
 
     @property
     def outcome_policy(self) -> OutcomePolicy:
-        """The outcome table: the run's own rows replace a critic's, which replace the defaults."""
+        """The outcome table: the defaults, replaced by a critic's rows and then by the run's."""
         algorithm = self.algorithm
         of_critic = {}
         if algorithm.has_critic:

@@ -299,10 +299,10 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Record that the current call took too long.
+        """Record that the child took too long for the current call.
 
-        place: line at which the child is, for the error if no call is running. Raises: ConfigError
-        then.
+        place: the line that the child executes, for the error. Raises: ConfigError if no call is
+        running.
         """
         if self._call is None:
             raise ConfigError(
@@ -560,7 +560,10 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Fate, str, float]:
-    """Take a step. is_copied: whether a run copies the result from a worker to the actor."""
+    """Take the first step of a task with the answer `text`; return how it ended.
+
+    is_copied: whether a run copies the step's result from a worker to the actor.
+    """
     try:
         async with closing(environment.close):
             await environment.reset(task)
@@ -582,7 +585,7 @@ async def _stepped(
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Have an environment score a group of two equal answers."""
+    """Have an environment score a group of two equal answers; return how the call ended."""
     try:
         async with closing(environment.close):
             found = await environment.score_group(task, [text, text])
