@@ -64,10 +64,10 @@ class StepFeatures:
     last_reward: Floats
     """Reward of the last turn."""
     repeated: Floats
-    """The largest share in a turn of runs of tokens that occurred earlier in the same turn.
+    """Share of a turn's runs of tokens that occurred earlier in the same turn; the largest over all
+    turns.
 
-    0 for a short text. Turns are counted separately, because tool calls have the same markup in
-    each.
+    0 for a short text. Repetitions between turns do not count: all tool calls have equal markup.
     """
     copied: Floats
     """The share of the last turn's tokens in runs that also occur in the first prompt.

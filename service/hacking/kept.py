@@ -70,7 +70,7 @@ def _leave_out_old_verdicts(path: Path) -> None:
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> Kept:
     """Read the records of the surviving steps; omit an incomplete line.
 
-    surviving: the steps of the journal with their terms. For older steps, all lines count.
+    surviving: the steps of the journal with their terms. Lines of older steps always count.
     Raises: OSError.
     """
     file = run_dir / FILE

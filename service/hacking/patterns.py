@@ -67,9 +67,10 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A share that has risen.
+    """A rise of the share of marked trajectories.
 
-    mark: [N], whether a trajectory that counts is marked.
+    mark: [N], the marked trajectories that count. before, now: the share in the earlier and in the
+    newest steps. onset: the step in which the rise began.
     """
 
     mark: Bools
@@ -132,9 +133,10 @@ def _pays(window: Window, gain: Gain | None) -> bool:
 
 
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
-    """Return whether marked trajectories earn more than before; for marks that are always wrong.
+    """Return whether marked trajectories earn more in the newest steps than before.
 
-    Used if too few unmarked trajectories remain for a comparison.
+    Use it only for a mark that no honest trajectory has, if too few unmarked trajectories remain
+    for a comparison.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -349,9 +351,9 @@ def _range(window: Window, name: str) -> float:
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
     """Return a component's fall as a share of its range, and its earlier value; else None.
 
-    The newest value is compared with all earlier steps, or with the last of them: a component that
-    rose while the policy learnt has a wide spread, and falls from the height that it had reached. A
-    fall within the earlier noise does not count.
+    Compare the newest value with all earlier steps, and then with only the last LATELY_STEPS: a
+    component that rose while the policy learnt has a wide spread over all steps. A fall within the
+    earlier noise does not count. width: the component's range.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -421,8 +423,10 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Return whether low rewards became rarer, by more than chance and by about as much as if the
-    failed rollouts would have had low rewards.
+    """Return whether low rewards became rarer, as if failed rollouts had replaced them.
+
+    The decrease must be greater than chance, and about as large as if all additional failed
+    rollouts would have had low rewards. is_low: [N]. failed: rise of the share of failed rollouts.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])

@@ -139,7 +139,10 @@ class Window:
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gain(self, mark: Bools) -> Gain | None:
-        """Return the gain; None if the newest steps have too few groups of both kinds."""
+        """Return the gain of marked trajectories in the newest steps.
+
+        None if too few groups have both marked and unmarked members.
+        """
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
         _, codes = np.unique(groups, return_inverse=True)
