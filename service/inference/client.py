@@ -5,7 +5,7 @@
     # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
-A Serve call costs about a millisecond on either side, more than a turn of a small model. So
+A Serve call costs about a millisecond on either side, which is more than a small model's turn. So
 requests to the same replica within a few milliseconds share a call, and the replica streams the
 answers back as they finish. First turns have no replica yet, and turns of a lost replica need
 another one: such turns are sent in small calls, which Serve distributes by load. A client belongs
@@ -67,7 +67,10 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Convert an error to one of our three classes, because vLLM's own may not be picklable."""
+    """Convert an error to PolicyUnavailable, PolicyDeadlineExceeded or ValueError.
+
+    vLLM's own errors may not be picklable.
+    """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
             return kind(str(error))

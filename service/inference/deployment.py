@@ -7,11 +7,11 @@
 
 A replica joins its board before it loads an engine. If the board has died, it waits for the board
 of the run's next term, which it finds by name; if none appears, it deletes its own application,
-which Serve would otherwise restart forever. It is ready only with the current policy version, for
-which its constructor waits. After that a background task pulls new versions. A replica whose engine
-or pulling has died, or whose loading makes no progress, ends its own process, which Serve notices
-sooner than failed health checks; a replica that gets no answer from the board for too long fails
-its health check. In both cases Serve replaces it.
+which Serve would otherwise restart forever. A replica is ready only with the current policy
+version, for which its constructor waits. Then a background task pulls new versions. A replica whose
+engine or pulling has died, or whose loading makes no progress, ends its own process, which Serve
+notices sooner than failed health checks; a replica that gets no answer from the board for too long
+fails its health check. In both cases Serve replaces it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ReplicaDescription:
     """Serve's unique id of the replica."""
     pid: int
     engine_pids: tuple[int, ...]
-    """Ids of the processes that it has started."""
+    """Ids of the processes that the replica has started."""
     term: int | None
     version: int | None
     settings: EngineSettings
@@ -144,8 +144,8 @@ class ReplicaAffinityRouter(RequestRouter):
     trajectories of a lost replica are distributed by load; each then stays with the replica that
     answered it (`GenerateRequest.replica`).
 
-    Serve imports a router by its name in each process that uses a handle. It matches a chosen
-    replica to the request that asked for it, not to the oldest waiting request.
+    Serve imports a router by its name in each process that uses a handle. A chosen replica gets the
+    request for which it was chosen, not the oldest waiting request.
     """
 
     async def choose_replicas(

@@ -338,7 +338,7 @@ class PolicyEngine:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
-        """Freeze the turns in flight, with their cache, and begin no others; or resume (False).
+        """Freeze the turns in flight, with their cache, and begin no others; if False, resume.
 
         The requests' deadlines are not extended. Raises: PolicyUnavailable if the engine is dead.
         """

@@ -22,9 +22,9 @@ _ADAPTER_ID = 1
 
 
 def policy_adapter() -> LoRARequest:
-    """Return the adapter that every request names.
+    """Return vLLM's name of the installed adapter, which every request has.
 
-    If it is not installed, vLLM tries to read its path, and fails.
+    If no adapter is installed, vLLM tries to read one from the path, and fails.
     """
     return LoRARequest("policy", _ADAPTER_ID, "/no-adapter-is-installed")
 

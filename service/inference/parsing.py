@@ -133,7 +133,7 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
 def _compose(
     tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> type[Parser] | None:
-    """Return vLLM's class of the two parsers. Raises: TypeError if a parser cannot be used."""
+    """Return vLLM's class that combines both parsers. Raises: TypeError if one cannot be used."""
     return ParserManager.get_parser(
         tool_parser_name=tool_parser,
         reasoning_parser_name=reasoning_parser,

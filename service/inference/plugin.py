@@ -1,8 +1,8 @@
 """vLLM's entry point into this package (`vllm.general_plugins`), loaded in each of its processes.
 
 It registers the weight-transfer backends and the arithmetic of adapters by name, and ends the
-engine's processes when the replica ends. They are not Ray workers, so if the replica is killed,
-nothing else ends them.
+engine's processes when the replica ends. Ray does not know these processes, so nothing else would
+end them if the replica is killed.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class CollectiveInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class CollectiveUpdateInfo(WeightTransferUpdateInfo):
-    """The arguments of an update with a weight group that was received before: its index."""
+    """The argument of an update: the index of a weight group that the worker has received."""
 
     index: int
 
@@ -147,7 +147,8 @@ class WorkerExtension:
     def install_adapter(self) -> None:
         """Replace the policy's adapter by the one that the last update has transferred.
 
-        It is called after vLLM's end of an update, which removes all adapters. Raises: ValueError.
+        Call it after vLLM has ended an update, because that end removes all adapters. Raises:
+        ValueError.
         """
         transfer = self.weight_transfer_engine
         assert isinstance(transfer, _LayerwiseReload)
@@ -227,8 +228,8 @@ class ObjectStoreWeightTransferEngine(_LayerwiseReload[ObjectStoreInitInfo, Obje
 class CollectiveWeightTransferEngine(_LayerwiseReload[CollectiveInitInfo, CollectiveUpdateInfo]):
     """A loader of weight groups that this worker has received in a broadcast.
 
-    They are received during sampling, into the host's memory; the model is changed only after all
-    have arrived.
+    The groups are received during sampling, into the host's memory; the model is changed only after
+    all groups have arrived.
     """
 
     init_info_cls = CollectiveInitInfo
