@@ -53,8 +53,8 @@ class Check(StrEnum):
 class Offence:
     """A violation that a check has found.
 
-    subject: name of a trajectory, group or step. is_explained: whether the rules allow it; then it
-    is shown, but does not fail the audit.
+    subject: name of a trajectory, group or step. is_explained: whether the rules allow the
+    violation, which is then shown but does not fail the audit.
     """
 
     check: Check

@@ -99,7 +99,7 @@ _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 class TokenText(Protocol):
     """Converts token ids to bytes.
 
-    marks: texts of the chat template. note: what is missing, and why.
+    marks: texts of the chat template. note: what cannot be shown, and why.
     """
 
     @property
@@ -114,7 +114,7 @@ class TokenText(Protocol):
         ...
 
     def num_inserted(self, prompt: TokenIds, sampled: TokenIds) -> int:
-        """Return the number of tokens that were inserted after this reply to close it."""
+        """Return the number of tokens that were inserted after the reply `sampled` to close it."""
         ...
 
 

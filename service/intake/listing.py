@@ -17,7 +17,7 @@ class TaskFilter:
     environment: str | None = None
     batch: str | None = None
     tenant: str | None = None
-    """Owner; as `Caller.sees`."""
+    """Tenant that owns the tasks, as in `Caller.sees`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TaskPage:
     """Tasks in the order of acceptance."""
 
     tasks: tuple[SubmissionView, ...]
-    """May be fewer than the limit, or none, although there are more."""
+    """The tasks; fewer than the limit, or none, may be returned although more follow."""
     next: int | None
     """The position after which the next page begins; None: there are no more tasks."""
 
@@ -38,7 +38,7 @@ class SessionFilter:
     """The submission's id."""
     status: SessionStatus | None = None
     tenant: str | None = None
-    """Owner; as `Caller.sees`."""
+    """Tenant that owns the sessions, as in `Caller.sees`."""
 
 
 SessionPlace = tuple[int, int]
@@ -67,6 +67,6 @@ class SessionPage:
     """Sessions in the order of acceptance, then by member."""
 
     sessions: tuple[SessionLine, ...]
-    """May be fewer than the limit, or none, although there are more."""
+    """The sessions; fewer than the limit, or none, may be returned although more follow."""
     next: SessionPlace | None
     """The position after which the next page begins; None: there are no more sessions."""

@@ -21,11 +21,11 @@ class SessionSpec:
     max_turns: int
     max_tokens_per_turn: int
     ttl_s: float
-    """Seconds after its group's admission, or its claim, at which an unfinished session ends."""
+    """Seconds from a session's admission, or from its claim, until it ends if it is unfinished."""
     idle_s: float
     """Seconds without a request after which the session ends."""
     reward_deadline_s: float
-    """Seconds after its finish within which a pending reward must be given."""
+    """Seconds after a session's finish within which a pending reward must be given."""
     shows_tokens: bool = False
     """Whether answers contain the sampled token ids and their log-probabilities."""
     join_s: float | None = None
@@ -103,7 +103,7 @@ class SessionEnd:
     reward_until: float | None = None
     """Deadline of a pending reward (seconds since 1970); None if no reward is pending."""
     digest: str = ""
-    """Digest of the request that ended it: the same request again changes nothing."""
+    """Digest of the request that ended the session: the same request again changes nothing."""
     totals: SessionTotals | None = None
     """Totals, which are kept longer than the turns; None if the turns were not read at the end."""
 
@@ -112,7 +112,7 @@ class SessionEnd:
 class Cut:
     """A request that was refused for a limit, or for a full context.
 
-    It decides the session's outcome if no trained turn of the conversation came after it.
+    The refusal decides the session's outcome if no trained turn of its conversation came later.
     """
 
     outcome: Outcome
@@ -138,7 +138,7 @@ class StoredSession:
     created_at: float
     """Seconds since 1970."""
     opened_at: float | None = None
-    """Time when its group was first admitted (seconds since 1970); None before that."""
+    """Time when the session's group was first admitted, in seconds since 1970; None before."""
     claimed_by: str = ""
     """Name given by the client that claimed it; empty if it is unclaimed or needs no claim."""
     claimed_at: float | None = None

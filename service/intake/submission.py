@@ -30,17 +30,17 @@ class Status(StrEnum):
     """The state of a rollout, or of a submission as a whole."""
 
     QUEUED = "queued"
-    """It is accepted, but its group is not admitted yet."""
+    """The rollout or submission is accepted, but its group is not admitted yet."""
     RUNNING = "running"
-    """It is admitted, and is being played or will be played again."""
+    """The rollout or submission is admitted, and is played now or will be played again."""
     FINISHED = "finished"
-    """It has been played, and waits for its training step."""
+    """The rollout or submission has been played, and waits for its training step."""
     TRAINED = "trained"
-    """It was trained in a step; the checkpoint of this step may not be committed yet."""
+    """The rollout or submission was trained; the step's checkpoint may not be committed yet."""
     EVICTED = "evicted"
-    """It ended without being trained; this too may not be in a committed checkpoint yet."""
+    """The rollout or submission ended untrained; a committed checkpoint may not record this yet."""
     CANCELLED = "cancelled"
-    """It was cancelled at the client's request."""
+    """The rollout or submission was cancelled at the client's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,7 @@ class RolloutRequest:
 class PackedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A `RolloutRequest` on its way to the store; only the store reads its task.
 
-    It is a Struct because there are many: a Struct is made and sent several times faster than a
-    dataclass.
+    Requests are many, and a Struct is made and sent several times faster than a dataclass.
     """
 
     id: str
@@ -218,9 +217,9 @@ class RolloutView:
     result: RolloutResult | None = None
     """Result of the last ended attempt; None until an attempt has ended."""
     step: int | None = None
-    """The training step that took it; None if none did."""
+    """The training step that took the rollout; None if none did."""
     reason: str | None = None
-    """The reason why it was evicted; None if it was not."""
+    """The reason why the rollout was evicted; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +230,7 @@ class SubmissionView:
     position: int
     status: Status
     num_ahead: int
-    """Number of submissions that will be admitted before it; 0 if it is not queued."""
+    """Number of submissions that will be admitted before this one; 0 if it is not queued."""
     rollouts: tuple[RolloutView, ...]
     environment: str
     batch: str

@@ -79,11 +79,11 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionIntent:
-    """The record of a request that the engine samples.
+    """The record of a request while the engine samples its turn.
 
-    It is removed when the turn is stored, or when it is clear that there will be none. An intent
-    that a crash left means that a turn may have been sampled and lost. Intents are stored a moment
-    after the engine is called; a crash in between leaves none.
+    An intent is removed when its turn is stored, or when no turn can be stored any more. An intent
+    that remains after a crash shows that a turn may have been sampled and lost. Intents are stored
+    a moment after the engine is called; a crash in between leaves none.
     """
 
     request_id: str

@@ -1,8 +1,8 @@
 """Uploaded trajectories, which were sampled elsewhere, and their groups. Plain values.
 
-They wait in groups that the client names. A complete group becomes a submission of the same id
-(`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers its
-rollouts from the store.
+Trajectories wait in groups that the client names. A complete group becomes a submission of the same
+id (`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers
+its rollouts from the store.
 """
 
 from __future__ import annotations
