@@ -134,7 +134,7 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Yield a directory that gets its name at the end, and is removed after an error."""
+    """Yield a temporary directory; at the end rename it to `directory`, or remove it on error."""
     if directory.exists():
         raise ConfigError(
             f"{command}: {directory} exists, expected a new directory; choose another"

@@ -48,7 +48,7 @@ class SharedPath:
     roles: frozenset[Role]
     """Roles of the nodes that need the path."""
     is_written: bool = False
-    """Whether these nodes write to the path too."""
+    """Whether the nodes that need the path also write to it."""
 
 
 def check_other_nodes(

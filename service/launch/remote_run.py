@@ -43,7 +43,7 @@ class Upload:
 
     commit: Checkpoint
     num_bytes: int
-    """Number of bytes sent; files that were there already are not sent."""
+    """Number of bytes sent; files that the address already has are not sent."""
 
 
 def upload_next(

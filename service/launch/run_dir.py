@@ -251,8 +251,9 @@ def _check_writable(directory: Path) -> None:
 
 @contextmanager
 def held_alone(run_dir: RunDir) -> Iterator[None]:
-    """Lock the directory against other starts; after the start its database has a lease.
+    """Lock the directory against other starts; do nothing if it may have a run.
 
+    A run is protected by the lease in its database.
     Raises: ConfigError.
     """
     if run_dir.may_have_run():

@@ -1,6 +1,6 @@
 """Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal, for the first and the second signal.
 
-Before `hold`, the first signal raises KeyboardInterrupt: no part must be ended in order yet.
+Before `hold`, the first signal raises KeyboardInterrupt, because no part needs an orderly end yet.
 After `hold`, the first signal only sets a flag, and the second one raises. After `ignore`, during
 the end, no signal raises. SIGHUP of a closed terminal is handled unless it was ignored at the
 start, as under nohup. Ctrl-Z stops the display but not the run. Used by `rayloom train`.
@@ -65,7 +65,7 @@ class StopSignals:
         self.check()
 
     def ignore(self) -> None:
-        """Ignore all signals from now on, because everything is being ended."""
+        """Ignore all signals from now on; for the time in which the run's parts are ended."""
         self._mode = _Mode.IGNORE
 
     def install(self) -> None:
