@@ -256,11 +256,13 @@ def start(
             if resumed is not None and config is not None:
                 _fetch_missing(settings, resumed)
             if take_over and resumed is None:
-                raise ConfigError("--take-over: got no --resume, expected the run to take; name it")
+                raise ConfigError(
+                    "--take-over: got no --resume, expected --resume RUN_DIR, the run to take over"
+                )
             if checkpoint is not None and resumed is None:
                 raise ConfigError(
-                    f"--checkpoint {checkpoint}: got no --resume, expected the run that has it; "
-                    "name it"
+                    f"--checkpoint {checkpoint}: got no --resume, expected --resume RUN_DIR, the "
+                    "checkpoint's run"
                 )
             if new_run is not None and resumed is not None:
                 raise ConfigError(

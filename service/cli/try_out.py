@@ -100,8 +100,8 @@ class TryRequest:
             )
         if (self.model is None) != (self.base_url is None):
             raise ConfigError(
-                "try: --model NAME and --base-url URL name who replies, got one of them; expected "
-                "both, such as --base-url http://127.0.0.1:8000/v1"
+                "try: got only one of --model NAME and --base-url URL, expected both, such as "
+                "--base-url http://127.0.0.1:8000/v1"
             )
         if self.parameters and self.model is None:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in self.parameters)
