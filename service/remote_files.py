@@ -26,6 +26,8 @@ _FORMAT = 1
 _READ_BYTES = 2**22
 # Extra of Rayloom, by protocol, that installs the package that fsspec needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+# Protocols of this machine's own files, whose addresses have no host.
+_LOCAL = ("file", "local")
 
 
 class RemoteError(Exception):
@@ -62,6 +64,11 @@ class RemoteDirectory:
             raise RemoteError(
                 f"got the address {url}, expected one such as s3://bucket/directory; correct it"
             )
+        if protocol in _LOCAL and not path.startswith("/"):
+            raise RemoteError(
+                f"got the address {url}, whose path is relative; expected an absolute one: "
+                f"{protocol}:///{path}"
+            )
         # Without the caches, because other processes write to the same place.
         options = {"skip_instance_cache": True, "use_listings_cache": False}
         try:
@@ -93,6 +100,10 @@ class RemoteDirectory:
     def read(self) -> Marker | None:
         """Return the marker; None if the directory is not complete."""
         return self._read(MARKER)
+
+    def read_unfinished(self) -> Marker | None:
+        """Return the files that an interrupted upload has sent, and its note; None without one."""
+        return self._read(_PROGRESS)
 
     def upload(self, files: Mapping[str, Path], *, note: Mapping[str, Any]) -> int:
         """Make this directory contain exactly these files; return the number of bytes sent.

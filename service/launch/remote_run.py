@@ -97,11 +97,12 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
         remote = RemoteDirectory(url)
         copies = _copies(remote)
         _check_own(remote, copies, leases)
-        if not copies and (unknown := next(_candidates(remote), None)):
+        if not copies and (unknown := _unknown(remote, leases)):
             # It could be a checkpoint of another run's directory, which an upload would remove.
             raise RemoteError(
-                f"{url} has {unknown}, but no complete copy; expected an address that only this "
-                "run uses; choose another one, or delete the rest of an interrupted upload"
+                f"{url} has {unknown}, which this run has not written, but no complete copy; "
+                "expected an address that only this run uses; choose another one, or delete the "
+                "rest of an interrupted upload"
             )
         remote.check_writable()
     except (RemoteError, StoreError) as error:
@@ -197,15 +198,29 @@ def _check_own(
 ) -> None:
     """Check that this run has made all copies. Raises: NotThisRun."""
     for name, marker in copies.items():
-        term = int(marker.note.get("term", 0))
-        if leases.get(term) != marker.note.get("lease"):
+        if not _is_own(marker, leases):
+            note = marker.note
             raise NotThisRun(
-                f"{remote.url} has the checkpoint {name} of term {term} of the run "
-                f"{marker.note.get('run')}, which this run has not written: another run uses the "
+                f"{remote.url} has the checkpoint {name} of term {note.get('term')} of the run "
+                f"{note.get('run')}, which this run has not written: another run uses the "
                 "address, or another process has continued this run elsewhere; expected one "
                 "address for each run: choose another run.checkpoint_url, or continue that run "
                 "by `rayloom restore`"
             )
+
+
+def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
+    """Return the name of a directory without an upload of this run that was interrupted."""
+    for name in _candidates(remote):
+        unfinished = remote.child(name).read_unfinished()
+        if unfinished is None or not _is_own(unfinished, leases):
+            return name
+    return None
+
+
+def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
+    lease = marker.note.get("lease")
+    return lease is not None and leases.get(marker.note.get("term", 0)) == lease
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:

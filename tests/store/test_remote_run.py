@@ -24,7 +24,7 @@ from service.launch.remote_run import (
 )
 from service.launch.resume import newest_usable
 from service.launch.run_dir import RunDir, check_resumable
-from service.remote_files import MARKER, RemoteDirectory
+from service.remote_files import MARKER, RemoteDirectory, RemoteError
 from service.run.checkpoint_uploads import CheckpointUploads
 from service.store.lineage import read_history
 from service.store.place import StoreOptions
@@ -140,7 +140,9 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
     check_address(config)
     foreign = tmp_path / "remote" / "step-000001-t1"
     foreign.mkdir(parents=True)
-    with pytest.raises(ConfigError, match="has step-000001-t1, but no complete copy; expected an"):
+    with pytest.raises(
+        ConfigError, match="has step-000001-t1, which this run has not written, but"
+    ):
         check_address(config)
     foreign.rmdir()
     empty = RunDir(path=tmp_path / "empty")
@@ -164,6 +166,40 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
     fetch_missing(config, empty, tell=pytest.fail)
 
 
+def test_a_run_continues_its_own_first_upload_that_was_interrupted(
+    tmp_path: Path, url: str
+) -> None:
+    run_dir = unpack_run(tmp_path, BEFORE)
+    config = parse_config(
+        {
+            "model": {"tiny": {}},
+            "tasks": {"environment": "guessing"},
+            "run": {"checkpoint_url": url},
+        },
+        source="test",
+    )
+    # A file that cannot be replaced by a directory ends the upload after other files.
+    blocking = tmp_path / "remote" / OWN / "checkpoints"
+    blocking.parent.mkdir(parents=True)
+    blocking.write_text("")
+    with pytest.raises(RemoteError, match="cannot be written"):
+        upload_next(run_dir, url, keep=2, keep_best=0)
+    blocking.unlink()
+    unfinished = RemoteDirectory(url).child(OWN).read_unfinished()
+    assert RemoteDirectory(url).child(OWN).read() is None
+    assert unfinished is not None
+    # Another run, and a new one, may not take the address.
+    with pytest.raises(ConfigError, match=f"has {OWN}, which this run has not written, but"):
+        check_address(config)
+    (tmp_path / "other").mkdir()
+    with closing(RunStore(RunDir(path=tmp_path / "other").database_url)) as store:
+        store.acquire_lease(owner="b", directory=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=f"has {OWN}, which this run has not written, but"):
+        check_address(config, RunDir(path=tmp_path / "other"))
+    check_address(config, run_dir)
+    assert upload_all(run_dir, url) == [2]
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -171,6 +207,7 @@ def test_an_address_of_another_run_and_one_without_a_copy_are_refused(
         ("/path", "run.checkpoint_url"),
         ("s3://key:secret@bucket/x", "run.checkpoint_url"),
         ("no-such-scheme://x", "expected a protocol that fsspec knows, such as s3, gs, file"),
+        ("file://tmp/x", "whose path is relative; expected an absolute one: file:///tmp/x"),
         ("memory://run", "ends with its process"),
     ],
 )
