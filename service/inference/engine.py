@@ -13,7 +13,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,6 +60,7 @@ CHECK_DEADLINE_S = 300.0
 FOLLOW_EVERY_S = 0.02
 # Longer replies are parsed in a thread: at this length vLLM's slower parsers take milliseconds.
 MAX_TOKENS_PARSED_INLINE = 512
+KEEP_TURNS: dict[str, Any] = {"mode": "keep", "clear_cache": False}
 DIRECTORY_VARIABLES = ("VLLM_RPC_BASE_PATH", "TMPDIR")
 
 
@@ -306,7 +307,7 @@ class PolicyEngine:
         )
         num_groups = len(publication.groups)
         try:
-            await self._engine.init_weight_transfer_engine(request)
+            await self._unless_dead(self._engine.init_weight_transfer_engine(request))
             await _follow(workers, num_groups=num_groups, on_progress=on_progress)
         finally:
             for path in workers:
@@ -319,10 +320,9 @@ class PolicyEngine:
         payloads: Sequence[dict[str, Any]],
         on_progress: Callable[[], None],
     ) -> None:
-        async with self._update_lock, self._failure_ends_engine("a weight update"):
-            self._admission.clear()
+        async def replace_weights() -> None:
             if not self.is_held:
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
+                await self._engine.pause_generation(**KEEP_TURNS)
             await self._engine.start_weight_update()
             for payload in payloads:
                 await self._engine.update_weights(WeightTransferUpdateRequest(update_info=payload))
@@ -335,6 +335,11 @@ class PolicyEngine:
             self.term, self.version = publication.term, publication.version
             if not self.is_held:
                 await self._engine.resume_generation()
+
+        async with self._update_lock, self._failure_ends_engine("a weight update"):
+            self._admission.clear()
+            await self._unless_dead(replace_weights())
+            if not self.is_held:
                 self._admission.set()
 
     async def hold(self, is_held: bool) -> None:
@@ -347,9 +352,9 @@ class PolicyEngine:
                 return
             if is_held:
                 self._admission.clear()
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
+                await self._unless_dead(self._engine.pause_generation(**KEEP_TURNS))
             else:
-                await self._engine.resume_generation()
+                await self._unless_dead(self._engine.resume_generation())
                 self._admission.set()
             self.is_held = is_held
 
@@ -360,13 +365,25 @@ class PolicyEngine:
             if not self.is_held:
                 yield
                 return
-            await self._engine.resume_generation()
+            await self._unless_dead(self._engine.resume_generation())
             try:
                 yield
             finally:
                 # If the engine is dead, the block has raised the error to report.
                 with suppress(EngineDeadError):
-                    await self._engine.pause_generation(mode="keep", clear_cache=False)
+                    await self._unless_dead(self._engine.pause_generation(**KEEP_TURNS))
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, None]) -> None:
+        """Await calls of the engine process. Raises: EngineDeadError if it dies meanwhile."""
+        # vLLM's client itself waits without a bound for the answer of a process that was killed.
+        calling = asyncio.create_task(call)
+        try:
+            while not (await asyncio.wait({calling}, timeout=FOLLOW_EVERY_S))[0]:
+                if self._llm is None or self._llm.errored:
+                    raise EngineDeadError()
+            calling.result()
+        finally:
+            calling.cancel()
 
     @asynccontextmanager
     async def _failure_ends_engine(self, what: str) -> AsyncIterator[None]:

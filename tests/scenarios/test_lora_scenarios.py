@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -22,7 +23,7 @@ from actors.trainer.publish import gather_adapters
 from actors.trainer.settings import LoraSettings
 from actors.trainer.tiny.model import build_tiny_model
 from actors.types import Dtype
-from actors.weights.board import Publication, check_tokens
+from actors.weights.board import Publication, WeightGroup, check_tokens
 from actors.weights.buffers import pack_group
 from service.inference.settings import EngineSettings, InferenceSettings
 
@@ -38,23 +39,57 @@ TEMPERATURE = 0.8
 class Policy:
     """An engine, the model with adapters that its trainer would hold, and its merged weights."""
 
-    engine: Any
-    """A `PolicyEngine`, which is imported after its settings are in the environment."""
+    settings: EngineSettings
     base: Path
     adapted: PreTrainedModel
+    engine: Any = None
+    """A `PolicyEngine`, which is imported after its settings are in the environment."""
     merged: dict[int, PreTrainedModel] = field(default_factory=dict)
+    groups: dict[int, tuple[WeightGroup, ...]] = field(default_factory=dict)
+    """The adapters of each version, as they are published."""
+    contexts: list[Any] = field(default_factory=list)
+    """The sockets that vLLM leaves open, of each engine that was started."""
+
+    async def start(self, directory: Path) -> None:
+        """Start an engine in place of the one before, which must be dead."""
+        from service.inference.engine import PolicyEngine
+
+        self.engine = PolicyEngine(self.settings, directory)
+        await self.engine.start()
+        self.contexts.append(self.engine._llm.engine_core.resources.ctx)
 
     async def publish(self, *, seed: int) -> None:
         """Change the adapters, and load them into the engine."""
+        await self.load(self.change(seed=seed))
+
+    def change(self, *, seed: int) -> int:
+        """Change the adapters. Returns: the version of the new ones, which no engine has loaded."""
         version = len(self.merged) + 1
         self.merged[version] = self._changed(seed)
-        await self.load(version, list(gather_adapters(self.adapted, dtype=torch.float32)))
+        named = gather_adapters(self.adapted, dtype=torch.float32)
+        self.groups[version] = tuple(pack_group(each) for each in named)
+        return version
 
-    async def load(self, version: int, named: list[list[tuple[str, torch.Tensor]]]) -> None:
-        groups = tuple(pack_group(each) for each in named)
-        publication = Publication(term=1, version=version, groups=groups)
+    async def load(
+        self, version: int, *, term: int = 1, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        groups = self.groups[version]
+        publication = Publication(term=term, version=version, groups=groups)
         buffers = [group.buffer for group in groups]
-        await self.engine.apply(publication, buffers, on_progress=lambda: None)
+        await self.engine.apply(publication, buffers, on_progress=on_progress)
+
+    async def check(self, version: int) -> None:
+        """Check that the engine computes and samples with the adapters of a version."""
+        scores = await self.engine.check_logprobs()
+        text = check_tokens(self.adapted.config.vocab_size)
+        expected = obvious_logprobs(self.merged[version], text).detach().numpy()
+        np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE_NATS)
+        asked = requests(12, max_tokens=16)
+        replies = await asyncio.gather(*(self.engine.generate(each) for each in asked))
+        for each, reply in zip(asked, replies, strict=True):
+            assert [span.version for span in reply.version_spans] == [version]
+            found, wanted = reply.logprobs, self.expected(each, reply)
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE_NATS)
 
     def _changed(self, seed: int) -> PreTrainedModel:
         generator = torch.Generator().manual_seed(seed)
@@ -108,17 +143,14 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Poli
         lora=LORA,
     )
     os.environ.update(settings.environment)
-    from service.inference.engine import PolicyEngine
-
-    engine = PolicyEngine(settings, tmp_path_factory.mktemp("engine"))
-    await engine.start()
-    context = engine._llm.engine_core.resources.ctx
-    found = Policy(engine=engine, base=directory, adapted=adapted)
+    found = Policy(settings=settings, base=directory, adapted=adapted)
+    await found.start(tmp_path_factory.mktemp("engine"))
     await found.publish(seed=1)
     yield found
-    engine.shutdown()
-    # vLLM leaves it open, and its collection would fail another test.
-    context.destroy(linger=0)
+    found.engine.shutdown()
+    # vLLM leaves them open, and their collection would fail another test.
+    for context in found.contexts:
+        context.destroy(linger=0)
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -141,17 +173,7 @@ def requests(count: int, *, max_tokens: int) -> list[GenerateRequest]:
 
 async def test_the_engine_samples_from_the_base_model_with_each_adapter(policy: Policy) -> None:
     for seed in (2, 3):
-        scores = await policy.engine.check_logprobs()
-        text = check_tokens(policy.adapted.config.vocab_size)
-        version = len(policy.merged)
-        expected = obvious_logprobs(policy.merged[version], text).detach().numpy()
-        np.testing.assert_allclose(scores.logprobs, expected, atol=TOLERANCE_NATS)
-        asked = requests(12, max_tokens=16)
-        replies = await asyncio.gather(*(policy.engine.generate(each) for each in asked))
-        for each, reply in zip(asked, replies, strict=True):
-            assert [span.version for span in reply.version_spans] == [version]
-            found, wanted = reply.logprobs, policy.expected(each, reply)
-            np.testing.assert_allclose(found, wanted, atol=TOLERANCE_NATS)
+        await policy.check(len(policy.merged))
         await policy.publish(seed=seed)
 
 
@@ -185,6 +207,37 @@ async def test_a_text_is_scored_while_other_requests_run(policy: Policy) -> None
     await sampling
 
 
+async def test_an_engine_killed_between_the_load_and_the_switch_has_not_switched(
+    policy: Policy, tmp_path: Path
+) -> None:
+    """Its run resumes from the last checkpoint: the next engine gets the old adapter first."""
+    old = len(policy.merged)
+    new = policy.change(seed=5)
+    num_loaded, killed = 0, []
+
+    def kill() -> None:
+        """Kill the engine when it has all groups; its adapter is then still the old one."""
+        nonlocal num_loaded
+        num_loaded += 1
+        for process in psutil.Process().children():
+            is_engine = "EngineCore" in " ".join(process.cmdline())
+            if is_engine and num_loaded == len(policy.groups[new]):
+                process.kill()
+                killed.append(process.pid)
+
+    victim = policy.engine
+    with pytest.raises(PolicyUnavailable, match="a weight update failed"):
+        await policy.load(new, on_progress=kill)
+    assert len(killed) == 1 and victim.version == old
+    with pytest.raises(PolicyUnavailable, match="a weight update failed"):
+        await victim.generate(requests(1, max_tokens=1)[0])
+    await policy.start(tmp_path)
+    await policy.load(old, term=2)
+    await policy.check(old)
+    await policy.load(new, term=2)
+    await policy.check(new)
+
+
 async def test_an_adapter_that_vllm_has_no_place_for_is_not_ignored(policy: Policy) -> None:
     # The last test of this module: a failed update ends the engine.
     name = "base_model.model.model.layers.0.mlp.other_proj"
@@ -192,5 +245,7 @@ async def test_an_adapter_that_vllm_has_no_place_for_is_not_ignored(policy: Poli
         (f"{name}.lora_A.weight", torch.ones(3, 8)),
         (f"{name}.lora_B.weight", torch.ones(8, 3)),
     ]
+    version = len(policy.merged) + 1
+    policy.groups[version] = (pack_group(halves),)
     with pytest.raises(PolicyUnavailable, match="no place for the adapters of 1 of 1 layers"):
-        await policy.load(len(policy.merged) + 1, [halves])
+        await policy.load(version)
