@@ -232,6 +232,11 @@ class RunMetrics:
             "rayloom_checkpoint_uploaded_step",
             "Step of the newest checkpoint that this process has copied to run.checkpoint_url.",
         )
+        self.upload_waiting_time = registry.gauge(
+            "rayloom_checkpoint_upload_waiting_timestamp_seconds",
+            "When the first checkpoint was committed that is newer than the newest copy at "
+            "run.checkpoint_url, in seconds since 1970; absent if there is none.",
+        )
         self.checkpoint_interval = registry.gauge(
             "rayloom_checkpoint_interval_steps",
             "Number of steps between two checkpoints (run.checkpoint_every).",
@@ -534,6 +539,15 @@ class PartMetrics:
         self.upload_failures = gained.counter(
             "rayloom_checkpoint_upload_failures",
             "Attempts to copy checkpoints to run.checkpoint_url that failed.",
+        )
+        self.upload_seconds = gained.histogram(
+            "rayloom_checkpoint_upload_seconds",
+            "Time of each copy of a checkpoint to run.checkpoint_url.",
+            buckets=SECONDS_BUCKETS,
+        )
+        self.upload_bytes = gained.counter(
+            "rayloom_checkpoint_upload_bytes",
+            "Bytes of finished copies of checkpoints that were sent to run.checkpoint_url.",
         )
         self.engines_ready = values.gauge(
             "rayloom_engines_ready", "Engines that hold the current version."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 
 from actors.metrics import Metrics
@@ -42,6 +43,9 @@ class CheckpointUploads:
         """Number of the newest commit that this process has copied."""
         self.uploading = ""
         """Name of the checkpoint whose files are being read; empty if there is none."""
+        self._waiting: list[float] = []
+        """When each checkpoint was committed that is newer than the newest copy."""
+        self._waiting_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
     def begin_term(self, notice: Callable[[str], None]) -> None:
@@ -53,6 +57,9 @@ class CheckpointUploads:
 
     def wake(self) -> None:
         """Wake the thread: a checkpoint has been committed."""
+        with self._waiting_lock:
+            self._waiting.append(time.time())
+            self._show_waiting()
         self._woken.set()
 
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
@@ -63,7 +70,7 @@ class CheckpointUploads:
         if not writes_rest:
             self._is_lost.set()
         self._ending.set()
-        self.wake()
+        self._woken.set()
         if self._thread.ident is not None:
             self._thread.join(limit_s)
         if self._thread.is_alive():
@@ -102,6 +109,7 @@ class CheckpointUploads:
 
     def _upload(self) -> bool:
         """Copy one checkpoint; return whether there was one to copy."""
+        began, num_waiting = time.monotonic(), len(self._waiting)
         try:
             done = upload_next(
                 self._run_dir,
@@ -112,14 +120,23 @@ class CheckpointUploads:
             )
         finally:
             self.uploading = ""
+        # The newest checkpoint is copied first, so that no older one waits any more.
+        with self._waiting_lock:
+            del self._waiting[:num_waiting]
+            self._show_waiting()
         if done is None:
             return False
         self._has_noticed = False
+        self._metrics.parts.upload_seconds.observe(time.monotonic() - began)
+        self._metrics.parts.upload_bytes.inc(done.num_bytes)
         log.info("copied %s, sent %d bytes", done.commit.directory, done.num_bytes)
         if done.commit.id > self._newest_id:
             self._newest_id = done.commit.id
             self._metrics.run.uploaded_step.set(done.commit.step)
         return True
+
+    def _show_waiting(self) -> None:
+        self._metrics.run.upload_waiting_time.set(self._waiting[0] if self._waiting else None)
 
     def _begin(self, directory: str) -> None:
         self.uploading = directory

@@ -48,8 +48,7 @@ ALERTS = set(re.findall(r"alert: (\w+)", rules_text()))
 NOT_SHOWN = {
     "rayloom_build_info": "it says nothing over time",
     "rayloom_secret_read_failures": "0 unless a mounted file is broken, which the log reports too",
-    "rayloom_checkpoint_upload_failures": "0 unless an upload fails, which a notice reports too",
-    "rayloom_checkpoint_uploaded_step": "only runs with run.checkpoint_url have it",
+    "rayloom_checkpoint_uploaded_step": "the time for which newer checkpoints wait is shown",
     "rayloom_reward_collapsed_since_step": "its alert shows the step, next to the mean return",
     "rayloom_run_paused": "the phase is shown, which is paused while anything is",
     "rayloom_run_phase_timestamp_seconds": "an alert begins to count from it",

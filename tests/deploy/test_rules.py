@@ -398,6 +398,14 @@ def lose_nodes(run: SyntheticRun, since: float, until: float) -> None:
     run.change("rayloom_environment_actors", since=since, until=until, to=lambda t: 1)
 
 
+def copy_nothing(run: SyntheticRun, since: float, until: float) -> None:
+    """No checkpoint that is committed meanwhile reaches run.checkpoint_url."""
+    for name in ("sum", "count"):
+        run.stop_counting(f"rayloom_checkpoint_upload_seconds_{name}", since=since, until=until)
+    waiting = "rayloom_checkpoint_upload_waiting_timestamp_seconds"
+    run.change(waiting, since=since, until=until, to=lambda t: since)
+
+
 # By alert: the fault, after how many minutes it must be told and has not been told too soon (None:
 # at once), and for how many it lasts.
 FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
@@ -426,6 +434,7 @@ FAULTS: dict[str, tuple[Fault, float | None, float, float]] = {
     "RayloomCheckpointFailing": (
         counting("rayloom_checkpoint_failures_total", 0.01), None, 5, 30
     ),
+    "RayloomUploadsBehind": (copy_nothing, 32, 40, 60),
     "RayloomPartFlapping": (
         counting(series("rayloom_replacements_total", part=Part.ENGINE.value), 0.01), 24, 36, 60
     ),
@@ -497,6 +506,40 @@ def test_a_collapse_is_reported_with_its_first_step_while_the_run_trains(tmp_pat
     looks = [
         At(1140, found, {}), At(1260, found, {"fallen": 17.0}), At(3000, found, {}),
     ]  # fmt: skip
+    check(tmp_path, runs, looks)
+
+
+def test_copies_of_checkpoints_are_behind_by_the_time_that_a_copy_takes(tmp_path: Path) -> None:
+    """A copy takes a minute, an hour, or has never ended; then a run ends with one that waits."""
+    waiting = "rayloom_checkpoint_upload_waiting_timestamp_seconds"
+    runs, since = [], HOUR
+    for name, copy_s in (("quick", 60.0), ("slow", 3600.0), ("first", None), ("over", 60.0)):
+        run = SyntheticRun(
+            step_s=600.0, scrape_s=60, seconds=8 * HOUR, run=name, labels={"release": "a"}
+        )
+        run.show_cluster()
+        for kind, amount in (("sum", copy_s or 0.0), ("count", float(copy_s is not None))):
+            run.values[f"rayloom_checkpoint_upload_seconds_{kind}"] = (
+                lambda t, run=run, amount=amount: amount * run.done(min(t, since))
+            )
+        run.change(waiting, since=since, until=7 * HOUR, to=lambda t: since)
+        runs.append(run)
+    runs[-1].enter(Phase.FINISHED, since=since + 60)
+    query = 'count by (run) (ALERTS{alertstate="firing",alertname="RayloomUploadsBehind"})'
+    looks = [
+        At(since + 60 * minutes, query, dict.fromkeys(told, 1.0))
+        for minutes, told in (
+            (-1, ()),
+            (32, ()),
+            (40, ("quick",)),
+            (118, ("quick",)),
+            (130, ("quick", "first")),
+            (208, ("quick", "first")),
+            (220, ("quick", "first", "slow")),
+            (357, ("quick", "first", "slow")),
+            (365, ()),
+        )
+    ]
     check(tmp_path, runs, looks)
 
 

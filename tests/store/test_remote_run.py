@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -246,6 +247,41 @@ def test_a_failed_upload_is_a_notice_and_is_tried_again(tmp_path: Path, url: str
     }
     assert values["rayloom_checkpoint_upload_failures_total"] == 1
     assert values["rayloom_checkpoint_uploaded_step"] == 2
+    assert values["rayloom_checkpoint_upload_seconds_count"] == 1
+    assert values["rayloom_checkpoint_upload_seconds_sum"] > 0
+    marker = copy.read()
+    assert marker is not None
+    assert values["rayloom_checkpoint_upload_bytes_total"] == marker.num_bytes
+    assert "rayloom_checkpoint_upload_waiting_timestamp_seconds" not in values
+
+
+def test_a_checkpoint_waits_since_the_first_that_is_newer_than_the_newest_copy(
+    tmp_path: Path, url: str
+) -> None:
+    run_dir, metrics = unpack_run(tmp_path, BEFORE), Metrics()
+    blocking = tmp_path / "remote"
+    blocking.write_text("")
+    notices: list[str] = []
+    uploads = CheckpointUploads(run_dir, RunSettings(checkpoint_url=url), metrics=metrics)
+    before = time.time()
+    uploads.begin_term(notices.append)
+    assert poll(lambda: notices or None, limit_s=60)
+    first = waiting_since(metrics)
+    assert first is not None and before <= first <= time.time()
+    uploads.wake()
+    assert waiting_since(metrics) == first
+    blocking.unlink()
+    assert poll(lambda: True if waiting_since(metrics) is None else None, limit_s=60)
+    uploads.close(writes_rest=True)
+    assert waiting_since(metrics) is None
+
+
+def waiting_since(metrics: Metrics) -> float | None:
+    name = "rayloom_checkpoint_upload_waiting_timestamp_seconds"
+    samples = (
+        sample for families in metrics.read() for family in families for sample in family.samples
+    )
+    return next((sample.value for sample in samples if sample.name == name), None)
 
 
 def test_a_run_whose_address_has_another_runs_copies_copies_no_more(

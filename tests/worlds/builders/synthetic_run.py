@@ -99,6 +99,9 @@ class SyntheticRun:
         self.values |= {
             "rayloom_checkpoint_bytes": lambda t: 1e9,
             "rayloom_checkpoint_free_bytes": lambda t: 2e10,
+            "rayloom_checkpoint_upload_waiting_timestamp_seconds": lambda t: None,
+            "rayloom_checkpoint_upload_seconds_sum": lambda t: 60 * self.done(t),
+            "rayloom_checkpoint_upload_seconds_count": self.done,
             series("ray_node_mem_used", RayNodeType="head", ip="1"): lambda t: 3e9,
             series("ray_node_mem_total", RayNodeType="head", ip="1"): lambda t: 8e9,
             # A worker may use all of its memory.
