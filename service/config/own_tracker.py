@@ -13,11 +13,11 @@ from service.config.trackers import OwnTrackerSettings
 KEY = "trackers.own.use"
 # The arguments that every tracker's constructor gets.
 _GIVEN = ("run_id", "name", "config", "directory")
-# How each method is called.
+# The arguments of each method, without the tracker itself.
 _CALLS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
-    "write": ((None, None), {}),
-    "flush": ((None,), {}),
-    "close": ((None,), {"is_ended": True}),
+    "write": ((None,), {}),
+    "flush": ((), {}),
+    "close": ((), {"is_ended": True}),
 }
 
 
@@ -59,7 +59,15 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
                 f"{KEY}: {settings.use}.{name} is a generator, whose body would never run, "
                 "expected a plain method; remove yield"
             )
-        _check_call(method, name, arguments, named, use=settings.use)
+        own = (None,) if _takes_tracker(found, name) else ()
+        _check_call(method, name, (*own, *arguments), named, use=settings.use, num_own=len(own))
+
+
+def _takes_tracker(kind: type, name: str) -> bool:
+    """Return whether a method, read from its class, takes the tracker as its first argument."""
+    method = inspect.getattr_static(kind, name)
+    # A class method has its class already. An object without `__get__` is never bound.
+    return not isinstance(method, staticmethod | classmethod) and hasattr(type(method), "__get__")
 
 
 def _check_call(
@@ -69,7 +77,12 @@ def _check_call(
     named: Mapping[str, object],
     *,
     use: str,
+    num_own: int = 0,
 ) -> None:
+    """Check that a call would fit the signature.
+
+    num_own: number of leading arguments that Python passes itself. Raises: ConfigError.
+    """
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):
@@ -78,7 +91,9 @@ def _check_call(
     try:
         signature.bind(*arguments, **named)
     except TypeError as error:
-        shown = ", ".join([*("point" for _ in arguments[1:]), *(f"{name}=…" for name in named)])
+        shown = ", ".join(
+            [*("point" for _ in arguments[num_own:]), *(f"{name}=…" for name in named)]
+        )
         raise ConfigError(
             f"{KEY}: {what} of {use} takes {signature}, expected one that can be called with "
             f"({shown}): {error}; change its arguments"

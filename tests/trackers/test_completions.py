@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,37 @@ class Lines:
 class Broken(Lines):
     def write(self, point):
         raise SystemExit("no room")
+
+
+class Unbound:
+    # Its methods need no tracker.
+
+    lines = []
+
+    def __init__(self, **given):
+        Unbound.lines.clear()
+
+    @classmethod
+    def write(cls, point):
+        cls.lines.append(point.step)
+
+    @staticmethod
+    def flush():
+        Unbound.lines.append("flush")
+
+    @staticmethod
+    def close(*, is_ended):
+        Unbound.lines.append(is_ended)
+
+
+class StaticWithSelf(Unbound):
+    @staticmethod
+    def write(self, point): ...
+
+
+class ClassWithoutPoint(Unbound):
+    @classmethod
+    def write(cls): ...
 
 
 class Positional:
@@ -154,6 +186,16 @@ async def test_a_tracker_of_ones_own_gets_every_point(tmp_path: Path, own: str) 
     assert lines[-1]["is_ended"] is True
 
 
+async def test_a_tracker_of_ones_own_may_have_static_and_class_methods(
+    tmp_path: Path, own: str
+) -> None:
+    settings = {"own": {"use": f"{own}:Unbound"}}
+    check_trackers(config_with(settings))
+    await tracked(tmp_path, settings, steps=2)
+    lines = importlib.import_module(own).Unbound.lines
+    assert [line for line in lines if line != "flush"] == [1, 2, True]
+
+
 async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
     tmp_path: Path, own: str
 ) -> None:
@@ -174,6 +216,8 @@ async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
         ("my_trackers:OldClose", {}, r"close of .* called with \(is_ended=…\)"),
         ("my_trackers:Async", {}, "write is async, expected a plain method"),
         ("my_trackers:Generator", {}, "write is a generator, whose body would never run"),
+        ("my_trackers:StaticWithSelf", {}, r"write of .* called with \(point\)"),
+        ("my_trackers:ClassWithoutPoint", {}, r"write of .* called with \(point\)"),
         ("my_trackers:Positional", {}, "the constructor of .* takes"),
         ("my_trackers:Lines", {"suffux": 1}, "suffux"),
         ("my_trackers:Lines", {"name": "a"}, "trackers.own.options: got name"),
