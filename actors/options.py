@@ -9,13 +9,21 @@ got and what it expected.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PydanticUndefinedAnnotation,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 
 # Expected values, by the types of pydantic's errors.
@@ -93,11 +101,20 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
     # mypy does not accept a type variable as hashable.
     plain: Any = kind
     try:
-        found: Options = adapter_of(plain).validate_python(given)
+        adapter = adapter_of(plain)
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        raise BadOptions(
+            f"{where}: {kind.__qualname__} has a field whose values cannot be checked "
+            f"({str(error).splitlines()[0]}); expected fields of plain types, such as int, str, "
+            "list[str] or a dataclass; correct the annotation"
+        ) from error
+    try:
+        found: Options = adapter.validate_python(given)
     except ValidationError as error:
         problems = [sentence(kind, each, where) for each in error.errors(include_url=False)]
     else:
-        problems = list(truths_read_as_numbers(given, found, where))
+        problems = list(_unknown_keys(given, found, where))
+        problems = problems or list(truths_read_as_numbers(given, found, where))
         if not problems:
             return found
     raise BadOptions("; ".join(problems))
@@ -142,6 +159,29 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     return f"{place}: got {detail['input']!r:.200}, expected {expected}"
 
 
+def _unknown_keys(given: Any, read: Any, location: str) -> Iterator[str]:
+    """Yield a sentence for each key that pydantic has dropped.
+
+    It refuses unknown keys only for a dataclass with our `__pydantic_config__`, which a user's
+    dataclass lacks, and those inside of it.
+    """
+    if isinstance(given, Mapping) and is_dataclass(read):
+        known = inspect.signature(type(read)).parameters
+        for key, value in given.items():
+            place = f"{location}.{key}"
+            if key not in known:
+                yield f"{place}: unknown key; {_closest(type(read), (key,))}"
+            else:
+                yield from _unknown_keys(value, getattr(read, key, None), place)
+    elif isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key, value in given.items():
+            if key in read:
+                yield from _unknown_keys(value, read[key], f"{location}.{key}")
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for number, (value, found) in enumerate(zip(given, read, strict=False)):
+            yield from _unknown_keys(value, found, f"{location}.{number}")
+
+
 def _shown(bound: Any) -> Any:
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
@@ -156,19 +196,19 @@ def _section_at(section: Any, location: tuple[int | str, ...]) -> Any:
     for part in location:
         # A part that is not a field is a key of a mapping, whose values all have one section type.
         if part in _names(section):
-            section = _section_of(get_type_hints(section)[str(part)])
+            section = dataclass_of(get_type_hints(section)[str(part)])
     return section
 
 
 def _names(section: Any) -> list[str]:
-    return [field.name for field in fields(section)]
+    return [field.name for field in fields(section) if field.init]
 
 
-def _section_of(annotation: Any) -> Any:
+def dataclass_of(annotation: Any) -> Any:
     """Return the dataclass of an annotation: the annotation itself, or one inside it; else None."""
     if is_dataclass(annotation):
         return annotation
-    return next(filter(None, map(_section_of, get_args(annotation))), None)
+    return next(filter(None, map(dataclass_of, get_args(annotation))), None)
 
 
 def user_code(options: Any) -> list[str]:
@@ -192,10 +232,10 @@ def truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterato
     """Yield a sentence for each true or false that was parsed as 1 or 0."""
     if isinstance(given, Mapping):
         for key, value in given.items():
-            found = read[key] if isinstance(read, Mapping) else getattr(read, key)
+            found = read.get(key) if isinstance(read, Mapping) else getattr(read, key, None)
             yield from truths_read_as_numbers(value, found, f"{location}.{key}".lstrip("."))
     elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
-        for number, (value, found) in enumerate(zip(given, read, strict=True)):
+        for number, (value, found) in enumerate(zip(given, read, strict=False)):
             yield from truths_read_as_numbers(value, found, f"{location}.{number}")
     elif isinstance(given, bool) and not isinstance(read, bool):
         yield f"{location}: got {given}, expected a number"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
@@ -31,7 +30,7 @@ from actors.environment.protocol import Environment
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
 from actors.environment.user_names import missing_module
-from actors.options import BadOptions, read
+from actors.options import BadOptions, dataclass_of, read
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -118,7 +117,19 @@ def _bound(
     Raises: BadOptions; BadEnvironmentOptions for keyword arguments that the factory does not take.
     """
     if (kind := options_of(factory)) is not None:
+        has_default = inspect.signature(factory).parameters["options"].default is None
+        if has_default and not options:
+            return factory
         return partial(factory, read(kind, options, where="options"))
+    hints = _hints(factory)
+    for argument in options:
+        if kind := dataclass_of(hints.get(argument)):
+            raise BadEnvironmentOptions(
+                f"environment {name!r}: its argument {argument} is a {kind.__qualname__}, which "
+                "is not made from the configuration; expected that dataclass as the type of the "
+                "constructor's only argument, with the name options; rename the argument, and "
+                "write the dataclass's fields directly into tasks.options"
+            )
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
@@ -145,16 +156,52 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def options_of(factory: EnvironmentFactory) -> type[Any] | None:
     """Return the dataclass of an environment's options: the type of its only argument, `options`.
 
-    None if the options are keyword arguments.
+    None if the options are keyword arguments. Raises: BadEnvironmentOptions if its argument
+    `options` has a dataclass and others are beside it, or a type that cannot be found.
+    """
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return None
+    if "options" not in parameters:
+        return None
+    shown = getattr(factory, "__qualname__", repr(factory))
+    try:
+        kind = dataclass_of(_hints(factory, is_strict=True).get("options"))
+    except NameError as error:
+        if list(parameters) != ["options"]:
+            # An annotation of third-party code, which need not be importable.
+            return None
+        raise BadEnvironmentOptions(
+            f"{shown}: the type of its argument options was not found ({error}); expected a "
+            "dataclass that its module defines or imports, outside of functions and of `if "
+            "TYPE_CHECKING`; move the definition or the import"
+        ) from error
+    if kind is None:
+        return None
+    if others := [name for name in parameters if name != "options"]:
+        raise BadEnvironmentOptions(
+            f"{shown} takes options: {kind.__qualname__} and {', '.join(others)}, expected a "
+            f"dataclass of options to be the only argument; make {', '.join(others)} fields of "
+            f"{kind.__qualname__}"
+        )
+    return kind
+
+
+def _hints(factory: EnvironmentFactory, *, is_strict: bool = False) -> Mapping[str, Any]:
+    """Return the types of a factory's arguments, as far as they are known.
+
+    Raises: NameError for a type that was not found, if `is_strict`.
     """
     made_by = getattr(factory, "__init__") if inspect.isclass(factory) else factory  # noqa: B009
     try:
-        kind = get_type_hints(made_by).get("options")
-        names = list(inspect.signature(factory).parameters)
-    except (AttributeError, NameError, TypeError, ValueError):
-        # Annotations of third-party code, which need not be importable.
-        return None
-    return kind if names == ["options"] and inspect.isclass(kind) and is_dataclass(kind) else None
+        return get_type_hints(made_by)
+    except NameError:
+        if is_strict:
+            raise
+        return {}
+    except (AttributeError, TypeError, ValueError):
+        return {}
 
 
 def _check_methods(made: object) -> None:

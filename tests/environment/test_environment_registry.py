@@ -1,7 +1,10 @@
 """Environments by name, by path and by entry point, with their options checked at once."""
 
 import re
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -107,6 +110,94 @@ def test_a_users_own_options_are_read_like_those_of_the_built_in_ones() -> None:
     assert made.size == 4
     with pytest.raises(BadEnvironmentOptions, match=r"options\.high: got -1, expected 0 or more"):
         resolve(f"{__name__}:Described", {"high": -1})
+
+
+@dataclass
+class Depth:
+    """Options inside of options, as a user writes them: neither frozen nor strict."""
+
+    levels: int = 1
+
+
+@dataclass
+class UserOptions:
+    low: int = 1
+    sizes: list[int] = field(default_factory=lambda: [3])
+    depth: Depth = field(default_factory=Depth)
+    by_name: dict[str, Depth] = field(default_factory=dict)
+    derived: int = field(default=3, init=False)
+    limit: ClassVar[int] = 9
+    name = "no field"
+
+
+class Loose(Plain):
+    def __init__(self, options: UserOptions) -> None:
+        super().__init__(size=options.low + options.depth.levels)
+
+
+class Optional(Plain):
+    def __init__(self, options: UserOptions | None = None) -> None:
+        super().__init__(size=7 if options is None else options.low)
+
+
+class Beside(Plain):
+    def __init__(self, options: UserOptions | None = None, **others: object) -> None:
+        super().__init__()
+
+
+class OtherName(Plain):
+    def __init__(self, given: UserOptions | None = None) -> None:
+        super().__init__()
+
+
+class Missing(Plain):
+    def __init__(self, options: "Absent") -> None:  # type: ignore[name-defined]  # noqa: F821
+        super().__init__()
+
+
+@dataclass
+class WithObject:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Unreadable(Plain):
+    def __init__(self, options: WithObject) -> None:
+        super().__init__()
+
+
+def test_a_users_own_dataclass_needs_no_configuration_of_ours() -> None:
+    given = {"low": 2, "sizes": [1], "depth": {"levels": 4}, "by_name": {"a": {"levels": 2}}}
+    made = [
+        resolve(f"{__name__}:{name}", options)()
+        for name, options in (("Loose", given), ("Optional", given), ("Optional", {}))
+    ]
+    assert [each.size for each in made if isinstance(each, Plain)] == [6, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Loose", {"loww": 2}, "options.loww: unknown key; did you mean 'low'?"),
+        ("Optional", {"loww": 2}, "options.loww: unknown key; did you mean 'low'?"),
+        ("Loose", {"depth": {"level": 2}}, "options.depth.level: unknown key; did you mean"),
+        ("Loose", {"by_name": {"a": {"x": 2}}}, "options.by_name.a.x: unknown key; expected one"),
+        ("Loose", {"derived": 2}, "options.derived: unknown key; expected one of low, sizes"),
+        ("Loose", {"limit": 2}, "options.limit: unknown key"),
+        ("Loose", {"name": "a"}, "options.name: unknown key"),
+        ("Loose", {"low": "two"}, "options.low: got 'two', expected a whole number"),
+        ("Loose", {"sizes": [True]}, "options.sizes.0: got True, expected a number"),
+        ("Loose", {"depth": 3}, "options.depth: got 3, expected a map of settings"),
+        ("Beside", {"loww": 2}, "takes options: UserOptions and others, expected a dataclass"),
+        ("OtherName", {"given": {"low": 2}}, "its argument given is a UserOptions"),
+        ("Missing", {"low": 2}, "name 'Absent' is not defined"),
+        ("Unreadable", {}, "WithObject has a field whose values cannot be checked"),
+    ],
+)
+def test_options_of_a_users_own_dataclass_are_never_dropped(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
+        resolve(f"{__name__}:{name}", options)
 
 
 def test_a_name_is_given_once() -> None:
