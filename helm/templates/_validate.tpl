@@ -51,6 +51,11 @@
 - {{ printf "%s.minReplicas, maxReplicas: are no keys here, %s" $group $scale | quote }}
 {{- end }}
 {{- end }}
+{{- range $key, $given := .Values }}
+{{- if regexMatch "^(head|inference|trainer|environment)(s|[-_A-Z0-9].*)$" $key }}
+- {{ printf "%s: is no key here, expected one group of equal pods for each role: head, inference, trainer and environment, as Rayloom places its parts by the role; put its values into %s" $key (regexFind "^(head|inference|trainer|environment)" $key) | quote }}
+{{- end }}
+{{- end }}
 {{- if hasKey .Values.checkpoints "uri" }}
 - "checkpoints.uri: is no key here, expected a volume: checkpoints are directories that are renamed when they are whole, which object stores do not do; name a storage class, or a claim by existingClaim"
 {{- end }}

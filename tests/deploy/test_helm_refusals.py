@@ -60,7 +60,7 @@ pytestmark = [pytest.mark.proof, pytest.mark.chart]
         ({"pods": {"podSecurityContext": {"runAsUser": -1}}}, ["podSecurityContext.runAsUser"]),
         ({"pods": {"capabilities": {"add": ["CAP_IPC_LOCK"]}}}, ["capabilities.add.0"]),
         ({"head": {"readinessProbe": {"periodSecond": 30}}}, ["periodSecond", "not allowed"]),
-        ({"environment2": {"replicas": 1}}, ["environment2", "not allowed"]),
+        ({"enviroment": {"replicas": 1}}, ["enviroment", "not allowed"]),
         ({"head": {"sidecars": [{"image": "x"}]}}, ["head.sidecars.0", "name"]),
         ({"rayVersion": 2.6}, ["rayVersion", "string"]),
         ({"image": {"digest": "sha256:12"}}, ["image.digest"]),
@@ -331,6 +331,18 @@ def test_a_wrong_value_is_refused_by_its_path(values: dict[str, Any], words: lis
         (
             {"environment": {"minReplicas": 0, "maxReplicas": 10}},
             ["environment.minReplicas, maxReplicas", "no pod idle", "set replicas"],
+        ),
+        *(
+            (
+                {key: {"replicas": 1}},
+                [f"{key}: is no key here, expected one group", f"put its values into {group}"],
+            )
+            for key, group in {
+                "environment2": "environment",
+                "trainer-b200": "trainer",
+                "inferenceLarge": "inference",
+                "environments": "environment",
+            }.items()
         ),
         (
             {"checkpoints": {"uri": "s3://a/b"}},
