@@ -137,7 +137,8 @@ def values_of(boards: Mapping[str, Mapping[str, Any]]) -> dict[str, Value]:
     run = SyntheticRun(step_s=STEP_S, scrape_s=SCRAPE_S, seconds=2 * SHOWN_S, run=RUN)
     found = {name: value for name, value in run.values.items() if not name.startswith(TOO_FEW)}
     found["rayloom_run_planned_steps"] = lambda t: 200
-    found["rayloom_checkpoint_timestamp_seconds"] = lambda t: t // 300 * 300
+    for event in ("checkpoint", "checkpoint_upload_waiting"):
+        found[f"rayloom_{event}_timestamp_seconds"] = lambda t: t // 300 * 300
     of_the_run = {name.partition("{")[0] for name in found}
     found |= {series("ALERTS", alertname=name, alertstate="firing"): lambda t: 1 for name in ALERTS}
     metrics: dict[str, dict[str, dict[str, None]]] = {}

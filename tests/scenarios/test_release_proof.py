@@ -55,6 +55,8 @@ VALUES = {
         **SMALL,
         "run": {"name": RUN, "steps": 100_000, "checkpoint_every": 2, "evaluate_every": 4},
         "algorithm": {**SMALL["algorithm"], "max_lag": 1, "loss": {"kl": {"coefficient": 0.01}}},
+        # The turns in flight wait for the engine that replaces the one that goes.
+        "rollouts": {**SMALL["rollouts"], "turn_deadline_s": 500},
         "trainer": {**SMALL["trainer"], "num_ranks": 1},
         "service": {"host": "0.0.0.0", "port": API},
         "metrics": {"host": "0.0.0.0", "port": 9400},

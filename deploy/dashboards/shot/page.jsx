@@ -66,7 +66,7 @@ function Note({ text }) {
 
 function Content({ shown, width, height }) {
   const { panel } = shown;
-  if (panel.type === 'heatmap') return <Note text="Grafana's heatmap is not among its public components." />;
+  if (panel.type === 'heatmap') return <Note text="Grafana's heatmap is a part of Grafana itself, not of its components." />;
   const frames = framesOf(shown);
   if (!frames.length) return <Note text="No data" />;
   if (panel.type === 'stat') return <Numbers {...{ frames, panel, width, height }} />;
