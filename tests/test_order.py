@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 PRODUCT = ("actors", "service", "deploy")
 # Files by which something outside of Python starts a module: a script, an entry point, a container.
 STARTERS = ("pyproject.toml", "mkdocs.yml", "Makefile", "helm", "deploy", ".ci")
+PLUGINS = "actors.environment.plugins"
 
 Trees = Mapping[str, ast.Module]
 """By dotted name of the module."""
@@ -80,6 +81,15 @@ def imports_that_point_up(trees: Trees, order: Order) -> set[str]:
         and source[0] == target[0]
         and source[1] != target[1]
         and layers[target] <= layers[source]
+    }
+
+
+def imports_of_plugins(trees: Trees) -> set[str]:
+    """Return the imports of the folder of plug-ins by other code than the command line's."""
+    return {
+        f"{module} imports {name}"
+        for module, name in imports(trees)
+        if name.startswith(PLUGINS) and not module.startswith((PLUGINS, "service.cli."))
     }
 
 
@@ -154,6 +164,11 @@ def test_every_import_points_down() -> None:
     assert imports_that_point_up(TREES, ORDER) == set()
 
 
+def test_the_core_imports_no_plugin() -> None:
+    assert any(module.startswith(f"{PLUGINS}.sql.") for module in TREES)
+    assert imports_of_plugins(TREES) == set()
+
+
 def test_every_module_is_used() -> None:
     texts = [*starting_texts(REPOSITORY), *texts_of(TREES)]
     assert unused_modules(TREES, texts) == set()
@@ -204,6 +219,21 @@ def test_imports_against_the_order_are_found(tmp_path: Path) -> None:
         "service.api.routes imports service.store",
         "service.api.routes imports service.store.rows",
         "service.store.rows imports service.run.phase",
+    }
+
+
+def test_imports_of_plugins_are_found(tmp_path: Path) -> None:
+    trees = planted(
+        tmp_path,
+        {
+            "actors/environment/registry.py": "def find():\n    from .plugins.sql import server\n",
+            "actors/environment/plugins/sql/server.py": "",
+            "actors/environment/plugins/sql/environment.py": f"from {PLUGINS}.sql import server\n",
+            "service/cli/main.py": f"from {PLUGINS}.sql import server\n",
+        },
+    )
+    assert imports_of_plugins(trees) == {
+        f"actors.environment.registry imports {PLUGINS}.sql.server",
     }
 
 

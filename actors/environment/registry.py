@@ -15,15 +15,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, get_type_hints
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
-from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.gymnasium_env import GYMNASIUM, GymnasiumEnvironment
 from actors.environment.builtin.openenv_env import OpenEnvEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
-from actors.environment.builtin.retrieval_qa.environment import RetrievalQaEnvironment
 from actors.environment.builtin.single_turn import SINGLE_TURN, SingleTurnEnvironment
 from actors.environment.builtin.skyrl_gym_env import SKYRL_GYM, SkyRLGymEnvironment
-from actors.environment.builtin.sql.environment import SqlEnvironment
 from actors.environment.builtin.textarena_env import TEXTARENA, TextArenaEnvironment
 from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
@@ -41,16 +38,19 @@ EnvironmentFactory = Callable[..., Environment]
 _factories: dict[str, EnvironmentFactory] = {
     "guessing": GuessingEnvironment,
     "calculator": CalculatorEnvironment,
-    "code_search": CodeSearchEnvironment,
     "openenv": OpenEnvEnvironment,
     "reasoning_gym": ReasoningGymEnvironment,
-    "retrieval_qa": RetrievalQaEnvironment,
-    "sql": SqlEnvironment,
     GYMNASIUM: GymnasiumEnvironment,
     SINGLE_TURN: SingleTurnEnvironment,
     SKYRL_GYM: SkyRLGymEnvironment,
     TEXTARENA: TextArenaEnvironment,
     TOOLS: ToolsEnvironment,
+}
+# Imported when a configuration names one.
+_plugins = {
+    "code_search": "actors.environment.plugins.code_search.environment:CodeSearchEnvironment",
+    "retrieval_qa": "actors.environment.plugins.retrieval_qa.environment:RetrievalQaEnvironment",
+    "sql": "actors.environment.plugins.sql.environment:SqlEnvironment",
 }
 
 
@@ -69,19 +69,19 @@ def register(name: str, factory: EnvironmentFactory) -> None:
     """
     if ":" in name or not name:
         raise ValueError(f"environment name: got {name!r}, expected a word without a colon")
-    if _factories.get(name, factory) is not factory:
+    if name in _plugins or _factories.get(name, factory) is not factory:
         raise ValueError(f"environment {name!r} is registered already; choose another name")
     _factories[name] = factory
 
 
 def is_built_in(name: str) -> bool:
     """Whether a name is a built-in environment, or was registered in this process."""
-    return name in _factories
+    return name in _factories or name in _plugins
 
 
 def known_names() -> list[str]:
     """Return every name that `resolve` knows, sorted; it also accepts "module:Class"."""
-    return sorted({*_factories, *(point.name for point in _entry_points())})
+    return sorted({*_factories, *_plugins, *(point.name for point in _entry_points())})
 
 
 def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
@@ -228,9 +228,9 @@ def _check_method(made: object, name: str, arguments: tuple[str, ...]) -> None:
 def _find(name: str) -> EnvironmentFactory:
     if name in _factories:
         return _factories[name]
-    if ":" in name:
-        point = EntryPoint(name=name, value=name, group=ENTRY_POINT_GROUP)
-        return _load(point)
+    if name in _plugins or ":" in name:
+        value = _plugins.get(name, name)
+        return _load(EntryPoint(name=name, value=value, group=ENTRY_POINT_GROUP))
     for point in _entry_points():
         if point.name == name:
             return _load(point)

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import openai
 
-from actors.environment.builtin.code_search.environment import (
+from actors.environment.plugins.code_search.environment import (
     BAD_ANSWER,
     ERROR,
     NO_CALL,
@@ -34,7 +34,7 @@ from actors.environment.builtin.code_search.environment import (
     grade_files,
     read_task,
 )
-from actors.environment.builtin.code_search.tools import (
+from actors.environment.plugins.code_search.tools import (
     ANSWER,
     SEARCH_TOOLS,
     CodeTools,

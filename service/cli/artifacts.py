@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from actors.environment.builtin.code_search.from_git import QuestionSource, tasks_of_repository
 from actors.environment.builtin.reasoning_gym_env import generate_tasks
+from actors.environment.plugins.code_search.from_git import QuestionSource, tasks_of_repository
 from actors.environment.registry import UnknownEnvironment, resolve
 from actors.environment.tasks import BadTaskFile, GeneratedTasks, write_tasks
 from actors.trainer.checkpoint import MANIFEST, CheckpointError, Progress, has_digests

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actors.environment.builtin.code_search.from_git import QuestionSource
+from actors.environment.plugins.code_search.from_git import QuestionSource
 from actors.limits import MAX_SEED
 from service import VERSION
 from service.access.keys import KeyLimits, Scope

@@ -15,7 +15,7 @@ from worlds.builders.code_repository import FILES, git_repository, write_reposit
 from worlds.builders.episode_builders import ASSIGNMENT, SETTINGS, FakePolicy, renderer, reply
 
 from actors.algorithm import RewardSettings
-from actors.environment.builtin.code_search.environment import (
+from actors.environment.plugins.code_search.environment import (
     BAD_ANSWER,
     NO_CALL,
     NO_CALLS_LEFT,
@@ -24,8 +24,8 @@ from actors.environment.builtin.code_search.environment import (
     canonical_path,
     grade_files,
 )
-from actors.environment.builtin.code_search.from_git import QuestionSource
-from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
+from actors.environment.plugins.code_search.from_git import QuestionSource
+from actors.environment.plugins.code_search.tools import ANSWER, SEARCH_TOOLS, _Pool
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.settings import RolloutSettings, playing

@@ -23,8 +23,8 @@ from worlds.builders.code_repository import (
     write_repository,
 )
 
-from actors.environment.builtin.code_search.repositories import BadRepository, scratch
-from actors.environment.builtin.code_search.tools import CodeTools, ToolSettings, _Pool
+from actors.environment.plugins.code_search.repositories import BadRepository, scratch
+from actors.environment.plugins.code_search.tools import CodeTools, ToolSettings, _Pool
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"max_repository_mib": 1, "max_entries": 50}
@@ -188,7 +188,7 @@ async def test_nothing_is_left_after_the_last_close(root: Path) -> None:
 
 ATTACKS = """
 import errno, os, socket, sys
-from actors.environment.builtin.code_search.sandbox import Confinement, confine
+from actors.environment.plugins.code_search.sandbox import Confinement, confine
 target = sys.argv[1]
 walls = confine(Confinement(memory_bytes=2**28, cpu_s=5), **eval(sys.argv[2]))
 def fails(attack):
@@ -254,8 +254,8 @@ def test_a_process_of_tools_is_confined_and_dies_with_its_owner(root: Path) -> N
     good_tar_gz(root / "shop.tar.gz")
     program = """
 import asyncio, sys
-from actors.environment.builtin.code_search.tools import CodeTools, ToolSettings, _Pool
-from actors.environment.builtin.code_search.repositories import scratch
+from actors.environment.plugins.code_search.tools import CodeTools, ToolSettings, _Pool
+from actors.environment.plugins.code_search.repositories import scratch
 async def main():
     tools = CodeTools(ToolSettings(root=sys.argv[1]))
     shop = await tools.open("shop.tar.gz")
@@ -279,7 +279,7 @@ asyncio.run(main())
     gone, alive = psutil.wait_procs(servers, timeout=10)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], gone
     subprocess.run(
-        [sys.executable, "-c", "from actors.environment.builtin.code_search.repositories import "
+        [sys.executable, "-c", "from actors.environment.plugins.code_search.repositories import "
          "scratch; scratch()"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip

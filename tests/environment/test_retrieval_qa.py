@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from worlds.checks.missing_tools import need_package
 
-from actors.environment.builtin.retrieval_qa.corpus import (
+from actors.environment.plugins.retrieval_qa.corpus import (
     BadCorpus,
     CorpusOptions,
     Document,
@@ -22,7 +22,7 @@ from actors.environment.builtin.retrieval_qa.corpus import (
     generated_facts,
     index_of,
 )
-from actors.environment.builtin.retrieval_qa.environment import (
+from actors.environment.plugins.retrieval_qa.environment import (
     Grade,
     RetrievalQaEnvironment,
     RetrievalQaOptions,

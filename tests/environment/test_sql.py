@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.environment.builtin.sql.environment import (
+from actors.environment.plugins.sql.environment import (
     SqlEnvironment,
     SqlOptions,
     is_correct,
@@ -20,8 +20,8 @@ from actors.environment.builtin.sql.environment import (
     query_of,
     shown_result,
 )
-from actors.environment.builtin.sql.execution import Database, Execution, QueryFailed
-from actors.environment.builtin.sql.generated import LEVELS, make_question
+from actors.environment.plugins.sql.execution import Database, Execution, QueryFailed
+from actors.environment.plugins.sql.generated import LEVELS, make_question
 from actors.environment.protocol import (
     Action,
     MalformedCall,

@@ -12,7 +12,7 @@ import pytest
 from worlds.builders.code_repository import write_repository
 from worlds.parts.dialect_server import DialectServer
 
-from actors.environment.builtin.code_search.tools import CodeTools, ToolSettings, _Pool
+from actors.environment.plugins.code_search.tools import CodeTools, ToolSettings, _Pool
 from actors.environment.protocol import Message, Role, ToolCall
 from actors.types import Task
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason

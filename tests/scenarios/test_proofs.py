@@ -19,7 +19,7 @@ from worlds.checks.recipe_page import recipes
 from worlds.models.code_search_warmup import MODULES, warmed_up
 from worlds.runs.run_driver import ROOT, Run, running
 
-from actors.environment.builtin.code_search.from_git import QuestionSource
+from actors.environment.plugins.code_search.from_git import QuestionSource
 from service.cli.artifacts import write_code_search, write_reasoning_gym
 
 pytestmark = [pytest.mark.proof, pytest.mark.training, pytest.mark.timeout(3600)]

@@ -19,7 +19,7 @@ from worlds.runs.run_checks import check_audit, check_finished
 from worlds.runs.run_driver import START_S, STEP_S, running, small_config
 from worlds.servers.openenv_servers import real_server
 
-from actors.environment.builtin.retrieval_qa.corpus import generated_facts
+from actors.environment.plugins.retrieval_qa.corpus import generated_facts
 from actors.environment.registry import resolve
 from actors.environment.tasks import write_tasks
 from actors.types import Task

@@ -9,9 +9,9 @@ import re
 from dataclasses import replace
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
-from actors.environment.builtin.code_search.environment import CodeSearchEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymEnvironment
+from actors.environment.plugins.code_search.environment import CodeSearchEnvironment
 from actors.environment.protocol import Action, StepResult, ToolCall
 
 _NUMBER = re.compile(r"-?[0-9]+")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.environment.builtin.calculator import CalculatorOptions
-from actors.environment.builtin.code_search.environment import CodeSearchOptions
 from actors.environment.builtin.guessing import GuessingOptions
 from actors.environment.builtin.reasoning_gym_env import ReasoningGymOptions
 from actors.environment.builtin.single_turn import (
@@ -24,6 +23,7 @@ from actors.environment.builtin.single_turn import (
     SingleTurnEnvironment,
     SingleTurnOptions,
 )
+from actors.environment.plugins.code_search.environment import CodeSearchOptions
 from actors.environment.protocol import Environment
 from actors.types import Task
 from service.telemetry.findings import Kind

@@ -9,8 +9,8 @@ import json
 import random
 from pathlib import Path
 
-from actors.environment.builtin.code_search.environment import QUESTION
-from actors.environment.builtin.code_search.tools import ANSWER, SEARCH_TOOLS
+from actors.environment.plugins.code_search.environment import QUESTION
+from actors.environment.plugins.code_search.tools import ANSWER, SEARCH_TOOLS
 from actors.environment.tool_turns import ERROR
 from actors.trainer.tiny.warmup import Conversation
 from worlds.models import forms_warmup

@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from actors.environment.builtin.code_search.sandbox import Confinement, NotConfined, confine
-from actors.environment.builtin.code_search.tree import (
+from actors.environment.plugins.code_search.sandbox import Confinement, NotConfined, confine
+from actors.environment.plugins.code_search.tree import (
     BadArgument,
     Bounds,
     ToolError,

@@ -14,7 +14,7 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from actors.environment.builtin.code_search.server import serve
+from actors.environment.plugins.code_search.server import serve
 
 MAX_VALUE_BYTES = 2**20
 MAX_QUERY_BYTES = 20_000

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import IO
 
-from actors.environment.builtin.code_search.sandbox import Confinement, NotConfined, confine
-from actors.environment.builtin.code_search.tree import HIDDEN, MAX_DEPTH, MAX_PATH_CHARS
+from actors.environment.plugins.code_search.sandbox import Confinement, NotConfined, confine
+from actors.environment.plugins.code_search.tree import HIDDEN, MAX_DEPTH, MAX_PATH_CHARS
 
 SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 MEMORY_BYTES = 768 * 2**20

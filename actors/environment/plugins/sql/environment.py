@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from actors.environment.builtin.sql.execution import (
+from actors.environment.plugins.sql.execution import (
     BadDatabase,
     Database,
     Execution,
@@ -34,8 +34,8 @@ from actors.environment.builtin.sql.execution import (
     Result,
     Table,
 )
-from actors.environment.builtin.sql.generated import LEVELS, make_question
-from actors.environment.builtin.sql.server import MAX_QUERY_BYTES
+from actors.environment.plugins.sql.generated import LEVELS, make_question
+from actors.environment.plugins.sql.server import MAX_QUERY_BYTES
 from actors.environment.protocol import (
     Action,
     Message,

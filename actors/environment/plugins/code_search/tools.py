@@ -18,11 +18,11 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import MinLen
 
-from actors.environment.builtin.code_search.repositories import Repositories
-from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
-from actors.environment.builtin.code_search.servers import NoAnswer, ServerThreads
-from actors.environment.builtin.code_search.tree import Bounds
-from actors.environment.builtin.code_search.unpack import ArchiveLimits
+from actors.environment.plugins.code_search.repositories import Repositories
+from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
+from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
+from actors.environment.plugins.code_search.tree import Bounds
+from actors.environment.plugins.code_search.unpack import ArchiveLimits
 from actors.environment.protocol import ToolSchema
 from actors.limits import MIB, STRICT, Positive, Rate
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from actors.environment.builtin.code_search.tools import (
+from actors.environment.plugins.code_search.tools import (
     ANSWER,
     MAX_ANSWER_FILES,
     SEARCH_TOOLS,

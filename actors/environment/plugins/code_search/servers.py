@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[4]
-_PACKAGE = "actors.environment.builtin"
+_PACKAGE = "actors.environment.plugins"
 _START_LIMIT_S = 20.0
 _MAX_ANSWER_BYTES = 2**22
 

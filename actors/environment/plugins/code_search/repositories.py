@@ -23,14 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.environment.builtin.code_search.servers import (
+from actors.environment.plugins.code_search.servers import (
     NoAnswer,
     kill,
     read_line,
     signal_group,
     start_program,
 )
-from actors.environment.builtin.code_search.unpack import SUFFIXES, ArchiveLimits, arguments
+from actors.environment.plugins.code_search.unpack import SUFFIXES, ArchiveLimits, arguments
 
 _PREFIX = "rayloom-code-search-"
 _LOCK = "lock"

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from actors.environment.builtin.reasoning_gym_env import extract_answer
-from actors.environment.builtin.retrieval_qa.corpus import (
+from actors.environment.plugins.retrieval_qa.corpus import (
     CorpusOptions,
     Document,
     Index,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from actors.environment.builtin.code_search.server import RETIRES_AFTER_CPU_S
-from actors.environment.builtin.code_search.servers import NoAnswer, ServerThreads
+from actors.environment.plugins.code_search.server import RETIRES_AFTER_CPU_S
+from actors.environment.plugins.code_search.servers import NoAnswer, ServerThreads
 from actors.environment.tool_turns import ToolFailed
 
 MAX_RESULT_BYTES = 2**20
