@@ -296,8 +296,8 @@ def _arguments(
     }
     if resume is not None and (dataset is not None or any(functions.values()) or run_dir):
         raise ConfigError(
-            "train: got resume and data, functions or a run_dir, expected one of them: a run "
-            "continues with its own; leave the others out"
+            "train: got resume together with a dataset, functions or a run_dir, expected resume "
+            "without them: a continued run uses its own; leave them out"
         )
     directory = Path(resume or run_dir or _new_directory(config, dataset))
     if resume is None:
