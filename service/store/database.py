@@ -176,7 +176,7 @@ class Database:
     def prepare(
         self, is_ready: Callable[[Connection], bool], create: Callable[[Connection], None]
     ) -> None:
-        """Create the tables by `create` unless `is_ready` is true.
+        """Call `create`, which creates the tables, unless `is_ready` returns true.
 
         Other writers are excluded, although there is no row to lock yet. `create` must accept that
         another process has created the tables since `is_ready` was called.
@@ -491,7 +491,7 @@ def _postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[],
 def _follow(
     engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
 ) -> None:
-    """Make an engine connect to the URL that a file has at that time.
+    """Make each new connection of an engine read its URL from the file again.
 
     A connection of an earlier URL is replaced before its next use, because its user may no longer
     exist.

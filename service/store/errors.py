@@ -12,7 +12,7 @@ class LeaseLost(Exception):
 
 
 class LeaseHeld(LeaseLost):
-    """The lease was requested on the condition that the run has no living owner, but it has one."""
+    """A living process owns the lease, and the caller requested it only if none does."""
 
 
 class Damaged(Exception):

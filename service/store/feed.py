@@ -55,10 +55,10 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an entry `accepted` for each submission after a position, in order.
+    """Append an entry `accepted` for each submission after the position `behind`.
 
-    One statement adds all, because there may be thousands.
-    Args: behind: the position. num_of: number of these submissions, by tenant.
+    One statement adds all entries, in order, because there may be thousands.
+    Args: num_of: number of these submissions, by tenant.
     """
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
     _count_up(connection, {tenant: num for tenant, num in num_of.items() if tenant})

@@ -194,7 +194,7 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 
 
 def newest_records(store: Readable) -> tuple[StepRecord | None, EvaluationRecord | None]:
-    """Return the newest surviving step and scheduled evaluation; None if there is none."""
+    """Return the records of the newest surviving step and scheduled evaluation; None if missing."""
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
         spans = surviving_spans(connection)
@@ -210,7 +210,8 @@ def mean_returns(store: Readable, steps: Collection[int]) -> dict[int, tuple[boo
     """Return the mean return at each of these steps, scaled if the environment's scale is known.
 
     Returns: by step, a pair: True and the mean of the scheduled evaluation, or False and the mean
-        of the training rollouts if there was none. So pairs of evaluations compare greater.
+        of the training rollouts if there was none. A pair of an evaluation therefore compares
+        greater than any pair of rollouts. Steps without a known mean are left out.
     """
 
     def read(connection: Connection) -> dict[int, tuple[bool, float]]:

@@ -211,7 +211,7 @@ def _continue_numbers(connection: Connection, name: str, column: str, last: int)
 
 @contextmanager
 def _removed(part: Path) -> Iterator[None]:
-    """Remove the files of an unfinished SQLite database, before and after the block."""
+    """Remove an unfinished SQLite database's files before and after the body of the `with`."""
     names = [part.with_name(part.name + end) for end in ("", "-wal", "-shm", "-journal")]
     try:
         for each in names:

@@ -136,7 +136,7 @@ def sqlite_file(url: str | URL) -> Path | None:
 
 
 def shown(url: str | URL) -> str:
-    """Return a location to show: the path of a file, or server, database and schema."""
+    """Return a URL's location without its password: SQLite's file, or the rest of the URL."""
     if (file := sqlite_file(url)) is not None:
         return str(file)
     return _without_password(make_url(url)).render_as_string(hide_password=True)
