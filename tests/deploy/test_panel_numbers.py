@@ -217,6 +217,9 @@ GAUGES = {
     "rayloom_queue_bytes": 3e6,
     "rayloom_queue_bytes_limit": 4e6,
     "rayloom_checkpoint_timestamp_seconds": 1500.0,
+    "rayloom_checkpoint_upload_waiting_timestamp_seconds": 1600.0,
+    "rayloom_checkpoint_upload_seconds_sum": 180.0,
+    "rayloom_checkpoint_upload_seconds_count": 2.0,
     series("ALERTS", alertname="RayloomStalled", alertstate="firing"): 1.0,
     series("ALERTS", alertname="RayloomQueueFull", alertstate="pending"): 1.0,
     "ray_cluster_active_nodes": 2.0,
@@ -320,6 +323,8 @@ def of_the_rest(step_s: float, second: float) -> list[Number]:
         Number("overview", "Since the newest step and checkpoint", "step", second % step_s),
         Number("overview", "Since the newest step and checkpoint", "checkpoint", second - 1500),
         Number("trainer", "Since the newest checkpoint", "age", second - 1500),
+        Number("trainer", "Copies of checkpoints", "waiting", second - 1600),
+        Number("trainer", "Copies of checkpoints", "time of a copy", 90.0),
         Number("overview", "Trajectories that end, by outcome", "{{outcome}}", ended),
         Number("rollouts", "Trajectories that end, by outcome", "{{outcome}}", ended),
         Number(
