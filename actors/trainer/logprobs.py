@@ -84,8 +84,11 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         grad_hidden = torch.empty_like(hidden)
         # Chunks add up here: in bfloat16 the later ones would be rounded away.
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = grad_weight.new_zeros(weight.shape[0]) if bias is not None else None
+        # A frozen head, as beside adapters, needs no gradient.
+        grad_weight, grad_bias = (
+            torch.zeros(each.shape, dtype=torch.float32, device=each.device) if is_needed else None
+            for each, is_needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         for part in _parts(hidden.shape[0], ctx.chunk_tokens):
             slopes = _slopes(
                 _logits(hidden[part], weight, bias, _at(temperatures, part)).sub_(
@@ -100,14 +103,16 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias.add_(slopes.sum(0))
             slopes = slopes.to(hidden.dtype)
             torch.mm(slopes, weight, out=grad_hidden[part])
-            if slopes.dtype == grad_weight.dtype:
+            if grad_weight is None:
+                pass
+            elif slopes.dtype == grad_weight.dtype:
                 grad_weight.addmm_(slopes.t(), hidden[part])
             else:
                 grad_weight.add_(slopes.t() @ hidden[part])
             del slopes  # otherwise it stays alive during the next chunk
         return (
             grad_hidden,
-            grad_weight.to(weight.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
             *(None,) * 4,
         )

@@ -92,6 +92,24 @@ def test_in_bfloat16_chunks_add_up_in_float32() -> None:
         torch.testing.assert_close(one_by_one, at_once, rtol=0, atol=0.02 * scale)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_frozen_head_costs_no_gradient_of_its_own(has_bias: bool) -> None:
+    gradients, peaks = [], []
+    for is_frozen in (False, True):
+        hidden, head, targets = make_inputs(has_bias=has_bias)
+        head.requires_grad_(not is_frozen)
+        logprobs, _ = token_logprobs(hidden, head, targets, chunk_tokens=5)
+        counted = LiveMemory()
+        with counted:
+            logprobs.sum().backward()
+        assert all((each.grad is None) is is_frozen for each in head.parameters())
+        gradients.append(hidden.grad)
+        peaks.append(counted.peak_bytes)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+    assert peaks[1] <= peaks[0] - 4 * VOCABULARY * HIDDEN
+
+
 def test_no_token_is_no_score_and_a_gradient_of_zero() -> None:
     hidden, head, targets = make_inputs()
     logprobs, entropies = token_logprobs(
