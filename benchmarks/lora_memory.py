@@ -1,68 +1,81 @@
-"""Measure the memory of a trainer's rank with LoRA beside training of all weights.
+"""Measure the memory of a trainer's rank: all weights, adapters only, or activations recomputed.
 
     python -m benchmarks.lora_memory MODEL
 
-Each side starts the one rank of a run in a process of its own and makes two steps: the first step
-creates the optimiser's state. Two peaks of the process's memory (VmHWM) are reported: during the
-start, and during the second step.
+Each side starts the one rank of a run in a process of its own, makes two steps and writes a
+checkpoint. Peaks of the process's memory (VmHWM) are reported for the start, the second step and
+the checkpoint, and the memory that is left when the allocator has returned what it had freed.
 Prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from actors.trainer.settings import LoraSettings
-from actors.types import Dtype
 from benchmarks.environment import describe_environment
 from benchmarks.loss_memory import status_bytes
 from benchmarks.side_ours import make_shard, num_tokens_of, start_rank, train
 from benchmarks.train_inputs import UpdateShape, make_trajectories, weigh
 
 SHAPE = UpdateShape(prompt=128, turns=1, sampled=48, observed=0, groups=1, group_size=8)
-SIDES: dict[str, tuple[Dtype, bool]] = {
-    "all_weights": (Dtype.FLOAT32, False),
-    "adapters": (Dtype.FLOAT32, True),
-}
+SIDES = ("all_weights", "adapters", "recomputed")
 
 
 def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one side in this process, which has done nothing else."""
-    dtype, has_adapters = SIDES[side]
     vocabulary = AutoConfig.from_pretrained(options.model).vocab_size
-    weighted = weigh(make_trajectories(SHAPE, vocabulary=vocabulary))
+    shape = replace(SHAPE, groups=options.groups)
+    weighted = weigh(make_trajectories(shape, vocabulary=vocabulary))
     shard = make_shard(weighted, budget=options.budget)
     imported = status_bytes("VmRSS")
-    lora = LoraSettings(rank=options.rank) if has_adapters else None
+    lora = LoraSettings(rank=options.rank) if side == "adapters" else None
     with tempfile.TemporaryDirectory() as directory:
         rank = start_rank(
             options.model,
             Path(directory),
             num_threads=options.threads,
-            dtype=dtype,
             lora=lora,
+            gradient_checkpointing=side == "recomputed",
         )
         start_peak = status_bytes("VmHWM")
         train(rank, shard)
-        Path("/proc/self/clear_refs").write_text("5")
+        clear_peak()
+        started = time.perf_counter()
         train(rank, shard)
-        step_peak = status_bytes("VmHWM")
+        step_s, step_peak = time.perf_counter() - started, status_bytes("VmHWM")
+        clear_peak()
+        rank.save(2, 1)
+        save_peak = status_bytes("VmHWM")
+        ctypes.CDLL(None).malloc_trim(0)
+        left = status_bytes("VmRSS")
         rank.close()
     return {
         "imported_bytes": imported,
         "start_peak_bytes": start_peak,
         "step_peak_bytes": step_peak,
+        "save_peak_bytes": save_peak,
+        "left_bytes": left,
+        "step_s": round(step_s, 2),
         "num_tokens": num_tokens_of(shard),
     }
+
+
+def clear_peak() -> None:
+    """Set the process's peak of memory to what it uses now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def main() -> None:
@@ -70,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--groups", type=int, default=SHAPE.groups, help="of 8 samples each")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a packed row")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--side", choices=SIDES, help="measure only this side")

@@ -58,6 +58,7 @@ def start_rank(
     dtype: Dtype = Dtype.FLOAT32,
     loss: LossSettings | None = None,
     lora: LoraSettings | None = None,
+    gradient_checkpointing: bool = False,
 ) -> TrainerRank:
     """Start the trainer's one rank in this process."""
     keep_freed_memory()
@@ -69,6 +70,7 @@ def start_rank(
             warmup_updates=0,
             threads=num_threads,
             lora=lora,
+            gradient_checkpointing=gradient_checkpointing,
         ),
         # Every step takes the same tokens, which become older by a version each time.
         algorithm=AlgorithmSettings(loss=loss or LossSettings(), max_lag=10_000),
