@@ -140,7 +140,9 @@ class Aggregation(StrEnum):
 
 
 class Objective(StrEnum):
-    """The policy objective, which limits how far a token's probability moves (`objectives`)."""
+    """The policy objective, which limits how far a token's probability moves
+    (`actors.trainer.loss.objectives`).
+    """
 
     PPO_CLIP = "ppo_clip"
     DUAL_CLIP = "dual_clip"
@@ -152,7 +154,9 @@ class Objective(StrEnum):
 
 
 class Ratio(StrEnum):
-    """Whether a ratio is computed for each token or for each trajectory (`corrections`)."""
+    """Whether a ratio is computed for each token or for each trajectory
+    (`actors.trainer.loss.corrections`).
+    """
 
     TOKEN = "token"
     SEQUENCE = "sequence"
@@ -167,7 +171,7 @@ class Denominator(StrEnum):
 
 class Correction(StrEnum):
     """The importance weight old / behaviour, used if the ratio's denominator is old
-    (`corrections`).
+    (`actors.trainer.loss.corrections`).
     """
 
     NONE = "none"
@@ -176,7 +180,9 @@ class Correction(StrEnum):
 
 
 class KlEstimator(StrEnum):
-    """Schulman's three estimators of KL(q || p) from samples of q (`divergence`)."""
+    """Schulman's three estimators of KL(q || p) from samples of q
+    (`actors.trainer.loss.divergence`).
+    """
 
     K1 = "k1"
     K2 = "k2"
@@ -203,8 +209,8 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    A band is a range [low, high] of the ratio trainer / sampler. The trainer's probability in this
-    ratio is that at the step's start if the denominator is old, otherwise the current one.
+    A band is a range [low, high] of the ratio trainer / sampler. If the denominator is old, the
+    trainer's probability in this ratio is the one at the step's start, otherwise the current one.
     """
 
     __pydantic_config__ = STRICT
@@ -224,8 +230,8 @@ class LossSettings:
     clip_high: Rate = 0.28
     """The ratio is clipped above 1 + clip_high (ppo_clip, dual_clip, cispo)."""
     dual_clip: Annotated[float, Gt(1)] = 3.0
-    """Tokens of negative advantage have no gradient above this ratio (dual_clip); greater than 1,
-    the ratio of a token whose probability has not changed.
+    """With objective dual_clip, a token of negative advantage has no gradient if its ratio exceeds
+    this value. The value must exceed 1, the ratio of a token whose probability has not changed.
     """
     ratio_cap: Rate = 20.0
     """Largest value of a token's ratio, by which its gradient is weighted (reinforce, dppo_*)."""
@@ -268,7 +274,7 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongSettings:
-    """A penalty that grows as a trajectory nears its largest length (DAPO)."""
+    """A penalty on the return that grows as a trajectory nears its largest length (DAPO)."""
 
     __pydantic_config__ = STRICT
 
@@ -313,7 +319,9 @@ class StateCreditSettings:
     __pydantic_config__ = STRICT
 
     weight: Rate = 1.0
-    """Weight of a turn's advantage over the turns with its state; omega."""
+    """Weight of the advantage that compares a turn with the group's turns that met the same state;
+    omega.
+    """
     discount: Fraction = 1.0
     """Discount of later rewards, from one turn to the next; gamma."""
 

@@ -94,8 +94,9 @@ class TrainerSettings:
     tokens_per_micro_batch: Positive = 4096
     """Tokens of one packed row, after sharing prefixes; a longer trajectory gets its own row."""
     share_prefixes: bool = True
-    """Compute a prefix that samples of a row share only once; false: compute each sample
-    separately, for comparisons."""
+    """Compute only once a prefix that several samples of a row share; false: compute each sample
+    separately, for comparisons.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more compute."""
     threads: Positive = 1
@@ -118,9 +119,10 @@ class TrainerSettings:
     """Number of consecutive publications after which the run ends if trainer and engines differ by
     more than rounding; 0: never."""
     max_replay_mib: Natural = 4096
-    """MiB of batches, from steps after the newest checkpoint, that Ray's object store keeps so that
-    replaced ranks can repeat these steps; if they need more, the loss of a rank sends the run back
-    to the checkpoint."""
+    """Largest size, in MiB, of the batches that Ray's object store keeps of the steps after the
+    newest checkpoint. Replaced ranks repeat these steps. If their batches are larger, the loss of a
+    rank sends the run back to the checkpoint.
+    """
 
     @property
     def lora_shape(self) -> LoraSettings | None:
@@ -161,4 +163,4 @@ class RankSettings:
     """Whether gathered weights are freed and gradients reduced after every micro-batch, which needs
     less memory and more communication; False: once for each update."""
     collective_timeout_s: float = 120.0
-    """Timeout of a collective, in seconds."""
+    """Longest time that a collective operation of the ranks may take, in seconds."""
