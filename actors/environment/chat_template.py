@@ -68,7 +68,10 @@ class ChatTemplate:
     """The chat template of one model, with one set of options."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, options: Mapping[str, Any]) -> None:
-        """Keep the options that the template gets, such as {"enable_thinking": False}."""
+        """Create a template.
+
+        options: passed to the template, such as {"enable_thinking": False}.
+        """
         self._tokenizer = tokenizer
         self._options = dict(options)
 

@@ -207,7 +207,7 @@ class ToolClass:
     has_reward: bool
     """Whether its method `get_reward` scores the episode."""
     made: type
-    """The class itself."""
+    """The class whose instances `make` returns."""
     target: str
     """The name by which another process finds `make`, such as my_tools.py:Desk."""
     required_columns: frozenset[str] = frozenset()
@@ -493,7 +493,9 @@ def _arguments(
 
 
 def _plain_note(annotation: Any) -> str | None:
-    """Return the text of `Annotated[int, "How many."]`, which pydantic does not read."""
+    """Return the text in a note such as `Annotated[int, "How many."]`; pydantic ignores it. None:
+    there is no text.
+    """
     if get_origin(annotation) is not Annotated:
         return None
     return next((each for each in get_args(annotation)[1:] if isinstance(each, str)), None)

@@ -47,8 +47,9 @@ class JudgeOptions:
     """A regular expression with one group, the score; the last match counts. The default needs a
     reply with exactly one number: "7/10", "9 or 10" and "1,000" give no score."""
     json_field: str | None = None
-    """Instead of `parse`: the score is this field of the last JSON object in the reply that has it;
-    a dot leads into an object (grades.helpful). true is 1."""
+    """Instead of `parse`: the name of a field; its value in the last JSON object of the reply that
+    has the field is the score. A dot leads into an object (grades.helpful). true is 1.
+    """
     scale: tuple[float, float] | None = None
     """The range [low, high] that is mapped to [0, 1]; a number outside it is an error. None keeps
     the number unchanged."""

@@ -1,7 +1,7 @@
 """The interface from actors to the inference deployment: a Protocol, token ids in, token ids out.
 
 `service.inference` implements it over Ray Serve; tests replace it with a ten-line fake.
-`check_reply` checks replies at this border: the turn loop trusts those that pass.
+`check_reply` checks each reply; the turn loop trusts the replies that pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GenerateRequest:
     deadline_s: float
     """Seconds from now until the call must have ended."""
     cache_salt: str | None = None
-    """The salt in the trajectory's first reply; None on its first turn."""
+    """The `cache_salt` of the trajectory's first reply; None on the first turn."""
     tenant: str = ""
     """The tenant that owns the request; empty for the run itself. Tenants share no
     cached prefixes."""

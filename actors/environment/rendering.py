@@ -106,7 +106,7 @@ class Extension:
 
     prompt_token_ids: TokenIds
     num_inserted: int = 0
-    """Closing tokens after the sampled ids that the policy did not sample."""
+    """Number of tokens that close the reply and that the policy did not sample itself."""
     break_reason: BreakReason | None = None
     """The reason why the whole chat was rendered again; None if the prompt was extended."""
 
@@ -117,7 +117,7 @@ class _Delta:
 
     token_ids: TokenIds
     num_closing: int
-    """Number of the first tokens of `token_ids` that close the reply."""
+    """Number of tokens at the start of `token_ids` that close the reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,7 +205,9 @@ class RewardFunction:
         return name != self.bound if self.named is None else name in self.named
 
     def _own(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return columns that the function may change. A call in a worker copies them anyway."""
+        """Return a copy of the columns, which the function may change. For a call in a worker,
+        return them unchanged: that call copies them.
+        """
         if self.instance is not None or workers.is_contained(self.target):
             return columns
         return {

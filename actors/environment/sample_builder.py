@@ -124,7 +124,7 @@ class SampleBuilder:
         )
 
     def observe(self, prompt: TokenIds) -> None:
-        """Keep the environment's answer to the last turn of an ended episode.
+        """Append the environment's last observation to the sample of the last turn.
 
         Args: prompt: the prompt of the turn that will not be sampled. If it extends the last turn's
         sample, its new tokens end the sample, with mask 0; else nothing is kept.

@@ -33,7 +33,7 @@ class Said:
     """The number of the message in its chat."""
     message: Message
     mark: str
-    """The text that `marked` puts in its place."""
+    """The text with which `marked` replaces this one."""
     texts: tuple[str, ...]
     is_call: bool = False
 

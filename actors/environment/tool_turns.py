@@ -90,7 +90,7 @@ class ToolTurns(MalformedTurns):
         max_chars: int | None = None,
         name: str | None = None,
     ) -> None:
-        """Serve one environment.
+        """Create the counters of one environment.
 
         Args:
             call: A function that makes a call and returns its answer; it may raise ToolFailed and

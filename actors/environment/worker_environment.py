@@ -110,7 +110,7 @@ class _Unscored:
 
 
 class _Played:
-    """One episode's environment, as the worker keeps it."""
+    """The record that a worker keeps of one episode's environment."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment

@@ -132,7 +132,7 @@ def preload(name: str) -> None:
 
 
 class _Worker:
-    """One worker, as the pool's process sees it."""
+    """The pool's record of one worker process: its socket, its calls and its state."""
 
     def __init__(self, start: int, end: socket.socket, *, is_home: bool, is_loop: bool) -> None:
         self.start = start
@@ -337,7 +337,7 @@ class Pool:
             self._send({"kill": worker.process})
 
     def leave(self, worker: _Worker, keys: list[int]) -> None:
-        """Request that a worker drops the values that it keeps for an episode."""
+        """Make a worker drop the values that it keeps for an ended episode, by their keys."""
         worker.num_homes -= 1
         if not worker.is_over and keys:
             dropping = asyncio.ensure_future(worker.send(_message(0, (None, keys, False))))
@@ -632,7 +632,7 @@ class Pool:
     # The nursery.
 
     def _attach(self) -> None:
-        """Read the sockets in the running event loop.
+        """Make the running event loop read the sockets of the workers and of the nursery.
 
         Calls that another event loop began have ended with it; their workers are killed.
         """
@@ -684,7 +684,7 @@ class Pool:
         return own
 
     def _check_start(self, control: socket.socket) -> None:
-        """End a nursery that is still importing its modules."""
+        """End the nursery (the process that forks the workers) if it still imports modules."""
         if self._control is control and not self._has_started:
             self._nursery_ended()
 
@@ -814,7 +814,7 @@ def _how(status: int) -> str:
 
 
 def _end_nursery(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End the nursery, and with it its workers."""
+    """End the nursery (the process that forks the workers), and with it all workers."""
     control.close()
     try:
         process.wait(timeout=2)
