@@ -341,7 +341,7 @@ def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> A
 
 
 def _step_input(step: int, groups: Sequence[Group]) -> StepInput:
-    """Describe a taken step."""
+    """Return the record of a taken step from which the merge actor builds the batch."""
     described, blocks = _described([group.finished() for group in groups])
     return StepInput(step=step, groups=described, blocks=blocks)
 

@@ -126,7 +126,9 @@ class Rollout:
         self.num_sampled = summary.num_sampled
 
     def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
-        """End an attempt without a payload; the rollout is retried within the budget, else gone."""
+        """End an attempt without a payload. The rollout is retried if its retry budget allows it;
+        otherwise it leaves the ledger.
+        """
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
         self.clear(RolloutState.PENDING if is_retried else RolloutState.GONE)
@@ -186,7 +188,9 @@ class Group:
         return [r for r in self.rollouts.values() if r.state in open_states]
 
     def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
-        """Record the end of an attempt; by the policy the rollout is finished, retried or gone."""
+        """Record the end of an attempt. The environment's outcome policy decides whether the
+        rollout is finished, is retried or leaves the ledger.
+        """
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
         if self.policy.is_retried(outcome, attempt=rollout.num_failures) or not is_kept:
@@ -343,7 +347,9 @@ class FailedGroups:
 
     @property
     def main_outcome(self) -> Outcome:
-        """The most frequent outcome; the last outcome if it is one of several most frequent."""
+        """The most frequent outcome. Of several equally frequent ones, the last attempt's outcome
+        if it is among them, otherwise the first that occurred.
+        """
         most = max(self.outcomes.values())
         if self.outcomes.get(self.last_outcome) == most:
             return self.last_outcome

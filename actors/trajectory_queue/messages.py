@@ -156,8 +156,8 @@ class QueueSnapshot:
 class QueueCut:
     """The queue's state, and the events that were drained in the same call.
 
-    So each ledger event is recorded once: events up to the snapshot's last_event_seq are in this or
-    an earlier cut, later ones in a later cut. A cut contains only the events since the last cut.
+    A cut contains only the events since the last cut, so each ledger event is in one cut: events up
+    to the snapshot's last_event_seq are in this cut or an earlier one.
     """
 
     opening: int

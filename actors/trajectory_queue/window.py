@@ -224,7 +224,9 @@ def oldest_admitted_version(
 
 
 def _advance(oldest: int, beyond: set[int]) -> int:
-    """Return the first number that is not taken; remove the numbers before it from the set."""
+    """Return the first number, from `oldest` on, that is not in `beyond`; remove the numbers
+    before it from `beyond`.
+    """
     while oldest in beyond:
         beyond.discard(oldest)
         oldest += 1
