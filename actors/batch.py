@@ -94,7 +94,7 @@ class RankShard:
     trainer_version: int
     """The policy version that the trainer holds when the step starts."""
     republished: tuple[int, ...] = ()
-    """Versions that were published for the same step as the one before them (`policy_ages`)."""
+    """Versions that were published for the same step as the version before them (`policy_ages`)."""
     minibatches: tuple[Minibatch, ...]
 
 

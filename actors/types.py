@@ -91,7 +91,7 @@ class VersionSpan:
 
 
 class BranchReason(StrEnum):
-    """The kind of change because of which a prompt does not extend a sample."""
+    """The reason why a prompt does not extend a sample."""
 
     RETOKENISED = "retokenised"
     TEMPLATE = "template"

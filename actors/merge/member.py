@@ -20,7 +20,9 @@ from actors.types import Outcome, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A member of a group. It has K turns and N trained tokens, M of them in a sample."""
+    """A trajectory as a member of its group. It has K turns and N trained tokens; each sample has M
+    of these.
+    """
 
     trajectory: Trajectory
     reason: EvictionReason | None

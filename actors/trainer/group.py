@@ -1,7 +1,7 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
 Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
-it limits the time without progress of any rank (`Deadlines.idle_s`).
+the deadline limits the time without progress of any rank (`Deadlines.idle_s`).
 Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
 effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
 checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group

@@ -363,7 +363,7 @@ class TrainerRank:
         )
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Set the version of the weights, which do not change, and `republished`."""
+        """Set the version number of the weights, and `republished`; the weights do not change."""
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
@@ -580,7 +580,7 @@ _BFLOAT16_PEAKS = {
 _FLOPS_PER_PARAMETER = 6
 """FLOPs for one token and parameter: a product and a sum forward, and twice as many backward."""
 _SHARE_OF_FROZEN = 2 / 3
-"""A frozen parameter has no gradient of its own, which is a third of these FLOPs."""
+"""Share of these FLOPs that a frozen parameter needs: it has no gradient of its own."""
 _EXPERT = re.compile(r"\.experts\.")
 
 

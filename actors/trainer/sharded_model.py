@@ -84,7 +84,9 @@ class ShardedModel(Generic[Model]):
     """
 
     def __init__(self, model: Model, pretrained: PreTrainedModel, sharding: Sharding) -> None:
-        """Shard the model in place. pretrained: the Hugging Face model in it, with the layers."""
+        """Shard the model in place. pretrained: the Hugging Face model inside `model`, which has
+        the decoder layers.
+        """
         self.model = model
         self.device = sharding.device
         self._shards_between_micro_batches = sharding.shard_between_micro_batches

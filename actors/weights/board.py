@@ -167,8 +167,8 @@ class BoardStatus:
     """Time of the status, by the board's clock."""
 
     quiet_s: float = 0.0
-    """Seconds since the last progress. It is progress if all live replicas hold the current
-    publication, or if a start or a load gets further than all earlier ones.
+    """Seconds since the last progress. Progress means that all live replicas hold the current
+    publication, or that a start or a load gets further than all earlier ones.
     """
 
     @property
@@ -195,10 +195,11 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return the largest number of engines in a broadcast with one that failed before.
+    """Return the largest number of engines that may share a broadcast with an engine that failed
+    before.
 
-    num_waiting: engines that wait. num_failed: its consecutive failures.
-    The first retry still has all engines, because a member that died no longer waits for a seat.
+    num_waiting: engines that wait for a seat. num_failed: consecutive failures of that engine. The
+    first retry still has all engines, because a member that died no longer waits for a seat.
     Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))

@@ -106,7 +106,9 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
 
 
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
-    """Wait until all members have reached `place`.
+    """Wait until all members have called this function with the same `place`.
+
+    place: the prefix of the keys by which the members report.
 
     Raises: RuntimeError (torch) if a member has not reached it within STALL_S.
     """
@@ -118,8 +120,8 @@ class Reception:
     """A worker's part in a broadcast, in a separate thread.
 
     progress: a file, which another process reads, to which the thread appends RECEIVED for each
-    group of weights, or FAILED and an error message. buffers: complete after all groups are
-    received.
+    group of weights, or FAILED and an error message. buffers: the received weights, complete after
+    all groups have arrived.
     """
 
     def __init__(
