@@ -32,9 +32,9 @@ class Scope(StrEnum):
     """The permissions of a named key. The keys of a session are in `service.gateway.keys`."""
 
     CLIENT = "client"
-    """Submit, read its tenant's tasks, create sessions and reward them, sample and upload."""
+    """Submit tasks, read those of its tenant, create and reward sessions, sample, and upload."""
     ADMIN = "admin"
-    """The same for every tenant; stop and control the run; create and revoke keys."""
+    """Do the same as CLIENT for every tenant; stop and control the run; create and revoke keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,9 @@ class NamedKey:
     """Owner of the key's tasks and sessions; empty: the run itself, only for an admin's key."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     created_at: float
-    """Seconds since 1970, as is the next field."""
+    """Time of the creation, in seconds since 1970."""
     revoked_at: float | None = None
-    """Time of the revocation, or None if the key is valid."""
+    """Time of the revocation, in seconds since 1970; None if the key is valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Caller:
     tenant: str = ""
     limits: KeyLimits = NO_LIMITS
     secret: str = field(default="", repr=False)
-    """The raw key, from which its sessions' keys are derived; empty if no key is required."""
+    """Raw key, from which the caller's session keys are derived; empty if no key is required."""
 
     @property
     def is_admin(self) -> bool:
@@ -110,7 +110,7 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """Return the run's id for an id of this caller.
+        """Return the id within the run for an id that this caller uses.
 
         An admin may give the id of any tenant's task or session, as TENANT~ID, or as ~ID if it is
         the run's own. A client that gives another tenant's id gets an id that does not exist.
@@ -121,13 +121,16 @@ class Caller:
         return whole_id(self.tenant, name)
 
     def shown(self, whole: str) -> str:
-        """Return this caller's id for an id of the run; `whole` is the inverse."""
+        """Return the id that this caller uses for an id within the run; `whole` is the inverse."""
         tenant = tenant_of(whole)
         return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"
 
 
 def may_see(sees: str | None, tenant: str) -> bool:
-    """Return whether a caller may see a tenant's tasks and sessions. sees: its `Caller.sees`."""
+    """Return whether a caller may see a tenant's tasks and sessions.
+
+    sees: the caller's `Caller.sees`.
+    """
     return sees is None or sees == tenant
 
 
@@ -142,7 +145,7 @@ def digest_of(key: str) -> str:
 
 
 def check_key(name: str, scope: Scope, tenant: str) -> None:
-    """Check a new key's fields. Raises: ValueError if no key can have them."""
+    """Check a new key's fields. Raises: ValueError for a bad name, or a bad or missing tenant."""
     for what, text in (("name", name), ("tenant", tenant)):
         if not _NAME.match(text) and (text or what == "name"):
             raise ValueError(

@@ -12,7 +12,7 @@ WHOLE_PATTERN = r"^(?:[A-Za-z0-9_.-]{0,63}~)?[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 
 
 def whole_id(tenant: str, own: str) -> str:
-    """Return the run's id for a tenant's id. tenant: empty for the run's own ids."""
+    """Return the id within the run for a tenant's own id. tenant: empty for the run itself."""
     return f"{tenant}{MARK}{own}" if tenant else own
 
 

@@ -61,7 +61,7 @@ class ApiIngress:
 
 
 def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None) -> Any:
-    """Return the argument of `serve.run`.
+    """Return the API as an application for Ray's `serve.run`.
 
     Args: run_id: names the run's supervisor. host: the run's deployment, if Serve runs the run too.
     """
@@ -77,7 +77,7 @@ def ingress_application(run_id: str, settings: HttpSettings, *, host: Any = None
 
 
 def open_api(run_id: str, settings: HttpSettings, *, route: str) -> None:
-    """Deploy the API on the Serve that `start_serve` started; the API answers after seconds."""
+    """Deploy the API on the Serve of `start_serve`; the API answers some seconds later."""
     target = serve.RunTarget(
         ingress_application(run_id, settings),
         name=api_application_name(run_id),
@@ -99,9 +99,11 @@ def start_serve(*, host: str, port: int) -> None:
 
 
 def check_listens(*, host: str, port: int) -> None:
-    """Check the address of Serve, which keeps the options of its first start and only logs that.
+    """Check that Serve listens at this address.
 
-    Raises: ConfigError if it listens elsewhere.
+    Serve keeps the address of its first start; a later start with another one is only logged.
+
+    Raises: ConfigError if Serve listens elsewhere.
     """
     running = _get_global_client().http_config
     if (running.host, running.port) != (host, port):
