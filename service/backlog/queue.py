@@ -3,7 +3,7 @@
 An acceptance is stored before it is answered; the binding of a submission to a group is stored
 before the group is admitted. A submission that is over is removed from memory; the store keeps the
 newest of these.
-There is one per process, in the supervisor, called only from its event loop.
+The supervisor has one queue, and calls it only from its event loop.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class SubmissionQueue:
 
     @property
     def groups_to_cancel(self) -> list[str]:
-        """Groups whose submissions were cancelled but which a restored queue still has."""
+        """The groups of cancelled submissions that a restored trajectory queue still has."""
         return self._table.cancelled_groups()
 
     def accepted_at(self, group_id: str) -> float | None:
-        """Return `SubmissionTable.accepted_at` of a group."""
+        """Return when the group's submission was accepted; None if no client submitted it."""
         return self._table.accepted_at(group_id)
 
     async def submit(
@@ -130,7 +130,7 @@ class SubmissionQueue:
         key: str = "",
         limits: KeyLimits = NO_LIMITS,
     ) -> SubmitReply:
-        """Accept all tasks of a request or none; do not add a task again that was accepted before.
+        """Accept all tasks of a request or none; add no task twice.
 
         Args: key: the digest of the request's Idempotency-Key and its tenant; empty: it has no such
         key. While a task of the request is kept, a different request with this key is refused.

@@ -596,7 +596,7 @@ def _rest(in_flight: int, queue: QueueStats) -> int:
 
 
 def queue_table(queue: QueueStats | None, *, max_bytes: int) -> Table:
-    """Show the rollouts that wait for a step, and how long each side has waited."""
+    """Show the rollouts that wait for a step, and how long producer and consumer have waited."""
     if queue is None:
         return Table(caption="Queue", header=(), rows=())
     mib = 1 << 20
