@@ -21,7 +21,7 @@ _NO_CURVES = frozenset({"step", "wall_time"})
 
 
 def step_numbers(record: StepRecord) -> dict[str, float | None]:
-    """Return the numbers of a step by name; a number that the step does not know is None.
+    """Return the numbers of a step by name; a number that the record lacks is None.
 
     Counts have the names of the record's fields, and statistics have their own names. The others
     are `stages.NAME`, `outcomes.NAME`, `untrained.CAUSE` (a share of the sampled tokens),

@@ -44,7 +44,7 @@ class Push:
     """One message with the metrics of a process."""
 
     role: str
-    """The role, which one process has at a time, such as "supervisor" or the name of an engine."""
+    """Role, such as "supervisor" or an engine's name; at most one process has it at a time."""
     epoch: int
     """A number; of two processes with the same role, the later process has the greater one."""
     number: int
@@ -90,7 +90,7 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace these families of a dead process until its successor pushes."""
+        """Replace the families in `values` of a dead process, until its successor pushes."""
         names = {family.name for family in values}
         with self._lock:
             if (heard := self._heard.get(role)) is None:

@@ -67,7 +67,7 @@ class StepRecord(StepReport):
     stages: StageSeconds = field(default_factory=StageSeconds)
 
     def value(self, name: str) -> float | None:
-        """Return a statistic; None if the step does not know it."""
+        """Return a statistic; None if the record lacks it."""
         assert name in BY_NAME, f"{name} is not in the table of statistics"
         return self.statistics.get(name)
 
@@ -116,7 +116,7 @@ class EvaluationRecord:
     None if no sample gave an answer.
     """
     num_failed: int = 0
-    """Number of rollouts that ended with an error; no mean and no n includes them."""
+    """Number of rollouts that ended with an error; means and `pass_at` leave them out."""
     is_scheduled: bool = True
     """Whether the schedule began the evaluation; otherwise an operator did."""
     temperature: float = 0.0
@@ -135,7 +135,10 @@ class EvaluationRecord:
 
     @property
     def is_charted(self) -> bool:
-        """Whether charts and metrics show it: a scheduled evaluation of the run's own tasks."""
+        """Whether charts and metrics show this record.
+
+        They show scheduled evaluations of the run's own tasks.
+        """
         return self.is_scheduled and not self.name
 
     @property
@@ -249,7 +252,7 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _trained(tokens: TokenCounts) -> str:
-    """Return the trained share of the sampled tokens; if it is low, also the main other cause."""
+    """Return the trained share of the sampled tokens as text; below half, add the main cause."""
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
         return text

@@ -145,8 +145,10 @@ class RewardWatch:
 
 
 def _onset(steps: Sequence[_Step], border: float) -> int:
-    """Return the first step of the fall: the step from which to the last step the sum of the
-    distances of the means below the border is largest.
+    """Return the first step of the fall.
+
+    That step has the largest sum of `border` minus the mean return, over the steps from it to the
+    last step.
 
     The search begins after the last step whose level was above the border, but LEVEL_STEPS // 4
     steps earlier, because the last quarter of that level's steps may have fallen already.
@@ -172,7 +174,7 @@ def _step_noise(steps: Sequence[_Step]) -> float:
 
 
 def _window_noise(steps: Sequence[_Step], window: int) -> float:
-    """Return the standard deviation of the mean of a window, of steps that may be correlated."""
+    """Return the standard deviation of a window's mean, even if its steps are correlated."""
     sums = [0.0, *accumulate(each.mean for each in steps)]
     changes = [
         abs(sums[i + window] - 2 * sums[i] + sums[i - window]) / window

@@ -74,7 +74,7 @@ class LogprobChecks:
     seconds: float | None
     """Duration of the check after one publication, in seconds."""
     share: float | None
-    """Share of all steps' time for the checks after publications; None without a step."""
+    """Time of checks after publications divided by the time of all steps; None without steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ class RunTotals:
     """Policy ages in versions, for the steps that trained any token."""
     max_policy_age: int = 0
     mismatch_tokens: float = 0.0
-    """Number of trained tokens of the steps that have k3."""
+    """Number of trained tokens of the steps whose record has k3, the estimate of the mismatch."""
     mismatch_sum: float = 0.0
     """Sum over steps of k3 times the trained tokens; nats."""
     checked_s: float = 0.0
