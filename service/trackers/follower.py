@@ -34,7 +34,7 @@ class Target:
     """A tracker and the place to which it writes."""
 
     name: str
-    """Name of the setting."""
+    """Name of the tracker's setting."""
     address: str
     """The run's location in the tracker; it stays the same after --resume."""
     make: Callable[[], Tracker]

@@ -18,17 +18,17 @@ class Completion:
     task_id: str
     rollout_id: str
     prompt: str
-    """The prompt of its first turn, with special tokens."""
+    """The prompt of the trajectory's first turn, with special tokens."""
     completion: str
-    """The text after that prompt in the first sample."""
+    """The text after `prompt` in the trajectory's first sample."""
     outcome: str
     episode_return: float
     rewards: Mapping[str, float]
     """Each component of the reward, summed over the trajectory's turns."""
     advantage: float | None
-    """Mean over its trained tokens; None if it was not trained."""
+    """Mean advantage over the trajectory's trained tokens; None if it was not trained."""
     untrained: str
-    """The reason why it was not trained; empty if it was."""
+    """The reason why the trajectory was not trained; empty if it was."""
 
 
 COMPLETION_COLUMNS = (
@@ -59,7 +59,7 @@ class Point:
     first_step: int
     """First step of the term; older terms' values for this step and later ones are invalid."""
     is_first_of_term: bool
-    """Whether it is the first point of the term that was ever written."""
+    """Whether this point is the first of its term that was ever written."""
     step: int
     wall_time: float
     """Seconds since 1970."""

@@ -90,7 +90,7 @@ class Wandb:
         self._run.log(row)
 
     def flush(self) -> None:
-        """Wait until the process has written everything, because wandb has no call for a flush."""
+        """Wait until the wandb process has written everything; wandb has no call for a flush."""
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
