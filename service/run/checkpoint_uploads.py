@@ -44,7 +44,7 @@ class CheckpointUploads:
         self.uploading = ""
         """Name of the checkpoint whose files are being read; empty if there is none."""
         self._waiting: list[float] = []
-        """When each checkpoint was committed that is newer than the newest copy."""
+        """Commit times of the checkpoints without a copy, in seconds since 1970, oldest first."""
         self._waiting_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
@@ -152,7 +152,7 @@ class CheckpointUploads:
 
 
 def uploads_of(config: Config, run_dir: RunDir, *, metrics: Metrics) -> CheckpointUploads | None:
-    """Return the uploads of a run; None if it has no address for them."""
+    """Return the uploads of a run; None if `run.checkpoint_url` is null."""
     if config.run.checkpoint_url is None:
         return None
     return CheckpointUploads(run_dir, config.run, metrics=metrics)

@@ -89,9 +89,10 @@ class Engines:
     ) -> None:
         """Store the settings; `open_term` starts the engines.
 
-        Args: run_id: the same in every process of this run. orphan_timeout_s: the configured value.
-        has_api: whether the run has an API that outlives the supervisor; the board ends it
-        afterwards.
+        Args: run_id: the same in every process of this run. orphan_timeout_s: the setting of this
+        name. has_api: whether the run has an API that outlives the supervisor; if so, `stop` leaves
+        the board running, and the board ends the API after `orphan_timeout_s` without a term's
+        call.
         """
         self.settings = settings
         self.app_name = ""

@@ -37,7 +37,7 @@ class PlaySettings:
     idle_s: float
     """Seconds without an ended rollout after which a share is abandoned."""
     slots_share: float = 1.0
-    """The `slots_share` of `EnvironmentActor.evaluate`."""
+    """Share of rollouts.slots_per_actor that each actor plays at once."""
     keeps_tokens: bool = False
 
 

@@ -1,4 +1,4 @@
-"""A run's status, its readiness, and the rules by which it has failed. Pure.
+"""A run's status, its readiness, and the rules that decide whether it has failed. Pure.
 
 Used by the supervisor and its loop. The command line reads a RunStatus twice a second for its
 display. Records, evaluations and notices are lists that only grow: a RunStatus has only the kept
@@ -300,7 +300,7 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 class WeightsMoved(Exception):
-    """The new ranks' weights differ: publish `version` before any other call of the trainer."""
+    """Raised if restarted ranks have other weights: publish `version` before any other call."""
 
     def __init__(self, version: int) -> None:
         super().__init__(version)

@@ -229,11 +229,11 @@ class Loop:
             asyncio.get_running_loop().call_later(grace_s, self._is_grace_over.set)
 
     async def checkpoint(self) -> Commit:
-        """Commit the last finished step after the current step, and wait for the commit.
+        """Have the loop write a checkpoint after the current step, and wait until it is committed.
 
-        If its checkpoint exists, return at once. If a checkpoint is being written, finish it first;
-        if it fails because a rank is lost, begin it again. Raises: ActorLost if the term ends
-        first.
+        The checkpoint is of the last finished step; if that step is committed already, nothing is
+        written. If another checkpoint is being written, it is finished first. A checkpoint that
+        fails because a rank is lost is begun again. Raises: ActorLost if the term ends first.
         """
         if self._is_over:
             raise ActorLost(ENDED_UNSAVED)
@@ -519,11 +519,11 @@ class Loop:
             await loading
 
     async def _load_and_record(self, trained: TrainedStep) -> None:
-        """Finish a step while the next one is collected and trained."""
+        """Record a step once the engines have its version; the next step runs meanwhile."""
         await self._record(trained, await self._wait_until_loaded(trained))
 
     async def _load_and_checkpoint(self, trained: TrainedStep) -> None:
-        """Finish a step; evaluate and begin a checkpoint if they are due."""
+        """Evaluate and save if due, and record the step, once the engines have its version."""
         step, stages, watch = trained.step, trained.stages, Stopwatch()
         check = await self._wait_until_loaded(trained)
         stages = replace(stages, publish=stages.publish + watch.lap())

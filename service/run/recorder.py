@@ -594,7 +594,7 @@ class StoredMetrics:
 
 
 def tokens_of(record: StepRecord) -> dict[str, float]:
-    """Return the tokens of a step by kind."""
+    """Return the numbers of a step's tokens by kind."""
     return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}
 
 

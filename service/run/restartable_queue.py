@@ -82,7 +82,10 @@ class RestartableQueue:
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
-        """Call the actor's method of this name and process the cut; the next methods do so too."""
+        """Return the open slots, and process the cut.
+
+        This and the next methods call the queue actor's method of the same name.
+        """
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
 

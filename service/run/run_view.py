@@ -92,8 +92,8 @@ class RunView:
         self._engine_versions: Mapping[str, int] = {}
         """Policy versions by replica, only for replicas that have a version."""
         self._history: tuple[tuple[int, int, int], History] | None = None
-        """The history as last read; before it the term and the numbers of steps and evaluations
-        that the recorder had at that time.
+        """The history that was read last, preceded by its key: the term and the recorder's numbers
+        of steps and evaluations at that time.
         """
         self._memory = PeakMemory(root_process)
         self.exit_reason: str | None = None

@@ -182,7 +182,8 @@ class Supervisor:
         )
         self._roles_offered: frozenset[Role] = frozenset()
         self._faults: dict[str, str] = {}
-        """By directory, why a checkpoint cannot be loaded; no term continues from these."""
+        """Why a checkpoint cannot be loaded, by its directory; no term continues from such a one.
+        """
         self._is_stopping = self._is_over = False
         if notice:
             self._recorder.notice(notice)
@@ -319,11 +320,14 @@ class Supervisor:
         return await self._thread.call(read_keys, self._store)
 
     async def add_key(self, key: NamedKey) -> bool:
-        """Add a key, as `service.store.keys.add_key` does. Raises: StoreError."""
+        """Add a key; return False if name or digest is taken, or there are too many keys.
+
+        Raises: StoreError.
+        """
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a key, as `service.store.keys.revoke_key` does. Raises: StoreError."""
+        """Revoke a key for good. Returns: the key; None if there is none. Raises: StoreError."""
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:

@@ -135,7 +135,9 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that is not resting or is played by chance; if none, the first task.
+    """Return the first task that does not rest, or rests but is drawn by chance.
+
+    If there is no such task, return the first of `choices`.
 
     Args: choices: one or more tasks, each with the key of its results. results: shares of passed
     samples in the newest groups, by key, oldest first. slot: determines the chance, with the key.
@@ -151,7 +153,7 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether the newest groups' mean share of passed samples is too high or too low.
+    """Return whether a task rests: its newest groups' mean of `passed` is too high or too low.
 
     False if there are too few groups. Example: with window 2 it is true for [1, 1] and [0, 0], but
     not for [0.5, 0] or [1].
