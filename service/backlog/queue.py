@@ -1,8 +1,8 @@
 """Accept submissions, show their states, and assign them to free group numbers in order.
 
 An acceptance is stored before it is answered; the binding of a submission to a group is stored
-before the group is admitted. A submission that is over is removed from memory; the store keeps the
-newest of these.
+before the group is admitted. Ended submissions are removed from memory; the store keeps the newest
+of them.
 The supervisor has one queue, and calls it only from its event loop.
 """
 
@@ -132,8 +132,8 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Accept all tasks of a request or none; add no task twice.
 
-        Args: key: the digest of the request's Idempotency-Key and its tenant; empty: it has no such
-        key. While a task of the request is kept, a different request with this key is refused.
+        Args: key: the digest of the request's Idempotency-Key and its tenant; empty if the request
+        has none. While a task of the request is kept, a different request with this key is refused.
         limits: those of the request's API key.
         Raises: LeaseLost, StoreError.
         """

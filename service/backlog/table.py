@@ -128,7 +128,7 @@ class SubmissionTable:
         ]
 
     def note_results(self, results: Iterable[RolloutResult]) -> None:
-        """Record the results of ended attempts; a newer one of a rollout replaces the older one."""
+        """Record the results of ended attempts; a rollout's newer result replaces its older one."""
         for result in results:
             entry, index = self._find(result.rollout_id)
             if entry is not None:
@@ -163,8 +163,8 @@ class SubmissionTable:
         """Return the views of submissions whose rollouts can no longer be played again.
 
         A submission whose rollouts were all evicted without a step is over once the newest
-        checkpoint has these events, unless the queue of an older checkpoint may have it. Otherwise
-        their number would grow without a limit while no step is trained.
+        checkpoint has these events, unless the queue of an older checkpoint may still have the
+        submission. Otherwise their number would grow without a limit while no step is trained.
         Args: last_event_seq: number of the newest ledger event that no return to a checkpoint can
         undo. newest_event_seq: number of the newest checkpoint's last event.
         """

@@ -202,7 +202,10 @@ def _evaluation(summary: RunSummary) -> tuple[str, str]:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation, unless it has a single sample, which the tile shows completely."""
+    """Yield the last evaluation of the run's own set, then the last one of each named set.
+
+    Without named sets, an evaluation with one sample per task is left out: the tile shows it.
+    """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
     yield from evaluation.sets.values()

@@ -18,7 +18,7 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """A tracker that sends a request for each point; a repeated metric has the same time."""
+    """A tracker that sends a request for each point; a metric sent again has the same time."""
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
         """Open the run. Raises: httpx.HTTPError; MlflowRefused."""
