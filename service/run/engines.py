@@ -324,7 +324,7 @@ class Publisher:
         self._spent_s = self._spent_short_s = 0.0
         """Seconds of all checks after publications; seconds of the short checks among them."""
         self._long_s = self._short_s = 0.0
-        """Seconds of the last long check (at first of `check_start`); of the last short check."""
+        """Seconds of the last long check, initially of `check_start`, and of the last short one."""
         self._num_published = 0
         self._is_all_due = self._was_beyond = False
         """Whether the next long check uses all of the text; whether the last check failed."""

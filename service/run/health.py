@@ -205,7 +205,7 @@ def readiness(
     """Return whether the run is ready to serve, with the reason if it is not.
 
     behind_s: seconds for which an engine has lacked the current version. A publication may take
-    some time, so this is a reason only after `publish_limit_s` and while the run trains; other
+    some time, so this counts only after `publish_limit_s` and while the run trains; other
     phases have their own reasons. store_away_s: seconds since the database last answered; 0 if it
     answers.
     """
@@ -364,7 +364,7 @@ class FailureWatch:
     def __init__(self, limits: FailureLimits) -> None:
         self._limits = limits
         self._streak: int | None = None
-        """`num_usable_before` of the counted failures; None if there are none."""
+        """`FailedGroups.num_usable_before` of the counted failures; None if there are none."""
         self._failing_since = 0.0
         self._num_uncounted = 0
         """Number of failed groups that do not count, because no engine was ready at that time or

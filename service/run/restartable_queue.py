@@ -122,7 +122,7 @@ class RestartableQueue:
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Hold the queue, which then hands out nothing, or resume it; a restart keeps this."""
+        """Make the queue hand out nothing, or resume it; a restarted queue does the same."""
         self._is_held = is_held
         await self._ask("hold", is_held)
 

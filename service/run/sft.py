@@ -1,9 +1,9 @@
 """Supervised training on chats: the steps, the checkpoints and the record of each step.
 
-The ranks, their checkpoints and their replacement after a loss are those of every run. A directory
-of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed training
-continues from the newest one. Invariants: a step depends only on the chats, the seed and its
-number, so a training that was killed has the same losses after it resumes; `metrics.jsonl` has
+The training uses the same ranks, checkpoints and replacement of lost ranks as every run. A
+directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed
+training continues from the newest one. Invariants: a step depends only on the chats, the seed and
+its number, so a training that was killed has the same losses after it resumes; `metrics.jsonl` has
 each step once. Called by `service.cli.sft`.
 """
 

@@ -85,7 +85,7 @@ class RolloutTraces:
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts from the same cut of the queue as the last `events`."""
+        """Add ended attempts from the same cut of the queue as the last call of `events`."""
         for summary in summaries:
             evicted = self._evicted.get(summary.rollout_id)
             rollout = evicted[0] if evicted else self._rollout(summary.rollout_id, now)
