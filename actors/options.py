@@ -162,8 +162,8 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
 def _unknown_keys(given: Any, read: Any, location: str) -> Iterator[str]:
     """Yield a sentence for each key that pydantic has dropped.
 
-    It refuses unknown keys only for a dataclass with our `__pydantic_config__`, which a user's
-    dataclass lacks, and those inside of it.
+    Pydantic refuses unknown keys only in a dataclass with our `__pydantic_config__` and in the
+    dataclasses inside it. A user's dataclass lacks this attribute.
     """
     if isinstance(given, Mapping) and is_dataclass(read):
         known = inspect.signature(type(read)).parameters

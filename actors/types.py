@@ -425,7 +425,7 @@ class SampledText:
     """A trajectory as text with special tokens, without the middle of a long text."""
 
     prompt: str
-    """The prompt of its first turn."""
+    """The prompt of the trajectory's first turn."""
     answer: str
     """The text after that prompt in the first sample: its turns and the observations between them.
     """

@@ -37,7 +37,7 @@ class Family:
     """Maximum number of sampled tokens in a turn."""
     max_turns: int = 1
     goals: Mapping[str, float]
-    """Goals by side, for the ratio of its samples a second to TRL's."""
+    """The goal of each of our sides: its samples a second, divided by TRL's."""
     has_tiny_model: bool = True
     """Whether the tiny model is trained; otherwise SmolLM2-135M-Instruct."""
     group_size: int = 16

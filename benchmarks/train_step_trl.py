@@ -89,7 +89,10 @@ def check_equal(ours: StepTaken, theirs: StepTaken) -> str | None:
 
 
 def summarise(taken: Mapping[str, Sequence[StepTaken]]) -> dict[str, Any]:
-    """Return ratios of each type with their spread, and seconds and numbers of every side."""
+    """Return the ratios of TRL's seconds to ours for each type, and the ratios below the goal.
+
+    Also return each side's median seconds, and its loss, gradient norm and entropy.
+    """
     seconds = {name: [each.seconds for each in steps] for name, steps in taken.items()}
     ratios = {
         dtype: ratios_of(seconds[f"trl_{dtype}"], seconds[f"ours_{dtype}"]) for dtype in DTYPES

@@ -205,7 +205,7 @@ def _hints(factory: EnvironmentFactory, *, is_strict: bool = False) -> Mapping[s
 
 
 def _check_methods(made: object) -> None:
-    """Raise TypeError if a method of the protocol is missing or has another form."""
+    """Raise TypeError if reset, step or close is missing, not async, or takes other arguments."""
     for name, arguments in (("reset", ("task",)), ("step", ("action",)), ("close", ())):
         _check_method(made, name, arguments)
 

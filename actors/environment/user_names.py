@@ -64,8 +64,8 @@ def find(text: str, *, what: str) -> Any:
         raise BadName(f"{what}: {text}: {error}{_importing(error)}; {_EXPECTED}") from error
     except (Exception, SystemExit) as error:
         raise BadName(
-            f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected one "
-            "that can be imported; correct it"
+            f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected a "
+            "module that can be imported; correct it"
         ) from error
     is_method = isinstance(owner, type) and inspect.isfunction(found)
     if is_method and not isinstance(inspect.getattr_static(owner, part), staticmethod):

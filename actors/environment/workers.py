@@ -684,7 +684,10 @@ class Pool:
         return own
 
     def _check_start(self, control: socket.socket) -> None:
-        """End the nursery (the process that forks the workers) if it still imports modules."""
+        """End the nursery (the process that forks the workers) if it has not started a worker yet.
+
+        Called LOAD_LIMIT_S after its start: it then still imports modules.
+        """
         if self._control is control and not self._has_started:
             self._nursery_ended()
 

@@ -298,10 +298,10 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """Restore a group from its snapshot: rollouts that had not left the ledger are pending again.
+    """Restore a group from its snapshot; rollouts that are not gone are pending again.
 
-    is_taken: whether a step has taken the group, so that its batch may be built already; its
-    rollouts are then finished, without their payloads.
+    is_taken: whether a step has taken the group, so that its batch may be built already. Rollouts
+    that are not gone are then finished instead of pending, and their payloads are lost.
     """
     group = Group(
         number=snapshot.number,

@@ -148,7 +148,8 @@ class SubmissionTable:
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
         """Return the submission's id and the result that the feed shows for a recorded event.
 
-        None if no client submitted the rollout, or if it is not the group's first admission.
+        None if no client submitted the rollout, or if the event is a repeated admission of its
+        group.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):

@@ -169,8 +169,8 @@ def _chosen_set(
     if (request.num_tasks or 0) > len(found.tasks):
         raise ConfigError(
             f"--tasks {request.num_tasks}: expected at most {len(found.tasks)}, the size of the "
-            "set; play fewer, or raise tasks.evaluation_tasks (without an evaluation_split, a run "
-            "with a smaller value has trained on the additional tasks)"
+            "set; play fewer, or raise tasks.evaluation_tasks (without an evaluation_split the "
+            "added tasks are training tasks, and a run may already have trained on them)"
         )
     return replace(found, tasks=found.tasks[: request.num_tasks])
 

@@ -719,7 +719,7 @@ class SessionTree:
         return node.parent is None and node.num_in_root == 1 and not node.tools
 
     def _is_used(self, node: _Node) -> bool:
-        """Return whether a turn's whole reply is a later message, or a value in a call."""
+        """Return whether the whole reply is a later message, or a value in a later call."""
         said = node.turn.reply.content.strip()
         later = self._nodes[node.turn.number + 1 :]
         messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))

@@ -77,8 +77,8 @@ class Roles:
 def roles_of(nodes: Sequence[Node], *, before: frozenset[Role] = frozenset()) -> Roles:
     """Return the roles that the nodes offer.
 
-    before: roles that were offered earlier in the run. If the nodes of such a role are lost, its
-    parts wait for them, because other nodes may lack its paths or room for its parts.
+    before: roles that were offered earlier in the run. If all nodes of such a role are lost, the
+    parts of the role wait for new ones, because other nodes may lack their paths, or room.
     """
     offered = {role for role in Role for node in nodes if node.resources.get(role.value, 0) > 0}
     return Roles(offered=before | offered)

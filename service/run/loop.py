@@ -145,7 +145,7 @@ class _AskedSave:
     """A requested checkpoint that a caller waits for."""
 
     step: int
-    """The last finished step when it was requested; a later step's checkpoint is accepted too."""
+    """The last step that was finished at the request; a later step's checkpoint answers it too."""
     answer: asyncio.Future[Commit]
 
 

@@ -170,9 +170,9 @@ def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
 
 
 def changed_url(url: URL, given: str) -> URL:
-    """Return the URL to connect with after the file with the URL has changed to `given`.
+    """Return the URL to connect with after the text of the URL's file has changed to `given`.
 
-    Raises: ValueError if it is not a URL, or names another database.
+    Raises: ValueError if `given` is not a URL, or names another database than `url`.
     """
     try:
         own = _parsed(given, source=FILE_VARIABLE)

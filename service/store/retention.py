@@ -50,9 +50,12 @@ class Retention:
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
     """Return the steps of checkpoints to keep, so that one of them is from before a collapse.
 
-    While no collapse is suspected, these are the newest step that is at least MILESTONE_STEPS older
-    than the newest one, and the oldest step after it, which is the next milestone. Once a collapse
-    is suspected, it is the newest step at least SLOW_STEPS before it; if there is none, the oldest.
+    While no collapse is suspected, keep two: the milestone, which is the newest step that is at
+    least MILESTONE_STEPS before `steps[0]`, and the oldest step after the milestone, which replaces
+    it later. Without such a milestone, keep the oldest step if `steps[0]` is at least
+    MILESTONE_STEPS, else none.
+    Once a collapse is suspected, keep one: the newest step that is at least SLOW_STEPS before
+    `collapsed_since`, or the oldest step if there is none.
 
     Args: steps: newest first, at least one. collapsed_since: first step of a suspected collapse.
     Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}

@@ -188,7 +188,7 @@ class MetricsEndpoint:
         return await self.address()
 
     async def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace families of a dead process, as `PushedMetrics.amend` does."""
+        """Replace some metrics of a dead process, as `PushedMetrics.amend` does."""
         self._pushed.amend(role, values)
 
     async def address(self) -> str:

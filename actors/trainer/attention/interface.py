@@ -64,7 +64,7 @@ def packed_attention(
 
 
 def register_packed_attention() -> str:
-    """Register the function with transformers; return its name for `attn_implementation`."""
+    """Register `packed_attention` with transformers; return its name for `attn_implementation`."""
     # Not compiled with a layer (`trainer.compile`): each row has another layout, which would be
     # compiled again, and on a GPU flex attention compiles itself.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
