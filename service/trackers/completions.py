@@ -1,6 +1,6 @@
 """Read the completions of a step from the run's journal, as rows of a tracker's table.
 
-Called in the thread of a tracker, so that neither reading nor decoding delays a step.
+The thread of a tracker reads and decodes them, so that a step does not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_CHARS = 2000
 
 
 class Completions:
-    """The first `most` completions of each step of a run."""
+    """A reader of the first `most` completions of each step of a run."""
 
     def __init__(self, directory: Path, *, most: int) -> None:
         self._run_dir, self._most = RunDir(path=directory), most
@@ -30,8 +30,8 @@ class Completions:
     def of_step(self, step: int, *, term: int) -> list[Completion]:
         """Return a step's completions in the order of its groups.
 
-        The list is empty if the journal does not have the step: it keeps only the newest steps.
-        Raises: ConfigError if the file cannot be read.
+        The list is empty if the journal no longer has the step.
+        Raises: ConfigError if the step's file cannot be read.
         """
         path = self._run_dir.journal / file_name(step, term=term)
         if not self._most or not path.is_file():

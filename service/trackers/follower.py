@@ -38,9 +38,9 @@ class Target:
     address: str
     """The run's location in the tracker; it stays the same after --resume."""
     make: Callable[[], Tracker]
-    """Creates the tracker; called in the thread until it succeeds."""
+    """Creates the tracker; the follower's thread calls it until it succeeds."""
     completions: Completions | None = None
-    """The completions that each step's point has; None: a point has none."""
+    """Reads the completions of a step for its point; None: points have no completions."""
 
 
 class Follower(threading.Thread):
@@ -108,7 +108,7 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records after the stored progress.
 
-        is_last: at the end, do not create a tracker if there is nothing to write.
+        is_last: whether the thread ends afterwards. Without new records it then makes no tracker.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
@@ -156,7 +156,7 @@ class Follower(threading.Thread):
     def _read_places(self) -> dict[RecordKind, Place]:
         """Read the progress of the target; if the target has changed, start from the beginning.
 
-        Raises: OSError; ValueError if the file was altered.
+        Raises: OSError; ValueError if the file of the progress was altered.
         """
         if not self._places_file.exists():
             return {}

@@ -26,7 +26,7 @@ class JsonLines:
         self._file.truncate(size - len(cut_off))
 
     def write(self, point: Point) -> None:
-        """Append a line. Raises: OSError."""
+        """Append a point as a line. Raises: OSError."""
         line = {
             "kind": point.kind,
             "term": point.term,

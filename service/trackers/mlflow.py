@@ -18,10 +18,10 @@ TAG = "rayloom.run_id"
 
 
 class Mlflow:
-    """A tracker that sends a request for each point; a metric sent again has the same time."""
+    """A tracker that sends a request for each point; a repeated request has the same times."""
 
     def __init__(self, settings: MlflowSettings, *, run_id: str, name: str) -> None:
-        """Open the run. Raises: httpx.HTTPError; MlflowRefused."""
+        """Find the run on the server, or create it. Raises: httpx.HTTPError; MlflowRefused."""
         # A tenth of a second of imports, only for runs with this tracker.
         import httpx
 
@@ -42,10 +42,10 @@ class Mlflow:
         self._ask("POST", "runs/log-batch", {"run_id": self._run_id, "metrics": metrics})
 
     def flush(self) -> None:
-        """Do nothing: the server has already answered."""
+        """Do nothing: `write` waits for the server's answer."""
 
     def close(self, *, is_ended: bool) -> None:
-        """End the run. Raises: httpx.HTTPError; MlflowRefused."""
+        """Mark the run as finished if it has ended. Raises: httpx.HTTPError; MlflowRefused."""
         try:
             if is_ended:
                 ended = {"status": "FINISHED", "end_time": round(time.time() * 1000)}
@@ -89,7 +89,7 @@ class Mlflow:
         return str(made["run"]["info"]["run_id"])
 
     def _ask(self, method: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request.
+        """Send a request to the server, and return the answer.
 
         Raises: httpx.HTTPError; MlflowRefused if the answer is not a success or not JSON.
         """
@@ -100,7 +100,7 @@ class Mlflow:
         try:
             said = answer.json()
         except ValueError:
-            # The answer of a proxy before the server.
+            # A proxy in front of the server has answered, not the server.
             said = None
         if not answer.is_success or not isinstance(said, dict):
             code = str(said.get("error_code", "")) if isinstance(said, dict) else ""
@@ -110,7 +110,7 @@ class Mlflow:
 
 
 class MlflowRefused(Exception):
-    """The server refused a request."""
+    """The MLflow server refused a request."""
 
     def __init__(self, text: str, *, code: str) -> None:
         super().__init__(text)

@@ -45,7 +45,7 @@ COMPLETION_COLUMNS = (
 
 
 def completion_row(completion: Completion) -> dict[str, Any]:
-    """Return the row of a completion, by `COMPLETION_COLUMNS`."""
+    """Return the values of a completion by their names in `COMPLETION_COLUMNS`."""
     values = [getattr(completion, each.name) for each in fields(Completion)]
     return dict(zip(COMPLETION_COLUMNS, values, strict=True))
 
@@ -59,7 +59,7 @@ class Point:
     first_step: int
     """First step of the term; older terms' values for this step and later ones are invalid."""
     is_first_of_term: bool
-    """Whether this point is the first of its term that was ever written."""
+    """Whether the tracker has no earlier point of this term."""
     step: int
     wall_time: float
     """Seconds since 1970."""

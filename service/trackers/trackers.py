@@ -40,7 +40,10 @@ class Trackers:
         self._followers: list[Follower] = []
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Start to write stored records that are not written yet. tell: called in any thread."""
+        """Start to write the records that are not written yet.
+
+        tell: shows a notice to the user; called in any thread.
+        """
         if not self._followers:
             self._followers = self._make(tell)
             for follower in self._followers:
@@ -67,14 +70,14 @@ class Trackers:
         ]
 
     def wake(self) -> None:
-        """Wake the followers: a record has been stored."""
+        """Wake the followers after a record has been stored."""
         for follower in self._followers:
             follower.wake()
 
     def close(self, *, writes_rest: bool = True, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Write the remaining records and close the trackers. Blocks for at most `limit_s` seconds.
 
-        writes_rest: False if another process has the run.
+        writes_rest: whether to write the remaining records; False if another process has the run.
         """
         for follower in self._followers:
             follower.end(writes_rest=writes_rest)

@@ -94,6 +94,7 @@ class Wandb:
         time.sleep(FLUSHED_AFTER_S)
 
     def close(self, *, is_ended: bool) -> None:
-        # Otherwise the run would be shown as ended; wandb's process ends with ours.
+        # Not if another process continues the run, because wandb would show it as ended. The wandb
+        # process ends with this one.
         if is_ended:
             self._run.finish()
