@@ -1,4 +1,4 @@
-"""Directories at fsspec addresses, such as s3://bucket/run, that are complete or do not exist.
+"""Read and write directories at fsspec addresses, such as s3://bucket/run.
 
 A directory is complete if it has the object `complete.json`, which names every other file with its
 size and SHA-256. Invariants: this marker is written last and removed first, so that a reader never
@@ -36,7 +36,7 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """The content of a complete directory's marker."""
+    """The files of a directory, and a note by the writer."""
 
     files: Mapping[str, tuple[int, str]]
     """Size in bytes and SHA-256 of each file, by its path in the directory."""
@@ -49,7 +49,7 @@ class Marker:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a string is an address of fsspec's, not a path or a hub name."""
+    """Return whether a string is an fsspec address, not a local path or a hub name."""
     return "://" in text
 
 
@@ -87,7 +87,7 @@ class RemoteDirectory:
         return RemoteDirectory(f"{self.url}/{name}")
 
     def children(self) -> list[str]:
-        """Return the names of the directories in this one, complete or not, sorted."""
+        """Return the sorted names of the directories inside this one, complete or not."""
         with self._translated("listed"):
             try:
                 found = self._files.ls(self._root, detail=True)
@@ -98,18 +98,21 @@ class RemoteDirectory:
         )
 
     def read(self) -> Marker | None:
-        """Return the marker; None if the directory is not complete."""
+        """Read the marker; return None if the directory is not complete."""
         return self._read(MARKER)
 
     def read_unfinished(self) -> Marker | None:
-        """Return the files that an interrupted upload has sent, and its note; None without one."""
+        """Read the files that an unfinished upload has sent, and its note.
+
+        Return None if no upload is unfinished.
+        """
         return self._read(_PROGRESS)
 
     def upload(self, files: Mapping[str, Path], *, note: Mapping[str, Any]) -> int:
         """Make this directory contain exactly these files; return the number of bytes sent.
 
-        files: local files by their paths in the directory. Raises: OSError if a local file cannot
-        be read.
+        files: local files by their paths in the directory. note: stored in the marker.
+        Raises: OSError if a local file cannot be read.
         """
         wanted = {name: measured(path) for name, path in sorted(files.items())}
         before = self._read(MARKER)
@@ -188,13 +191,13 @@ class RemoteDirectory:
                 raise RemoteError(f"{self.url}/{name} changed while it was read; try again")
 
     def remove(self) -> None:
-        """Remove the directory; its marker first."""
+        """Remove the marker, and then the whole directory."""
         self._delete(MARKER)
         with self._translated("removed"), suppress(FileNotFoundError):
             self._files.rm(self._root, recursive=True)
 
     def check_writable(self) -> None:
-        """Write, read and remove a few bytes."""
+        """Check that a file can be written, read and removed at the address."""
         name, content = ".rayloom-check", b"rayloom"
         with self._translated("written"):
             self._make_parent(name)

@@ -28,7 +28,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Format seconds for a display that ticks. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
+    """Format seconds with colons, rounded down. Example: 252.4 -> '4:12'; 3700 -> '1:01:40'."""
     whole = max(0, int(seconds))
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
@@ -36,7 +36,7 @@ def clock(seconds: float) -> str:
 
 
 def short_count(value: float | None) -> str:
-    """Format a count in three digits. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
+    """Shorten a count to three digits. Example: 3140 -> '3.14k'; 812 -> '812'; 1.2e7 -> '12M'."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -46,17 +46,21 @@ def short_count(value: float | None) -> str:
 
 
 def full_count(value: int) -> str:
-    """Separate thousands with a narrow no-break space. Example: 30720 -> '30 720'."""
+    """Write a narrow no-break space between thousands. Example: 30720 -> '30 720'."""
     return f"{value:,}".replace(",", "\u202f")
 
 
 def gibibytes(num_bytes: int | None) -> str:
-    """Format bytes. Example: 6_657_199_309 -> '6.2 GiB'; None -> '–'."""  # noqa: RUF002
+    """Format bytes in GiB. Example: 6_657_199_309 -> '6.2 GiB'; None -> '–'."""  # noqa: RUF002
     return UNKNOWN if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"
 
 
 def significant(value: float | None, *, digits: int = 3) -> str:
-    """Format without an exponent from 1e-4 to 1e6. Example: 0.98765 -> '0.988'; 2e-9 -> '2e-9'."""
+    """Format a number; round its decimals to `digits` significant digits.
+
+    A size below 1e-4 or from 1e6 has an exponent, and at most two digits.
+    Example: 0.98765 -> '0.988'; 123456.7 -> '123457'; 2e-9 -> '2e-9'.
+    """
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == 0:
@@ -76,9 +80,9 @@ def reward(value: float | None) -> str:
 
 
 def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
-    """Format with fixed decimals below a million, otherwise with an exponent.
+    """Format a number with `decimals` decimals below a million, otherwise with an exponent.
 
-    sign: '+' also writes a plus sign.
+    sign: '+' to begin numbers that are not negative with a plus sign.
     """
     if value is None or not math.isfinite(value):
         return UNKNOWN
@@ -88,7 +92,7 @@ def fixed(value: float | None, *, decimals: int, sign: str = "") -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format a share. Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'; 0 -> '0 %'."""
+    """Format a share, 0 to 1, in percent. Example: 0.0234 -> '2.3 %'; 0.0002 -> '< 0.1 %'."""
     if share is None or not math.isfinite(share):
         return UNKNOWN
     if 0 < share < 0.001:
@@ -97,5 +101,5 @@ def percent(share: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a count of a noun. Example: (1, 'step') -> '1 step'; (120, 'step') -> '120 steps'."""
+    """Format a count and its noun. Example: (1, 'step') -> '1 step'; (2, 'step') -> '2 steps'."""
     return f"{full_count(count)} {noun}" if count == 1 else f"{full_count(count)} {noun}s"
