@@ -39,12 +39,12 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the chart's schema with its generated parts updated."""
     config = _stripped(config_schema(_REFERENCE), _LEFT_OUT)
     own = {name: node for name, node in schema["$defs"].items() if not name.startswith("io.k8s.")}
-    # The section is empty by default; the templates report missing keys.
+    # helm allows an empty section, which is the default; the templates report missing keys.
     del config["required"]
-    # Allowed here because the templates refuse it with a better message: revisions are set in
-    # modelCache.revisions.
+    # The schema allows a revision, because the templates refuse it with a better message:
+    # revisions are set in modelCache.revisions.
     config["$defs"]["ModelSettings"]["properties"]["revision"] = True
-    # A values file removes a section of another one by null.
+    # With null, a values file removes a section that another values file has set.
     for section in _EITHER:
         config["properties"][section] = {"anyOf": [config["properties"][section], {"type": "null"}]}
     properties = {**schema["properties"], "config": config}
@@ -53,7 +53,7 @@ def with_sources(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def defaults_text() -> str:
-    """Return the defaults of the tree that the templates read."""
+    """Return, as YAML, the configuration's defaults that the chart's templates read."""
     tree: dict[str, Any] = {"model": {"tiny": {}}, "tasks": {"environment": "guessing"}}
     whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
     read = {section: whole[section] for section in _READ_BY_TEMPLATES}
@@ -79,7 +79,10 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
-    """Return a schema without the keys in left_out; properties with such names stay."""
+    """Return a schema without the keys in left_out.
+
+    is_properties: whether the keys of `node` are names of properties, all of which stay.
+    """
     if isinstance(node, list):
         return [_stripped(item, left_out) for item in node]
     if not isinstance(node, dict):
@@ -96,7 +99,7 @@ def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> 
 def _without_null(node: Any) -> Any:
     """Return a schema that refuses null.
 
-    Kubernetes treats a key without a value as absent; in a values file it is a mistake.
+    Kubernetes ignores a key without a value; in a values file such a key is a mistake.
     """
     if isinstance(node, list):
         return [_without_null(item) for item in node]

@@ -12,7 +12,7 @@ from service.config.tree import Config
 
 
 class RunArguments(BaseModel):
-    """A configuration and the directories of its run."""
+    """The configuration of a run, and its directories."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

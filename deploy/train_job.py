@@ -27,9 +27,9 @@ LAST_SCRAPES_S = 120.0
 
 
 def train_command(text: str, *, directory: Path) -> list[str]:
-    """Wait until the database answers, and return the command line.
+    """Wait until the database answers, and return the command line of `rayloom train`.
 
-    directory: the directory to which the configuration's file is written.
+    text: `RunArguments` as JSON. directory: receives the file of the configuration.
     Raises: ValidationError, ConfigError, StoreError if the run is refused.
     """
     arguments = RunArguments.model_validate_json(text)
@@ -52,7 +52,7 @@ def train_command(text: str, *, directory: Path) -> list[str]:
 
 
 def main() -> None:
-    """Replace this process by the command, so that signals reach the command; never return."""
+    """Replace this process by `rayloom train`, which then receives the signals; never return."""
     if len(sys.argv) != 2:
         sys.exit("usage: python -m deploy.train_job ARGUMENTS")
     try:

@@ -288,7 +288,7 @@ def _arguments(
     resume: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Enter with a run's directory and the arguments of its command. Raises: ConfigError."""
+    """Yield a run's directory and the arguments of its command. Raises: ConfigError."""
     functions = {
         "reward": _listed(reward),
         "group-reward": _listed(group_reward),
@@ -301,7 +301,7 @@ def _arguments(
         )
     directory = Path(resume or run_dir or _new_directory(config, dataset))
     if resume is None:
-        # Before anything is stored in it: it may hold a run, whose rows and functions would change.
+        # First, because the directory may have a run, whose rows and functions would change.
         check_new(RunDir(path=directory))
     with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
         arguments = _config_arguments(config, Path(scratch))
@@ -339,7 +339,10 @@ def _new_directory(
 
 @contextmanager
 def _removed_if_refused(directory: Path) -> Iterator[Path]:
-    """Enter with the path of a run's functions; remove created directories if it is refused."""
+    """Yield the directory for a run's functions.
+
+    If the block raises ConfigError, remove the directories that did not exist before it.
+    """
     store = RunDir(path=directory).functions
     made = [path for path in (store, *store.parents) if not path.exists()]
     try:
@@ -377,7 +380,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
-    """Return the name of a data set; rows are written to a file of the run's directory first.
+    """Return the name of a data set; first write rows to a file in the run's directory.
 
     Raises: ConfigError if a row cannot be written as JSON.
     """
@@ -400,11 +403,14 @@ def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], stor
 
 
 def _name_of(function: Named, store: Path, *, what: str) -> str:
-    """Return the name by which the run finds a function; store a function without one first."""
+    """Return the name by which a run imports a function; store a function that has none.
+
+    store: directory of the run's functions. what: the argument, for an error's text.
+    """
     if isinstance(function, str):
         return function
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    # A method's instance is passed only by value; the name of a nested function contains "<".
+    # A method needs its instance, which is passed by value. A nested function's name has "<".
     has_name = name and "<" not in name and not inspect.ismethod(function)
     if has_name and module != "__main__" and getattr(sys.modules.get(module), "__spec__", None):
         return f"{module}:{name}"
@@ -414,7 +420,8 @@ def _name_of(function: Named, store: Path, *, what: str) -> str:
 def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
     """Write a function by value to a module of the run's directory; return its name.
 
-    Raises: ConfigError if it refers to something that cannot be pickled, such as an open file.
+    Raises: ConfigError if the function refers to an object that cannot be pickled, such as an
+    open file.
     """
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
@@ -444,7 +451,7 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
 
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
-    """Start the command in a new session; it stops in order if the caller dies."""
+    """Start `rayloom` with arguments in a new session; it gets SIGTERM if the caller dies."""
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
@@ -465,9 +472,9 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def _run(*arguments: str) -> deque[str]:
-    """Run the command to its end, and print its output except a line of JSON.
+    """Run `rayloom` with arguments to its end, and print its output except lines of JSON.
 
-    Returns: its last lines. Raises: ConfigError, TrainingFailed, KeyboardInterrupt.
+    Returns: the last lines of the output. Raises: ConfigError, TrainingFailed, KeyboardInterrupt.
     """
     interrupted = False
     last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
@@ -490,7 +497,7 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error for a command's exit code, if any. last: the last lines that it printed."""
+    """Raise the error that an exit code means, if any. last: the command's last printed lines."""
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     text = "".join(last)

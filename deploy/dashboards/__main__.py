@@ -15,7 +15,7 @@ END = "<!-- The end of what is written. -->\n"
 
 
 def statistics_table() -> str:
-    """Return the table as Markdown; statistics of the same values share a row."""
+    """Return the statistics as a Markdown table; those with one meaning share a row."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for each in STATISTICS:
         key = each.group, each.unit, each.help
@@ -28,14 +28,14 @@ def statistics_table() -> str:
 
 
 def with_statistics(document: str) -> str:
-    """Return the document with the current table between its two marks."""
+    """Return the document with the current table between its lines BEGIN and END."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{statistics_table()}{END}{after}"
 
 
 def dashboards() -> dict[str, str]:
-    """Return the expected dashboards of the chart by file name."""
+    """Return the JSON of each of the chart's dashboards by file name."""
     return {dashboard.file_name: to_json(dashboard) for dashboard in load_dashboards()}
 
 

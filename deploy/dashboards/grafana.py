@@ -131,21 +131,22 @@ class Panel:
     unit: str = ""
     """One of Grafana's units, such as "s" or "suffix:nats"; statistics have their own unit."""
     statistics: Mapping[str, str] = field(default_factory=dict)
-    """The names of statistics by legend; all have one unit."""
+    """The names of statistics by legend; all have the same unit."""
     queries: Mapping[str, str] = field(default_factory=dict)
     """PromQL by legend. A legend is a name, or labels such as {{label}}.
 
-    [$several_steps] is replaced by one of WINDOWS; RUN and RAY_CLUSTER get the chosen place.
+    [$several_steps] is replaced by one of WINDOWS. The selectors of PLACE_LABELS are added to RUN
+    and RAY_CLUSTER.
     """
     look: Look = Look.LINES
     width: int = 8
-    """The width in columns, of 24."""
+    """The width in columns of the grid, which has 24."""
     height: int = 0
     """The height in lines of the grid; 0 for the height of the look."""
     is_stacked: bool = False
     is_logarithmic: bool = False
     min: float | None = None
-    """Start of the axis; None for the smallest value, or 0 if the panel is stacked."""
+    """Lower end of the axis; None for the smallest value, or for 0 if the panel is stacked."""
     max: float | None = None
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """The smallest value of each colour, in ascending order; the first is -.inf."""
@@ -165,9 +166,9 @@ class Panel:
 
     @property
     def has_legend_beside(self) -> bool:
-        """Whether the legend is to the right of the curves, because three lines may be too few.
+        """Whether the legend is to the right of the curves; below them it has only three lines.
 
-        The name of a replica is so long that it would leave too little width for the curves.
+        Names of replicas are always below, because they would leave the curves too little width.
         """
         has_labels = any("{{" in legend for legend in self.queries)
         has_replicas = any("{{replica}}" in legend for legend in self.queries)
@@ -252,7 +253,7 @@ def _mend(tree: dict[str, Any]) -> None:
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
     """Remove nulls, which the SDK writes for unset fields and Grafana's types refuse.
 
-    keeps: whether to keep nulls, because in a step of thresholds null is the smallest number.
+    keeps: whether to keep nulls, as in a threshold's step, where null is the smallest number.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]

@@ -28,7 +28,7 @@ from deploy.rules.source import rules_text
 
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).parents[1] / "configs" / "guessing-cpu.yaml"
-# The limit of the service, whose engines and ranks end before it.
+# Seconds in which the service ends, with its engines and ranks.
 END_LIMIT_S = 120.0
 START_LIMIT_S = 30.0
 SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
@@ -140,7 +140,7 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the running processes; another process with a reused id is not included."""
+    """Return the stack's running processes by name, without other processes that reuse an id."""
     found = {}
     for name, process in _processes(directory).items():
         try:
@@ -208,7 +208,10 @@ def alertmanager_config(*, webhook: str = "") -> str:
 
 
 def prometheus_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """Return the command. directory: contains prometheus.yml. address: host:port to listen on."""
+    """Return the command that starts Prometheus.
+
+    directory: contains prometheus.yml. address: host:port to listen on.
+    """
     return [
         program, f"--config.file={directory / 'prometheus.yml'}",
         f"--storage.tsdb.path={directory / 'prometheus'}", f"--web.listen-address={address}",
@@ -217,7 +220,10 @@ def prometheus_command(program: str, directory: Path, *, address: str) -> list[s
 
 
 def alertmanager_command(program: str, directory: Path, *, address: str) -> list[str]:
-    """Return the command. directory: contains alertmanager.yml. address: host:port to listen on."""
+    """Return the command that starts Alertmanager.
+
+    directory: contains alertmanager.yml. address: host:port to listen on.
+    """
     return [
         program, f"--config.file={directory / 'alertmanager.yml'}",
         f"--storage.path={directory / 'alertmanager'}", f"--web.listen-address={address}",
