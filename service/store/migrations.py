@@ -36,10 +36,10 @@ Step = Callable[[Connection], None]
 
 
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
-    """Add a column that is nullable or has a `server_default`, which old rows get.
+    """Add a column that is nullable or has a `server_default`; old rows get null or the default.
 
-    Do nothing if the table has the column: a database may have newer tables than its recorded
-    format.
+    Do nothing if the table already has the column, as in a database whose tables are newer than its
+    recorded format.
     """
     assert column.nullable or column.server_default is not None, "old rows need a value"
     places = connection.get_execution_options().get("schema_translate_map") or {}
@@ -67,8 +67,8 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 def _keep_which_message_was_instructions(connection: Connection) -> None:
     """Add the column for whether a conversation's first message was sent as instructions.
 
-    Later instructions replace such a message. Old turns do not record it and get true, because
-    their first system message was always replaced.
+    Later instructions replace such a message. Old turns get true, because their first system
+    message was always replaced.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)

@@ -1,8 +1,8 @@
-"""The state that survives a crash of a run, protected by a lease; SQLite, or PostgreSQL by URL.
+"""Store the state that survives a crash of a run, in SQLite or in PostgreSQL, under a lease.
 
-Invariants: terms only grow; a writer whose term is not the newest writes nothing; a checkpoint row,
-the ledger that it commits and the lease check are one transaction, and so are the check of a
-lease's owner and the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for readers of
+Invariants: terms only grow; only the writer with the newest term writes; one transaction checks the
+lease and stores a checkpoint with the ledger that it commits; one transaction checks a lease's
+owner and takes the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for readers of
 a run that may be running, interrupted or copied, and never makes a writer wait.
 """
 
@@ -80,9 +80,10 @@ class Lease:
     parent: Checkpoint | None
     """The checkpoint from which this term continues; None if it starts without one."""
     queue_snapshot: QueueSnapshot | None
-    """The queue's state at the parent checkpoint."""
+    """The queue's state at the parent checkpoint; None without a parent."""
     curriculum: Mapping[str, tuple[float, ...]] | None = None
-    """Results of tasks at the parent checkpoint; None if the run has no curriculum."""
+    """Shares of passed samples in the newest groups at the parent checkpoint, by task or by
+    environment; None without a parent or a curriculum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +105,9 @@ class LeaseOwner:
 class ReadOnlyStore:
     """A run's database for readers.
 
-    An SQLite database of an older format is copied; the copy is moved forward and read. It shows
-    the run at the time of opening. In PostgreSQL an older format is refused.
-    Raises: StoreError if it cannot be read, or is in another format.
+    An SQLite database of an older format is copied when it is opened; the copy is moved forward and
+    read, and shows no later changes. In PostgreSQL an older format is refused.
+    Raises: StoreError if the database cannot be read, or is in another format.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class ReadOnlyStore:
         """Open a store.
 
         Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        accept an older format unchanged: the caller reads only tables that no migration changes
-        (`service.store.migrations`). any_format: accept every format unchanged, newer ones and
-        those that cannot be migrated too: the caller expects errors. steps: the migrations to use,
-        by format number. count_failure: as for `Database`.
+        accept an older format unchanged, because the caller reads only tables that no migration
+        changes (`service.store.migrations`). any_format: accept every format unchanged, even one
+        that this version cannot read; the caller handles the errors. steps: the migrations by the
+        format that each starts from. patience_s, count_failure: as for `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(
@@ -154,7 +155,7 @@ class ReadOnlyStore:
         return self._database.location
 
     def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Read in a transaction, as `Database.read` does."""
+        """Call `body` in a transaction that only reads, as `Database.read` does."""
         return self._database.read(body)
 
     @property
@@ -191,7 +192,7 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return the number of stored turns of sessions and uploads that may still be trained."""
+        """Return the number of sessions' turns plus uploads that may still be trained."""
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -301,7 +302,7 @@ class ReadOnlyStore:
             )
 
     def _last_version(self, connection: Connection) -> str:
-        """Return the version that began the newest term; empty if it is not recorded."""
+        """Return the version of Rayloom that began the newest term; empty if it is not recorded."""
         versions = tables.versions
         if not self._database.has_table(connection, versions.name):
             return ""
@@ -329,8 +330,8 @@ class RunStore(ReadOnlyStore):
 
     If the database does not answer, a call waits for up to `patience_s`: a restart of PostgreSQL, a
     lock, or a disk that is full for a moment does not end a run.
-    Raises: StoreError if it cannot be opened, is not a database, is of another format, or would be
-        SQLite on a network or FUSE file system.
+    Raises: StoreError if the database cannot be opened, is not a database, has another format,
+        or would be SQLite on a network or FUSE file system.
     """
 
     def __init__(
@@ -378,11 +379,11 @@ class RunStore(ReadOnlyStore):
 
         The term continues from the newest checkpoint whose directory is not one of `passed_over`.
         An older format is moved forward in the same transaction (`move_forward`).
-        Args: directory: the run directory. follows: the caller's own term, which must still be the
-        newest. unless_held: refuse if the run's owner is alive. replaces: HOST:PID of an owner that
-        is known to be dead. returns_to: the directory of the checkpoint to continue from, one that
-        the run can go back to; everything committed after it is undone. If the run can no longer go
-        back to it, the newest checkpoint is taken.
+        Args: owner: HOST:PID of the caller. directory: the run directory. follows: the caller's own
+        term, which must still be the newest. unless_held: refuse if the run's owner is alive.
+        replaces: HOST:PID of an owner that is known to be dead. returns_to: the directory of the
+        checkpoint to continue from; everything committed after that checkpoint is undone. If the
+        run can no longer go back to it, the newest checkpoint is taken.
         Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
             and for a run of another kind.
         """
@@ -503,7 +504,7 @@ class RunStore(ReadOnlyStore):
         self.write(term, lambda connection: connection.execute(ended))
 
     def fence(self, term: int, reason: str) -> None:
-        """Make the database refuse every later write with a reason, also writes of `term` itself.
+        """Make the database refuse all later writes, even those of `term`, with this reason.
 
         Raises: LeaseLost, StoreError.
         """
@@ -514,9 +515,9 @@ class RunStore(ReadOnlyStore):
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` in a transaction, if `term` is the newest, and commit it once.
+        """Check that `term` is the newest, and call `body`, in one transaction that commits once.
 
-        Args: body: may only use the connection, because it may be repeated.
+        Args: body: may be called again after a failure, so it may only use the connection.
         Raises: LeaseLost, StoreError.
         """
 
@@ -591,7 +592,7 @@ class RunStore(ReadOnlyStore):
     ) -> None:
         """Commit a checkpoint; the rollouts that its ledger marks as trained then count as trained.
 
-        Args: directory: its name in the run's directory of checkpoints. new_entries: the feed's
+        Args: directory: name in the run's directory of checkpoints. new_entries: the feed's
         entries about the ledger up to last_event_seq.
         Raises: LeaseLost.
         """
@@ -621,7 +622,7 @@ class RunStore(ReadOnlyStore):
         self._database.prepare(self._is_ready, self._create_tables)
 
     def _is_ready(self, connection: Connection) -> bool:
-        """Return whether the tables can be used. Raises: StoreError if they cannot be written."""
+        """Return whether the tables exist. Raises: StoreError if this version cannot use them."""
         if not self._has_tables(connection):
             return False
         if self._read_format(connection) < self._format and not self._may_be_older:
@@ -635,7 +636,7 @@ class RunStore(ReadOnlyStore):
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether this PostgreSQL database has a run, which ever had a lease.
+    """Return whether this PostgreSQL database has a run that has ever had a lease.
 
     Raises: StoreError.
     """
@@ -647,7 +648,7 @@ def has_run(url: str, *, patience_s: float) -> bool:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Check that a run keeps its kind. Raises: StoreError."""
+    """Check that `asked` is the kind of a stored run, if there is one. Raises: StoreError."""
     if stored is not None and stored is not asked:
         raise StoreError(
             f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
@@ -701,7 +702,7 @@ def _insert_outcomes(
     new_events: Sequence[LedgerEvent],
     new_results: Sequence[RolloutResult],
 ) -> None:
-    # Not with asdict, which would take longer than the insertion.
+    # Written out, because asdict would take longer than the insertion.
     events = (
         {
             "term": term,
@@ -723,7 +724,7 @@ def _insert_outcomes(
 
 
 def _count_events(connection: Connection, new_events: Sequence[LedgerEvent]) -> None:
-    """Add events to the counts of all events ever stored, in the same transaction."""
+    """Add events to the counts of all events ever stored, in the caller's transaction."""
     for (kind, reason), count in Counter((item.kind, item.reason) for item in new_events).items():
         row = {"of_kind": kind.value, "of_reason": reason.value if reason else "", "more": count}
         if connection.execute(_ADD_EVENTS, row).rowcount == 0:

@@ -64,8 +64,8 @@ class SessionStore:
     ) -> tuple[StoredSession, tuple[SessionTurn, ...], tuple[SessionIntent, ...]] | None:
         """Return a session, its turns in order, and its intents that have no turn; None if unknown.
 
-        The turns' arrays are read-only; versions of an earlier term that a recovery has undone are
-        marked (`actors.policy_age`). Raises: StoreError.
+        The turns' arrays are read-only. Policy versions that a recovery has undone are marked in
+        the turns' version_spans (`actors.policy_age`). Raises: StoreError.
         """
         turns, intents = tables.session_turns.c, tables.session_intents.c
         turns_query = (
@@ -115,7 +115,7 @@ class SessionStore:
         return self._store.read(read)
 
     def of_submission(self, submission_id: str) -> tuple[StoredSession, ...]:
-        """Return a submission's sessions, by member; empty if it has none. Raises: StoreError."""
+        """Return a submission's sessions in the order of members. Raises: StoreError."""
         sessions = tables.sessions.c
         query = (
             select(tables.sessions)
@@ -125,7 +125,7 @@ class SessionStore:
         return tuple(self._store.read(lambda connection: _sessions(connection, query)))
 
     def page(self, wanted: SessionFilter, *, after: SessionPlace | None, limit: int) -> SessionPage:
-        """Return the first `limit` sessions after a position. Raises: StoreError."""
+        """Return the first `limit` wanted sessions after a position. Raises: StoreError."""
         sessions, position = tables.sessions.c, tables.submissions.c.position
         query = select(tables.sessions, position).join_from(tables.sessions, tables.submissions)
         if wanted.tenant is not None:
@@ -213,7 +213,7 @@ class _Rows:
     """The submission and the member of each session."""
     was_opened: frozenset[str]
     ends: dict[str, SessionEnd]
-    """Ends of sessions, stored or new."""
+    """Ends of sessions, both stored and new ones."""
     marks: dict[tuple[str, int], tuple[str, float]]
     """The request id and the time of each stored turn that a change adds again."""
     intents: dict[tuple[str, str], SessionIntent | None] = field(default_factory=dict)
@@ -230,7 +230,7 @@ class _Rows:
     now: float = field(default_factory=time.time)
 
     def take(self, change: Change) -> bool:
-        """Apply a change; return False if it is too late."""
+        """Apply a change; return False if the change is too late to be stored."""
         session = change.session_id
         match change:
             case TurnAdded(turn=turn):
@@ -305,7 +305,10 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Make turns of rows, each of a term and a turn's fields. first: of `first_versions`."""
+    """Make turns from rows, and mark their undone versions.
+
+    rows: a term and `_TURN_FIELDS` each. first: the result of `first_versions`.
+    """
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]
@@ -339,7 +342,7 @@ def _store(
     return too_late
 
 
-# Parameters of conditions; their names differ from the columns', which name the values.
+# Parameters of conditions. A column's name is already the parameter for its new value.
 _OF_SESSION = bindparam("of_session", type_=tables.sessions.c.id.type)
 _OF_TURN = bindparam("of_turn", type_=tables.session_turns.c.number.type)
 _OF_REQUEST = bindparam("of_request", type_=tables.session_intents.c.request_id.type)
@@ -442,7 +445,7 @@ def _rows(
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return `_Rows.marks` of the turns in the changes that are already stored."""
+    """Return `_Rows.marks`, for the turns in the changes that are already stored."""
     turns = tables.session_turns.c
     added = [
         (change.session_id, change.turn.number)
@@ -463,7 +466,7 @@ def _execute(connection: Connection, statement: Any, rows: Iterable[Mapping[str,
 
 
 def _values(record: SessionTurn | SessionIntent, names: Sequence[str]) -> dict[str, Any]:
-    # Not with asdict, which copies every array.
+    # Not by asdict, because it copies every array.
     return {name: getattr(record, name) for name in names}
 
 

@@ -1,8 +1,8 @@
 """The stored submissions of clients: stored before they are answered, bound before they are played.
 
 Every write has the term of the lease. Reads return only rows of the surviving lineage. When a
-submission is over, its task, bindings and results are deleted, and its sessions' turns. Its id,
-digest and end, and those of its sessions, are kept while it is among the newest ended ones.
+submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
+end, and the rows of its sessions, are kept while it is among the newest ended submissions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from service.store.uploads import forget_contents, forget_groups
 NO_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType({})
 _AS_STORED = tables.AsJson(RolloutRequest)
 _POSITION = tables.submissions.c.position
-# Built once: SQLAlchemy takes as long to build them as to store a few tasks.
+# Statements that are built once, because building takes as long as storing a few tasks.
 _NEWEST = select(func.max(_POSITION))
 _INSERT = insert(tables.submissions).values(request=bindparam("text", type_=Text))
 _BEHIND = select(_POSITION).where(_POSITION > bindparam("newest")).order_by(_POSITION)
@@ -58,7 +58,7 @@ def packed(request: RolloutRequest) -> PackedRequest:
 
 
 def offer_of(requests: Sequence[RolloutRequest], *, key: str, limits: KeyLimits) -> Offer:
-    """Make an offer. The arguments are those of `SubmissionQueue.submit`."""
+    """Make an offer from the arguments of `SubmissionQueue.submit`."""
     return Offer(tasks=tuple(map(packed, requests)), key=key, limits=limits)
 
 
@@ -170,7 +170,7 @@ class SubmissionStore:
     def cancel(self, submission_id: str, *, term: int) -> None:
         """Mark a submission as cancelled, and delete its task and its sessions' turns.
 
-        It is never played again. Raises: LeaseLost.
+        The submission is never played again. Raises: LeaseLost.
         """
         table = tables.submissions
         statement = (
@@ -196,7 +196,7 @@ class SubmissionStore:
         keep: int,
         keep_entries: int,
     ) -> None:
-        """Store the ends of submissions, and delete the data that only live ones need.
+        """Store the ends of submissions, and delete the data that only live submissions need.
 
         Args: rollout_ids: the rollouts of these submissions. keep: number of the newest ended
         submissions to keep. keep_entries: number of the feed's newest entries to keep.
@@ -262,7 +262,7 @@ class SubmissionStore:
     def ended(self, submission_ids: Collection[str]) -> dict[str, SubmissionView]:
         """Return the final states of these submissions, by id.
 
-        Those that are not over, or no longer kept, are left out. Raises: StoreError.
+        Submissions that are not over, or no longer kept, are left out. Raises: StoreError.
         """
         accepted = tables.submissions.c
         over = select(accepted.id, accepted.ended).where(
@@ -275,8 +275,8 @@ class SubmissionStore:
     ) -> list[tuple[int, str, SubmissionView | None]]:
         """Return position, id and final state of the first `limit` submissions after a position.
 
-        They match `wanted` except in their status, which the caller checks. The state is None if a
-        submission is not over.
+        The submissions match `wanted`, but the caller has to check their status. The final state is
+        None if a submission is not over.
         Raises: StoreError.
         """
         accepted = tables.submissions.c

@@ -82,7 +82,7 @@ Word = TypeVar("Word", bound=StrEnum)
 class AsJson(TypeDecorator[Any]):
     """A column of dataclasses, stored as JSON; a float that is not finite is stored as null.
 
-    Raises: Damaged when it is read.
+    Raises: Damaged if a stored value cannot be read.
     """
 
     impl = Text
@@ -111,7 +111,7 @@ class AsJson(TypeDecorator[Any]):
 
 
 class AsWord(TypeDecorator[Any]):
-    """A column of an enum, stored as its value. Raises: Damaged when it is read."""
+    """A column of an enum, stored as its value. Raises: Damaged if a stored value is unknown."""
 
     impl = String
     cache_ok = True
@@ -128,9 +128,9 @@ class AsWord(TypeDecorator[Any]):
 
 
 class AsCut(TypeDecorator[Cut]):
-    """A column of a `Cut`: its outcome, num_turns and follows with spaces between them.
+    """A column of a `Cut`: `outcome`, `num_turns` and `follows`, separated by spaces.
 
-    Older versions stored only the outcome. Raises: Damaged when it is read.
+    Older versions stored only the outcome. Raises: Damaged if a stored value cannot be read.
     """
 
     impl = String
@@ -159,9 +159,9 @@ class AsCut(TypeDecorator[Cut]):
 
 
 class AsColumn(TypeDecorator[NDArray[Any]]):
-    """A column of token ids or of a number for each token, stored as little-endian bytes.
+    """A column of arrays [T], token ids or a number for each token, as little-endian bytes.
 
-    Arrays that are read are read-only. Raises: Damaged when it is read.
+    Arrays that are read are read-only. Raises: Damaged if a stored value cannot be read.
     """
 
     impl = LargeBinary
@@ -185,10 +185,10 @@ _EXPERT_HEAD = struct.Struct("<B3I")
 
 
 class AsExperts(TypeDecorator[NDArray[Any]]):
-    """A column of recorded experts, [R, L, K] uint8 or int16.
+    """A column of recorded experts, [R, L, K] uint8 or int16 (see `Turn.expert_indices`).
 
-    They are stored as type, shape and little-endian bytes; arrays that are read are read-only.
-    Raises: Damaged when it is read.
+    An array is stored as type, shape and little-endian bytes, and is read-only when read.
+    Raises: Damaged if a stored value cannot be read.
     """
 
     impl = LargeBinary
@@ -226,14 +226,14 @@ def _array_of(stored: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def word_of(kind: type[Word], value: str) -> Word:
-    """Return the enum's value. Raises: Damaged if it has no such value."""
+    """Return the member of an enum by its value. Raises: Damaged if there is none."""
     try:
         return kind(value)
     except ValueError as error:
         raise Damaged(f"a stored {kind.__name__} is not one of {', '.join(kind)}") from error
 
 
-# One row: the format of all other tables and of the records in them. Format 1 had no such table.
+# One row: the format of all other tables and of their records. Format 1 had no such table.
 formats = Table(
     "format",
     metadata,
@@ -249,11 +249,11 @@ leases = Table(
     Column("term", Integer, primary_key=True, autoincrement=False),
     # HOST:PID of the supervisor.
     Column("owner", String, nullable=False),
-    # Distinguishes the owner's process from a later one with the same PID; empty: not known.
+    # Distinguishes the owner's process from a later process with its PID; empty: not known.
     Column("process", String, nullable=False),
     # The path of the run directory that the owner used; empty: not known.
     Column("directory", String, nullable=False),
-    # Equal in all terms of a run.
+    # The run's kind, equal in all its terms.
     Column("kind", AsWord(RunKind), nullable=False),
     # By the owner's own clock.
     Column("acquired_at", Float, nullable=False),
@@ -359,8 +359,8 @@ submissions = Table(
     Column("key_name", String, nullable=False),
     # The client's name for a batch of tasks; empty: none.
     Column("batch", String, nullable=False, index=True),
-    # Of the request with which it was accepted: SHA-256 of its Idempotency-Key, and the digest of
-    # its content; null without such a key.
+    # SHA-256 of the Idempotency-Key of the request that submitted the task, and the digest of the
+    # request's content; null without such a key.
     Column("request_key", String, nullable=True, index=True),
     Column("request_digest", String, nullable=True),
     Column("is_cancelled", Boolean, nullable=False, default=False),
@@ -431,7 +431,7 @@ sessions = Table(
     # SHA-256, hexadecimal.
     Column("agent_key", String, nullable=False),
     Column("reward_key", String, nullable=False),
-    # The same as its submission's.
+    # The same as that of the session's submission.
     Column("tenant", String, nullable=False),
     Column("key_name", String, nullable=False),
     Column("created_at", Float, nullable=False),

@@ -1,4 +1,4 @@
-"""The thread in which a process calls its run's store, so that its event loop waits for no disk.
+"""Call a run's store in a thread, so that the process's event loop waits for no disk.
 
 Invariants: calls run one after the other, in the order in which they were made; work that was begun
 by `finish` is completed even if its caller is cancelled meanwhile. So the state in memory agrees
@@ -23,7 +23,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreThread:
-    """The process's thread for its store; it belongs to one event loop."""
+    """The thread of a process for calls of its store; used by one event loop."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
@@ -39,7 +39,7 @@ class StoreThread:
         return await self.finish(self._call(partial(function, *arguments, **named)))
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await work that calls the store; it is completed even if the caller is cancelled."""
+        """Await work that calls the store; complete the work even if the caller is cancelled."""
         task = self._begun.begin(work)
         try:
             return await asyncio.shield(task)

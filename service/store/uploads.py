@@ -123,7 +123,7 @@ class UploadStore:
     def drop(self, group: str, *, term: int) -> UploadGroup | None:
         """Delete a group that is not closed; a closed one stays unchanged.
 
-        Returns: the group's state before; None if it is not known.
+        Returns: the group's state before the call; None if the group is not known.
         Raises: LeaseLost; StoreError.
         """
 
@@ -163,7 +163,7 @@ class _Intake:
     """The groups as they were stored before this request, by id."""
     groups: dict[str, UploadGroup]
     named: tuple[str, ...]
-    """Ids of the groups that the request names, in order."""
+    """Ids of the request's groups, first the groups with a policy."""
     taken_ids: frozenset[str]
     """Ids among `named` that belong to submissions of other kinds."""
     rows: list[dict[str, Any]] = field(default_factory=list)
