@@ -99,7 +99,7 @@ class Feed:
         return os.getpid()
 
     async def play(self, queue: Any, *, first_step: int, num_steps: int) -> int:
-        """Play the steps and return their rollouts."""
+        """Play the steps and return the number of their rollouts."""
         tasks, num_rollouts = GeneratedTasks("guessing", run_seed=0), 0
         for step in range(first_step, first_step + num_steps):
             slots, _ = await queue.admissible.remote(30.0)
@@ -128,7 +128,7 @@ class Feed:
 
 
 def measure(num_steps: int, num_publishes: int, publish_mib: int) -> dict[str, Any]:
-    """Measure one number of nodes; runs on the head of a running cluster."""
+    """Measure the running cluster with its number of nodes; called on the cluster's head."""
     ray.init("auto", log_to_driver=False, logging_level="error")
     others = [node for node in alive_nodes() if "rayloom_environments" in node.resources]
     algorithm = AlgorithmSettings(groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_lag=0)

@@ -55,7 +55,7 @@ T95 = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The steps of one training, as it reports them."""
+    """The steps of one training, from the training's own reports."""
 
     times: Sequence[float]
     """Unix seconds at the end of each step."""
@@ -68,7 +68,7 @@ class Trained:
     peak_gib: float
     """Largest memory of all processes together."""
     started: float
-    """Unix seconds when its command was started."""
+    """Unix seconds when the training's command was started."""
 
     @property
     def samples_per_s(self) -> float:
@@ -78,13 +78,13 @@ class Trained:
 
     @property
     def step_s(self) -> float:
-        """Return the median seconds of a step after the first steps."""
+        """Return the median seconds of a step after the first steps (WARM_STEPS)."""
         times = self.times[self._num_cold - 1 :]
         return statistics.median(after - before for before, after in pairwise(times))
 
     @property
     def collect_share_s(self) -> float:
-        """Return the median seconds of a step's collection after the first steps."""
+        """Return the median of collect_s after the first steps (WARM_STEPS)."""
         return statistics.median(self.collect_s[self._num_cold :])
 
     @property
@@ -205,8 +205,8 @@ def _run(
 ) -> tuple[float, float]:
     """Run a side to its end.
 
-    Returns: when it was started, and the largest memory of its processes in GiB.
-    Raises: SystemExit with the end of its log.
+    Returns: Unix seconds of the start, and the largest memory of the side's processes in GiB.
+    Raises: SystemExit with the end of the side's log.
     """
     started = time.time()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -234,8 +234,9 @@ def _run(
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return the mean difference, ours minus theirs, with half of its 95 % interval (Student's,
-    pooled; none with one seed).
+    """Return the mean of ours minus the mean of theirs, and half of the difference's 95 % interval.
+
+    The interval is Student's with pooled variances; there is none with one seed.
     """
     degrees = len(ours) + len(theirs) - 2
     if not degrees:
@@ -253,7 +254,7 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, floa
 def summarise(
     trained: Mapping[str, Sequence[Trained]], *, goals: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return each side's rates, ratios to TRL in the same round and rewards, and missed goals."""
+    """Return each side's rates, rewards and ratios to TRL of the same round, and missed goals."""
     theirs = trained["trl"]
     sides, missed = {}, []
     for name, runs in trained.items():

@@ -27,7 +27,7 @@ ROWS = 112
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A data set, a reward and, for a family with tools, their class."""
+    """A data set and a reward, and the class of the tools if there are any."""
 
     rows: Sequence[dict[str, Any]]
     """Prompts with the columns that the reward needs."""
@@ -37,7 +37,7 @@ class Family:
     """Maximum number of sampled tokens in a turn."""
     max_turns: int = 1
     goals: Mapping[str, float]
-    """The goal of each of our sides: its samples a second, divided by TRL's."""
+    """Goal for the ratio of a side's samples a second to TRL's, by side."""
     has_tiny_model: bool = True
     """Whether the tiny model is trained; otherwise SmolLM2-135M-Instruct."""
     group_size: int = 16
@@ -45,11 +45,11 @@ class Family:
     learning_rate: float = 6e-4
     warmup_updates: int = 20
     peer_rows: int | None = None
-    """Number of rows that TRL trains at once; None for all of a step."""
+    """Number of rows that TRL trains at once; None for all rows of a step."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of our side."""
     settings_by_lag: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Further settings of our side with this lag."""
+    """Further settings of our side, by lag."""
 
     @property
     def max_tokens(self) -> int:

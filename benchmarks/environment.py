@@ -1,4 +1,4 @@
-"""The environment of a measurement: one mapping for the JSON line of every benchmark."""
+"""Describe the machine and the versions of a measurement, for a benchmark's line of JSON."""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def played(rng: np.random.Generator, group: int, turns: int, tokens: int) -> Iterator[Trajectory]:
-    """Return a group with this number of sampled tokens in each turn, after NUM_OBSERVED other
-    tokens.
+    """Yield the trajectories of a group. group: its number. turns: turns of each trajectory.
+
+    tokens: sampled tokens of each turn, after NUM_OBSERVED other tokens.
     """
     for member in range(GROUP_SIZE):
         prompt: list[int] = []

@@ -33,8 +33,9 @@ WITHIN_STEPS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The results of one run. delay: steps from the onset of the hack until it is found; None if
-    it is not found.
+    """The results of one run.
+
+    delay: steps from the onset of the hack until the audit finds the hack; None if it does not.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Played:
     delay: int | None
     alarms: tuple[str, ...]
     features_ms: float
-    """Median over the steps."""
+    """Median milliseconds over the steps."""
     detector_ms: float
     """Milliseconds of the last step, which has the longest history."""
 

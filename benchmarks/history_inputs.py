@@ -1,4 +1,4 @@
-"""A long run's directory, made with the project's own write path and without training.
+"""Make a long run's directory without training, with the code by which a run writes.
 
 Every rollout is evicted as masked, so its journal needs no tokens; checkpoints, retention and the
 journal are those of a run. Used by `long_history` and, at a small scale, by a test.
@@ -36,7 +36,7 @@ SECONDS_A_STEP = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """The length of the run."""
+    """The length of the run, and what its directory keeps."""
 
     steps: int
     rollouts_per_step: int
@@ -44,7 +44,7 @@ class Scale:
     keep_checkpoints: int = 2
     journal_steps: int = 200
     steps_between_faults: int = 1000
-    """Number of steps after which it loses a part and goes back to its newest checkpoint."""
+    """Number of steps after which the run loses a part and returns to its newest checkpoint."""
 
 
 async def make_history(
@@ -86,7 +86,7 @@ class _Run:
         self.step = self.term = 0
 
     async def begin_term(self) -> None:
-        """Begin a term from the newest checkpoint, unless a term has begun at this step before."""
+        """Begin a term from the newest checkpoint; do nothing if one began at this step."""
         if self.step in self._faults:
             return
         self._faults.add(self.step)

@@ -1,4 +1,4 @@
-"""A client for HTTP/1.1 on one connection; minimal, because it shares cores with the server."""
+"""Send HTTP/1.1 requests on one connection, with little code: the server has the same cores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A child process that answers each line with a line.
+"""Run a child process that answers each line with a line.
 
-A benchmark uses it to run code in another Python environment. Its standard output contains only
-answers. While it waits it uses no processor time.
+A benchmark thus runs code in another Python environment. The child's standard output contains only
+answers. While the child waits it uses no processor time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ END_S = 60.0
 class LineProcess:
     """The parent's handle of a child process that answers each line with a line.
 
-    The child's first line means that it is ready.
+    The child's first line says that the child is ready.
     """
 
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], remedy: str = ""
     ) -> None:
-        """Start it and wait until it is ready. remedy: shown if it ends instead of answering.
+        """Start the child and wait until it is ready. remedy: shown if the child ends instead.
 
-        Raises: SystemExit with what it printed to its standard error.
+        Raises: SystemExit with the text that the child printed to its standard error.
         """
         self._command = command
         self._remedy = remedy

@@ -147,7 +147,7 @@ def _compare(part: str, runs: list[Path]) -> None:
 
 
 def _measure(part: Callable[[RunDir], None], run_dir: RunDir) -> tuple[float, float]:
-    """Return the seconds, and the MiB beyond those of the imports."""
+    """Return the seconds of a part, and the MiB that it needs beyond those of the imports."""
     before = psutil.Process().memory_info().rss
     began = time.monotonic()
     part(run_dir)

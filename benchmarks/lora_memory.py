@@ -74,7 +74,7 @@ def measure_here(side: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def clear_peak() -> None:
-    """Set the process's peak of memory to what it uses now."""
+    """Set the process's peak of memory (VmHWM) to the memory that it uses now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -39,7 +39,10 @@ def backward_of_loss(
     settings: LossSettings,
     chunk_tokens: int,
 ) -> None:
-    """Compute from hidden states to gradients, with the trainer's own code."""
+    """Compute the loss from hidden states, and its gradients, with the trainer's own code.
+
+    hidden: [T, H], H the hidden size. targets: [T] ids of the trained tokens.
+    """
     logprobs, entropies = token_logprobs(
         hidden,
         head,
@@ -62,7 +65,7 @@ def backward_of_loss(
 
 
 def measure_here(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure in this process, which has done nothing else."""
+    """Measure one loss in this process, which has done nothing else."""
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     settings = LossSettings(entropy_coefficient=0.01 if options.entropy else 0.0)
@@ -97,7 +100,7 @@ def measure_here(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def status_bytes(name: str) -> int:
-    """Return a line of /proc/self/status in bytes; the file counts in kibibytes."""
+    """Return the value of a line of /proc/self/status in bytes; the file has kibibytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

@@ -47,7 +47,7 @@ from benchmarks.merge_inputs import (
 # Trajectories at each number of turns: a group, or fewer if the longest would take too long.
 BATCHES = {4: 8, 16: 8, 64: 8, 200: 3}
 # One measurement of either side is the quietest of three windows of equal length, because other
-# processes cost caches.
+# processes displace its data from the caches.
 WINDOWS = 3
 WINDOW_S = 0.03
 GOALS = {"run": 8.0}
@@ -63,7 +63,7 @@ PEER_SCRIPT = Path(__file__).parent / "peers" / "skyrl_merge.py"
 
 
 class Peer(LineProcess):
-    """The peer's process."""
+    """The process that runs SkyRL's merge."""
 
     def __init__(self, python: str) -> None:
         super().__init__(
@@ -74,12 +74,12 @@ class Peer(LineProcess):
         )
 
     def seconds(self, passes: int) -> float:
-        """Return the CPU seconds of one pass, measured over this number of passes."""
+        """Return the CPU seconds of one pass of the peer, measured over this number of passes."""
         return float(self.ask(f"time {passes}"))
 
 
 def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Append each turn, send the trajectories, read them back."""
+    """Append turns to the samples they are known to extend; encode and decode the result."""
     trajectories = []
     for number, turns in enumerate(plays):
         builder = SampleBuilder(str(number))
@@ -91,7 +91,7 @@ def as_a_run_does(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Find which sample each turn extends, send the trajectories, read them back."""
+    """Find the sample that each turn extends; encode and decode the trajectories."""
     block = encode(
         [
             as_trajectory(build_samples(turns, trajectory_id=str(number)), number=number)
@@ -102,7 +102,7 @@ def by_comparison(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
 
 
 def by_the_rule(plays: Sequence[Sequence[Turn]]) -> list[Sample]:
-    """Merge with the rule's plain loops."""
+    """Merge turns with the plain loops of the merge rule, without the codec."""
     return [sample for turns in plays for sample in merge_turns(turns)]
 
 
@@ -122,8 +122,9 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 
 def quietest(window: Callable[[int], float]) -> float:
-    """Return the seconds of the quietest window. window: takes a number of passes, returns the
-    seconds of one.
+    """Return the seconds of one pass in the quietest of WINDOWS windows.
+
+    window: makes a number of passes, and returns the seconds of one.
     """
     passes = max(1, round(WINDOW_S / window(1)))
     return min(window(passes) for _ in range(WINDOWS))
@@ -175,8 +176,9 @@ def measure(
 
 
 def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
-    """Whether both give the same rows, field by field: prompt, response, mask, log-probabilities
-    and rewards by token, of the same trajectories in the same order.
+    """Whether both sides give the same rows of the same trajectories, in the same order.
+
+    Compares prompt, response, mask, log-probabilities and the reward of each token.
     """
     recorded = [as_turns(play, number=i) for i, play in enumerate(plays)]
     write_for_peer(list(plays), folder / "plays.npz")
@@ -202,8 +204,8 @@ def is_equal(plays: Sequence[Play], peer: Peer, folder: Path) -> bool:
 def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
     """Compare the rows of trajectories that branch.
 
-    Rewritten histories give equal rows. If a conversation continues after another's turn, SkyRL
-    gives more rows than ours, because it keeps one sample open.
+    Rewritten histories give equal rows. If a conversation continues after a turn of another one,
+    SkyRL gives more rows than Rayloom, because it keeps one sample open.
     """
     stripped = [rewritten(8, shape, seed=seed) for seed in range(2)]
     woven = [with_sub_agent(8, shape, seed=seed) for seed in range(2)]
@@ -219,14 +221,14 @@ def compare_shapes(peer: Peer, folder: Path, shape: Shape) -> dict[str, Any]:
 def share_one_core() -> None:
     """Keep this process, and the peer that it will start, on one core if the system allows it.
 
-    They alternate, and two cores of one machine are seldom equally fast.
+    The two processes alternate, and two cores of one machine are seldom equally fast.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def slope(rows: Sequence[dict[str, Any]], way: str, tokens: str) -> float:
-    """Return the exponent of time in tokens, fitted from 16 turns up; 1 is linear."""
+    """Return x for seconds that grow as tokens ** x, fitted to the rows of 16 turns or more."""
     chosen = [row for row in rows if row["turns"] in GOAL_TURNS]
     counts = [row[tokens] for row in chosen]
     medians = [row["us"][way]["median"] for row in chosen]
@@ -245,7 +247,7 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    """Run, print one JSON line, and report the missed goals."""
+    """Measure, print one JSON line, and report the missed goals."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peer-python", required=True, help="Python of the peer's environment")
     parser.add_argument("--turns", type=int, nargs="+", default=list(BATCHES), choices=BATCHES)
@@ -260,7 +262,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in QUIET.items()):
-        # The allocator and the BLAS read them when a process starts.
+        # The allocator and the BLAS read these variables when a process starts.
         command = [sys.executable, "-m", "benchmarks.merge", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **QUIET})
     share_one_core()

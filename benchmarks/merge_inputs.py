@@ -20,7 +20,7 @@ VOCAB_SIZE = 151_936
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Tokens of the first prompt, and of each turn's reply and observation."""
+    """Number of tokens of the first prompt, and of each turn's reply and observation."""
 
     prompt: int = 512
     sampled: int = 100
@@ -29,8 +29,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
-    """One trajectory. prompts: [K] the ids that each turn's engine call received; sampled,
-    logprobs, rewards: [K] of [A].
+    """One trajectory of K turns.
+
+    prompts: [K] the token ids that each turn's engine call received. sampled, logprobs (nats),
+    rewards: [K] of [A], for the A tokens that the turn sampled.
     """
 
     prompts: list[NDArray[np.int32]]
@@ -57,9 +59,7 @@ def linear(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def rewritten(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play in which the first half of each reply is reasoning that later prompts do not
-    contain.
-    """
+    """Make a play in which later prompts contain only the second half of each reply."""
     rng = np.random.default_rng(seed)
     history = _ids(rng, shape.prompt)
     play = Play(prompts=[], sampled=[], logprobs=[], rewards=[])
@@ -82,9 +82,7 @@ def branches(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
-    """Make a play of two alternating conversations: the main line continues after each turn of the
-    sub-agent.
-    """
+    """Make a play of two conversations, whose turns alternate: a main line and a sub-agent."""
     main = linear(num_turns // 2, shape, seed=seed)
     aside = linear(num_turns // 2, shape, seed=seed + 1)
     names = ("prompts", "sampled", "logprobs", "rewards")
@@ -100,7 +98,7 @@ def with_sub_agent(num_turns: int, shape: Shape, *, seed: int) -> Play:
 
 
 def as_turns(play: Play, *, number: int) -> list[Turn]:
-    """Return a play as it is recorded: whole prompts, and the reply to each."""
+    """Return the turns of a play, each with its whole prompt and its reply."""
     return [
         Turn(
             prompt_token_ids=prompt,
@@ -118,7 +116,7 @@ def as_turns(play: Play, *, number: int) -> list[Turn]:
 
 
 def as_trajectory(samples: tuple[Sample, ...], *, number: int) -> Trajectory:
-    """Return the trajectory that an episode hands over, with these samples."""
+    """Return a trajectory with these samples, in the form of an episode's result."""
     return Trajectory(
         rollout_id=f"g-{number}",
         group_id="g",

@@ -1,4 +1,4 @@
-"""The plain way to train on turns: one padded row for each, full logits of every token.
+"""Train on turns in the plain way: one padded row for each turn, full logits of every token.
 
 Each turn is a row of its whole history and its sampled tokens. Rows are padded on the right to one
 length and go through transformers' own model, a few at a time. Simple optimisations are used: no
@@ -34,8 +34,10 @@ class TurnRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
-    """Padded rows. token_ids, targets: [B, L] int64, each target the next token.
-    behaviour_logprobs, advantages, weights: [B, L] float32, 0 where the target is not trained.
+    """Padded rows.
+
+    token_ids, targets: [B, L] int64; a target is the next token's id. behaviour_logprobs (nats),
+    advantages, weights: [B, L] float32, 0 if the target is not trained.
     """
 
     token_ids: Tensor
@@ -99,8 +101,9 @@ def sorted_batches(rows: Sequence[TurnRow], *, rows_at_once: int) -> Iterator[Pa
 
 
 def clip_loss(logits: Tensor, rows: PaddedRows) -> Tensor:
-    """Return PPO's clip against the sampler, summed with the tokens' weights. Args: logits: [B, L,
-    V].
+    """Return PPO's clipped loss against the sampler's policy, summed with the tokens' weights.
+
+    logits: [B, L, V].
     """
     logits = logits.float()
     chosen = logits.gather(-1, rows.targets[..., None])[..., 0]

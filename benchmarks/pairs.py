@@ -1,4 +1,4 @@
-"""Several ways of doing the same work, timed alternately: the ratio of each round and its spread.
+"""Time several ways of doing the same work alternately; give the ratios of the rounds.
 
 The sides of a round run within seconds of each other and in changing order, so other work on the
 machine affects all of them. The caller runs each side once before, as a warm-up.
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 class Seconds:
     """The time that a piece of work took.
 
-    wall_s: by the clock. cpu_s: of all threads of the process that did the work.
+    wall_s: elapsed seconds. cpu_s: processor seconds of all threads of the process that worked.
     """
 
     wall_s: float
@@ -77,9 +77,8 @@ def interleave(
 def ratios_of(slow: Sequence[Seconds], fast: Sequence[Seconds]) -> dict[str, Spread]:
     """Return the spread of slow over fast, round by round: by the clock, and in processor time.
 
-    Processor time is compared with the goals, provided that waiting threads sleep, because it
-    excludes other work on the machine. By the clock, the side that met more of that work looks
-    slower.
+    Goals apply to processor time, because it excludes other work on the machine; waiting threads
+    have to sleep. By the clock, a side looks slower if more other work ran at the same time.
     """
     pairs = list(zip(slow, fast, strict=True))
     return {

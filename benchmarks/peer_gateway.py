@@ -129,7 +129,7 @@ async def converse(side: Side, member: int, said: str, *, num_turns: int) -> Non
 def play(side: Side, measured: Measured, number: int, *, history: int, num_turns: int) -> None:
     """Play a round: every client has a new conversation in its own session.
 
-    history: tokens with which each begins.
+    history: number of tokens with which each conversation begins.
     """
 
     async def all_of_them() -> None:
@@ -170,7 +170,7 @@ async def play_branching(side: Side, member: int) -> None:
     async with HttpConnection(side.port) as connection:
         for number in range(NUM_TURNS):
             if number == 5:
-                # Its answer was lost on its way.
+                # Request this turn twice, as if the first answer had been lost.
                 await side.ask(connection, member, main, idempotency_key="fifth")
                 again = {"idempotency_key": "fifth", "x_stainless_retry_count": "1"}
                 await go_on(main, **again)
@@ -261,7 +261,7 @@ def main() -> None:
         kinds: tuple[Kind, ...] = ("split", "canonical")
         for kind in kinds:
             with ExitStack() as stack:
-                # The started processes inherit it.
+                # The started processes inherit the core.
                 os.sched_setaffinity(0, GATEWAY_CORE)
                 sides = {}
                 for side in SIDES:

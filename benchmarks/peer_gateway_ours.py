@@ -38,7 +38,7 @@ TOKENS_AN_ANSWER, UNIT = 256, 2.0**-16
 class Script:
     """A script that gives its answers in turn and at once, for any request.
 
-    It parses the text itself, as an engine's replica does; the other gateway does that too.
+    The script parses the text of an answer, as an engine's replica and the other gateway do.
     """
 
     def __init__(self, model: str, path: str, kind: str) -> None:
@@ -63,12 +63,12 @@ class Script:
 
 
 def key_of(member: int) -> str:
-    """Return the agent's key of a session."""
+    """Return the key with which an agent uses a member's session."""
     return session_key("", session_id(NAME, member), AGENT)
 
 
 def rows(store: SessionStore, session: str) -> dict[str, Any]:
-    """Return the rows that its rollout's trajectory would have, made from the stored turns."""
+    """Return a session's training rows, made from its stored turns."""
     loaded = store.load(session)
     assert loaded is not None
     tree = SessionTree(session)
@@ -88,7 +88,7 @@ def rows(store: SessionStore, session: str) -> dict[str, Any]:
 
 
 def cpu_s(here: World) -> dict[str, float]:
-    """Return the seconds by part. "ray": the processes that Ray itself runs."""
+    """Return processor seconds by part; "ray" means the processes that Ray itself runs."""
     found = {"routes": time.process_time(), "gateway": here.gateway_cpu_s()}
     times = [
         each.cpu_times()

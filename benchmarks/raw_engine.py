@@ -1,4 +1,4 @@
-"""Bare vLLM in the process of a benchmark: `AsyncLLM.generate` with the service's own settings.
+"""Run bare vLLM in a benchmark's process: `AsyncLLM.generate` with the service's settings.
 
 This is the other side of benchmarks of the whole path to an engine. It receives prompts that were
 played before, turn by turn, and samples the same number of tokens for each turn. `pin` gives the
@@ -125,9 +125,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """Pin all threads of a process to one core, at one priority; threads that it starts later
-    inherit both.
-    """
+    """Pin all threads of a process to `cores`, at one priority; later threads inherit both."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         # A thread may have ended in the meantime.
         with suppress(ProcessLookupError):

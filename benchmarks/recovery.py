@@ -57,10 +57,10 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part to kill, and the time that its recovery may take beyond its bare start."""
+    """A part to kill, and the goal for the time of its recovery."""
 
     process: str
-    """A pattern of its process title; empty: the command itself."""
+    """A pattern of the part's process title; empty: the command itself."""
     notice: str
     """The text in the run's log that reports the replacement of the part."""
     goal_s: float
@@ -98,8 +98,9 @@ class Recovery:
 
     recovery_s: float
     allowed_s: float
-    """The bare start; for a rank also the steps that it trains again and one step. 0: the goal is
-    for the whole time.
+    """Seconds of the bare start; for a rank, also of the steps to train again and of one step.
+
+    0: the goal applies to the whole time.
     """
     beyond_s: float
     goal_s: float
@@ -172,7 +173,7 @@ def _written_since(run: Run, length: int) -> str:
 
 
 class EngineStart:
-    """An actor that starts an engine, as a replica does, without Serve."""
+    """An actor that starts an engine without Ray Serve, as one of Serve's replicas does."""
 
     async def start(self, settings: Any, name: str) -> None:
         from service.inference.engine import PolicyEngine
@@ -182,7 +183,7 @@ class EngineStart:
 
 
 def bare_starts(config: Config, run_dir: RunDir, *, num_rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every bare start, by part; each is ended before the next."""
+    """Return the seconds of every bare start, by part; end each part before the next start."""
     model = str(run_dir.tiny_model)
     starts: dict[str, Callable[[], Any]] = {
         "environment actor": lambda: _start_environment_actor(config, model),

@@ -32,24 +32,24 @@ SMALL, LARGE = 0.3, 0.6
 NUM_RUNS = 150
 CHECKPOINTS = ((20, 2), (5, 2), (1, 1), (10, 3), (50, 2))
 Curve = Callable[[float], float]
-"""A function from the share of the run that is done to the level of the returns, both 0 to 1."""
+"""A function from the finished share of a run to the level of the returns, both from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The properties from which a set draws its runs."""
+    """The values from which a set draws the properties of its synthetic runs."""
 
     curves: dict[str, Curve]
     scales: dict[str, tuple[float, float, bool]]
     """Factor and offset of a return; whether a return is either the best or the worst one."""
     samples: tuple[int, ...]
     difficulty: tuple[float, ...]
-    """Standard deviation of a step's level because of its tasks, as a share of the range."""
+    """Standard deviation of the level that a step's tasks cause, as a share of the range."""
     persistence: tuple[float, ...]
     """Correlation of the difficulties of two successive steps."""
     lengths: tuple[int, ...]
     dips: tuple[float, ...]
-    """Depths of an honest dip of 15 steps, as a share of the level."""
+    """Depth of a dip of 15 steps in a run without a collapse, as a share of the level."""
     falls: tuple[tuple[int, float], ...]
     """Number of steps of a collapse, and the share of the level that is left."""
     first_seed: int
@@ -117,13 +117,13 @@ class SyntheticHistory:
     stds: np.ndarray
     num_samples: int
     onset: int | None
-    """The first step of the collapse; None for an honest run."""
+    """The first step of the collapse; None for a run without one."""
     middle: int | None
-    """The step at which half of the fall has happened."""
+    """The step at which half of the fall has happened; None for a run without a collapse."""
 
     @property
     def size(self) -> float:
-        """The size of the collapse, in standard deviations of a step's returns before it."""
+        """The size of the collapse, in standard deviations of a step's returns before the fall."""
         assert self.onset is not None
         before = slice(self.onset - 1 - LIMIT_STEPS, self.onset - 1)
         fall = self.means[before].mean() - self.means[-LIMIT_STEPS:].mean()
@@ -185,7 +185,7 @@ def drops_of(history: SyntheticHistory) -> Iterator[RewardDrop | None]:
 def has_good_checkpoint(
     drops: Sequence[RewardDrop | None], onset: int, *, every: int, keep: int
 ) -> bool:
-    """Return whether a checkpoint from before `onset` is there after the last step."""
+    """Return whether a checkpoint from before `onset` is kept after the last step."""
     there: list[int] = []
     for step, drop in enumerate(drops, 1):
         if step % every == 0:

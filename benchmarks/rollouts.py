@@ -86,7 +86,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The turns of a step, and the time from its admission to its last group."""
+    """The turns of the steps of one `play`, and the time from admission to the last group."""
 
     cost: Cost
     conversations: list[list[Asked]]
@@ -128,7 +128,7 @@ class Rollouts:
         }
 
     def play(self, num_steps: int) -> Played:
-        """Admit this number of steps at once, and take each when it is complete."""
+        """Admit `num_steps` steps at once, and take each step when it is complete."""
         slots, _ = ray.get(self._queue.admissible.remote(CALL_S), timeout=2 * CALL_S)
         groups = [
             GroupRequest(
@@ -195,9 +195,7 @@ def conversation(trajectory: Trajectory) -> list[Asked]:
 
 
 def cpu_ms_a_turn(costs: Sequence[Cost], parts: Parts, *, num_turns: int) -> dict[str, float]:
-    """Return the processor time of a turn in milliseconds: for each part by its processes, and for
-    all others.
-    """
+    """Return the processor milliseconds of a turn for each part, and for all other processes."""
     named = {pid: name for name, pids in parts.items() for pid in pids}
     found = dict.fromkeys([*parts, REST], 0.0)
     for cost in costs:

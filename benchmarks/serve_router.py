@@ -84,9 +84,7 @@ class Connection:
 
 
 async def load(port: int, route: str, *, num_clients: int, window_s: float) -> list[float]:
-    """Send requests on this number of connections for this time. Returns: seconds of each
-    request.
-    """
+    """Send requests on `num_clients` connections for `window_s`; return the seconds of each."""
     seconds: list[float] = []
     ends_at = time.perf_counter() + window_s
 

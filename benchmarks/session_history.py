@@ -29,7 +29,7 @@ NUM_TOKENS = 128
 
 
 class Conversation:
-    """The conversation of one session, with the answers."""
+    """The conversation of one session, including the answers so far."""
 
     def __init__(self, world: World, member: int, num_tokens: int) -> None:
         self._world, self._member = world, member
@@ -65,7 +65,7 @@ async def measure(world: World, *, num_turns: int) -> dict[str, dict[str, float]
     for _ in range(num_turns):
         for length, each in sessions.items():
             found[length].append(await each.turn())
-    # The kernel counts a process's time in hundredths of seconds: the mean, not the median.
+    # The mean, because the kernel counts a process's time in steps of 0.01 s.
     return {
         str(length): {
             "api_ms": round(statistics.median(turn["api_ms"] for turn in turns), 2),

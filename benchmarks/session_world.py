@@ -114,7 +114,7 @@ class Found:
 def scripted_world(
     directory: Path, *, num_sessions: int, num_tokens: int, delay_s: float
 ) -> Iterator[World]:
-    """Yield a world with scripted answers. num_tokens, delay_s: of each answer."""
+    """Yield a world with scripted answers of num_tokens, each after delay_s."""
     make_policy = partial(ScriptedPolicy, directory / "model", num_tokens, delay_s)
     with world(directory, num_sessions=num_sessions, make_policy=make_policy) as here:
         yield here
@@ -124,7 +124,10 @@ def scripted_world(
 def world(
     directory: Path, *, num_sessions: int, make_policy: Callable[[], PolicyClient]
 ) -> Iterator[World]:
-    """Yield a world. The model is in `directory / "model"` before the gateway calls make_policy."""
+    """Yield a world whose gateway samples with make_policy().
+
+    The model is in `directory / "model"` before the gateway calls make_policy.
+    """
     model = directory / "model"
     build_tiny_model(model, seed=0, warmup_steps=0)
     store = RunStore(f"sqlite:///{directory / 'run.db'}")

@@ -30,11 +30,11 @@ class StepTaken:
 
 
 def quiet_environment(*, num_threads: int) -> dict[str, str]:
-    """Return variables for every side: its threads, and that freed memory is kept.
+    """Return the variables of every side: the number of threads, and to keep freed memory.
 
-    Otherwise each step would pay the kernel for the same pages again. The thresholds are the
-    largest that glibc accepts. A thread that waits for another sleeps; otherwise, beside other
-    work, it would occupy a core that the other thread needs.
+    Without them each step would get the same pages from the kernel again. The thresholds are the
+    largest that glibc accepts. A thread that waits for another sleeps, so that it occupies no core
+    that the other thread needs.
     """
     return {
         "OMP_NUM_THREADS": str(num_threads),
@@ -47,7 +47,7 @@ def quiet_environment(*, num_threads: int) -> dict[str, str]:
 
 
 def restart_quietly(module: str, *, num_threads: int) -> None:
-    """Restart `python -m module` with `quiet_environment`, unless it is already set.
+    """Restart `python -m module` with `quiet_environment`, unless its variables are already set.
 
     For a benchmark that measures in its own process: the C library and the threads read their
     variables when a process starts.

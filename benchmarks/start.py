@@ -48,7 +48,7 @@ BEYOND = f"{FIRST_STEP} beyond vLLM alone"
 FIRST_LINE_GOAL_S, TINY_GOAL_S, SMOLLM2_GOAL_S = 2.0, 8.0, 15.0
 COLD, WARM = "cold", "warm"
 _STAGE = re.compile(r"(?P<name>.+?): (?P<seconds>\d+\.\d) s(?:; next: .*)?")
-# What a run sets for its engines that changes how vLLM starts its own processes, or its messages.
+# Variables that a run sets for its engines, and that change vLLM's processes or messages.
 _OURS = frozenset({"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CONFIGURE_LOGGING"})
 _REWARD = """
 import re
@@ -68,7 +68,7 @@ class Start:
     arguments: tuple[str, ...]
     """Arguments of `rayloom train`."""
     goal: str
-    """The row to which the goal applies."""
+    """The row of the table to which the goal applies."""
     goal_s: float
     """Goal of the warm start, in seconds."""
 
@@ -135,7 +135,7 @@ def run_once(start: Start, run_dir: Path, *, environment: Mapping[str, str]) -> 
 
 
 def _general(name: str) -> str:
-    """Return a stage's name without the file that is read."""
+    """Return a stage's name without the path of the configuration."""
     return "reading the configuration" if name.startswith("reading /") else name
 
 
@@ -220,7 +220,7 @@ def measure_round(start: Start, scratch: Path) -> dict[str, dict[str, float]]:
     """Measure with empty caches, then with full ones. scratch: an empty directory."""
     found = {}
     for temperature in (COLD, WARM):
-        # Each side has its own caches; otherwise the second would find what the first compiled.
+        # Each side has its own caches, so that the second does not use what the first compiled.
         run_dir = scratch / f"run-{temperature}"
         row = run_once(start, run_dir, environment=_with_caches(scratch / "ours"))
         alone = _with_caches(scratch / "alone")

@@ -34,12 +34,12 @@ GOALS = {"padded_float32 / ours_float32": 8.0, "ours_float32 / ours_bfloat16": 1
 # Also reported: rows sorted by length before they are padded, and bfloat16 on both sides.
 ALSO = ("sorted_float32 / ours_float32", "padded_bfloat16 / ours_bfloat16")
 SLOW_SIDES = ("sorted_float32", "padded_bfloat16")
-# Float32 sides add the same numbers in another order.
+# Sides in float32 differ a little, because they add the same numbers in another order.
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 
 
 def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) -> dict[str, Side]:
-    """Start one process for each of our types, and one for all of the other side's."""
+    """Start one process for each data type of our side, and one for the other side."""
     common = [model, shape.to_json(), "--threads", str(options.threads)]
     commands = {
         "ours_float32": ["side_ours", *common, "--budget", str(options.budget)],
@@ -60,7 +60,7 @@ def start_sides(stack: ExitStack, model: str, shape: UpdateShape, options: Any) 
 
 
 def check_equal(taken: Mapping[str, StepTaken]) -> str | None:
-    """Return what the float32 sides do not agree on; None if they agree."""
+    """Return the first difference between the float32 sides; None if they agree."""
     ours = taken["ours_float32"]
     for name, theirs in taken.items():
         if not name.endswith("float32"):

@@ -40,7 +40,8 @@ NORM_TOLERANCE, ENTROPY_TOLERANCE, LOSS_TOLERANCE = 1e-3, 1e-4, 1e-5
 def write_completions(shape: UpdateShape, path: Path) -> None:
     """Write the merged samples for the peer, which can read them with only numpy.
 
-    prompts: [N, P]. completions, masks: [N, C], 1 where sampled. rewards: [N].
+    prompts, completions: token ids [N, P] and [N, C]. masks: [N, C], 1 for sampled tokens.
+    rewards: [N].
     """
     trajectories = make_trajectories(shape)
     samples = [trajectory.samples[0] for trajectory in trajectories]
@@ -57,7 +58,7 @@ def write_completions(shape: UpdateShape, path: Path) -> None:
 def start_sides(
     stack: ExitStack, folder: Path, shape: UpdateShape, options: Any
 ) -> dict[str, Side]:
-    """Start a process for each side and type."""
+    """Start a process for each side and data type."""
     model, completions = build_model(folder / "model"), folder / "completions.npz"
     write_completions(shape, completions)
     threads = ["--threads", str(options.threads)]
@@ -77,7 +78,7 @@ def start_sides(
 
 
 def check_equal(ours: StepTaken, theirs: StepTaken) -> str | None:
-    """Return what the float32 sides do not agree on; None if they agree."""
+    """Return the first difference between the float32 sides; None if they agree."""
     assert ours.entropy is not None and theirs.entropy is not None
     if abs(theirs.grad_norm / ours.grad_norm - 1) > NORM_TOLERANCE:
         return f"gradient norm {theirs.grad_norm}, ours {ours.grad_norm}"

@@ -69,7 +69,7 @@ class Columns:
         return {
             "token_ids": self.token_ids.tolist(),
             "mask": self.mask.tolist(),
-            # As JSON writes 0 shortest.
+            # The shortest form of 0 in JSON.
             "logprobs": [value or 0 for value in self.logprobs.tolist()],
         }
 
@@ -104,7 +104,7 @@ class Side:
         return self.body(f"{self._name}-{self._number}")
 
     def body(self, group: str) -> bytes:
-        """Return a request with a group."""
+        """Return the body of a request that uploads one group."""
         items = [
             {
                 "id": f"{group}-{number}",

@@ -55,7 +55,7 @@ class Script:
 
 
 def rows(gateway: Any, script: Script, session: str) -> dict[str, Any]:
-    """Return the rows of one session, and the name of each token that each of them trains."""
+    """Return the rows of one session, and the names of the tokens that each row trains."""
     records = asyncio.run(gateway.finish_session(session, reward=1.0))
     return {
         "sampled": script.sampled.pop(session),

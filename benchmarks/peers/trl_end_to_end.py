@@ -46,7 +46,7 @@ RESPONSES = {
 
 
 class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # not installed here
-    """The trainer, which measures how long generation and rewards of a step take."""
+    """A trainer that measures the seconds of generation and rewards of each step."""
 
     collect_s = 0.0
 
@@ -84,7 +84,7 @@ class EachStep(TrainerCallback):  # type: ignore[misc]  # not installed here
 
 
 def load(file: str) -> Any:
-    """Load the module of the tasks."""
+    """Load the module with the rewards and tools from its file."""
     spec = importlib.util.spec_from_file_location("tasks", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
