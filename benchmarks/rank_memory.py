@@ -1,6 +1,6 @@
 """Measure the memory of a trainer's rank: all weights, adapters only, or activations recomputed.
 
-    python -m benchmarks.lora_memory MODEL
+    python -m benchmarks.rank_memory MODEL
 
 Each side starts the one rank of a run in a process of its own, makes two steps and writes a
 checkpoint. Peaks of the process's memory (VmHWM) are reported for the start, the second step and
@@ -91,7 +91,7 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure_here(options.side, options)))
         return
-    command = [sys.executable, "-m", "benchmarks.lora_memory", *sys.argv[1:], "--side"]
+    command = [sys.executable, "-m", "benchmarks.rank_memory", *sys.argv[1:], "--side"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     measured = {
         side: json.loads(
@@ -102,7 +102,7 @@ def main() -> None:
         for side in SIDES
     }
     result = {
-        "benchmark": "lora_memory",
+        "benchmark": "rank_memory",
         "model": Path(options.model).name,
         "rank": options.rank,
         **measured,
