@@ -74,6 +74,17 @@ OF_A_CRITIC = {
     "Rayloom Learning: Loss and gradient norm of the critic",
     "Rayloom Learning: Values and their targets",
 }
+# Nobody opens a session, and no function of one's own is called.
+NOT_CALLED = {
+    "Rayloom Rollouts and environments: Calls without an answer, by function",
+    "Rayloom Rollouts and environments: Ended sessions per minute, by outcome",
+    "Rayloom Rollouts and environments: Memory of the largest worker",
+    "Rayloom Rollouts and environments: Refused requests per second, by code",
+    "Rayloom Rollouts and environments: Time of a turn",
+    "Rayloom Rollouts and environments: Turns of ended sessions per minute, by use",
+}
+# No run.checkpoint_url is set; test_metrics_scenarios.py shows a run that has one.
+OF_COPIES = {"Rayloom Trainer: Copies of checkpoints"}
 OF_GPUS = {
     "Rayloom Infrastructure: GPU, by node and index",
     "Rayloom Infrastructure: GPU memory, by node and index",
@@ -111,7 +122,8 @@ def test_a_release_trains_is_watched_whole_and_a_worker_that_goes_fails_no_reque
             wait_until(lambda: are_trained(client, load.tasks))
             assert prometheus.down() == {f"{leaving.address}:8080"}
             empty = panels_without_data(prometheus, since=began)
-            assert empty == ONLY_WHEN_FAILING | OF_A_CRITIC | OF_GPUS
+            unused = ONLY_WHEN_FAILING | NOT_CALLED | OF_A_CRITIC | OF_COPIES | OF_GPUS
+            assert empty == unused
 
 
 def test_a_head_that_is_killed_comes_back_with_its_run_and_the_engines_stay(
