@@ -18,7 +18,7 @@ import yaml
 from actors.environment.protocol import Action, ToolCall
 from actors.environment.registry import resolve
 from actors.types import Task
-from service.cli.main import _configuration
+from service.cli.commands.configuration import run_configuration
 from service.config.file import load_config
 from service.config.tasks import first_observation, open_tasks
 from service.config.tree import Config
@@ -49,7 +49,7 @@ def test_a_ported_example_scores_its_right_answer_above_a_wrong_one(
     monkeypatch.syspath_prepend(str(ROOT / place))
     monkeypatch.delitem(sys.modules, "my", raising=False)
     asked = options_of(line)
-    config = _configuration(
+    config = run_configuration(
         None,
         dataset=asked.dataset,
         rewards=[asked.reward],

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from service.cli.main import _configuration
+from service.cli.commands.configuration import run_configuration
 from service.config.file import ConfigError
 from service.config.quick_start import MAX_TOOL_TURNS, quick_tree, tasks_of
 from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
@@ -30,7 +30,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def asked(data: str | None, *overrides: str, file: Path | None = None) -> Config:
-    return _configuration(
+    return run_configuration(
         file,
         dataset=data,
         rewards=["quick_rewards.py:score"],

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import rayloom
-from service.cli.main import _sft_configuration, app
+from service.cli.commands.configuration import sft_configuration
+from service.cli.main import app
 from service.config.file import ConfigError, dump_sft, load_sft, parse_sft
 
 TREE: dict[str, Any] = {"model": {"tiny": {}}, "sft": {"dataset": "chats.jsonl"}}
@@ -40,10 +41,10 @@ def test_a_wrong_setting_is_refused(override: str, reason: str) -> None:
 
 
 def test_options_make_a_configuration() -> None:
-    config = _sft_configuration(None, dataset="a.jsonl", model="007", overrides=["sft.seed=4"])
+    config = sft_configuration(None, dataset="a.jsonl", model="007", overrides=["sft.seed=4"])
     assert (config.sft.dataset, config.model.path, config.sft.seed) == ("a.jsonl", "007", 4)
     with pytest.raises(ConfigError, match="got no data set, expected --dataset"):
-        _sft_configuration(None, dataset=None, model="007", overrides=[])
+        sft_configuration(None, dataset=None, model="007", overrides=[])
 
 
 def test_a_bad_row_and_a_foreign_directory_leave_nothing(
