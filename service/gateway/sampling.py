@@ -26,8 +26,8 @@ from service.config.sessions import SystemMessages
 from service.gateway.background import Background
 from service.gateway.calls import ChatCall
 from service.gateway.chat import RefusalCode, Refused, unavailable
+from service.gateway.prompts import Place, Prompt, next_prompt
 from service.gateway.replies import shown_reply
-from service.gateway.tree import Place, Prompt, next_prompt
 from service.intake.session import StoredSession
 from service.intake.turns import SessionTurn
 

@@ -30,9 +30,10 @@ from service.gateway.ends import (
     seen_outcome,
     totals_of,
 )
+from service.gateway.prompts import Place
 from service.gateway.replies import as_reply
 from service.gateway.sampling import Sampler, Sampling
-from service.gateway.tree import Place, SessionTree, read
+from service.gateway.tree import SessionTree, read
 from service.intake.session import (
     Cut,
     SessionEnd,

@@ -10,77 +10,28 @@ the stored turns in their order. Called by the gateway actor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from actors.environment.chat_template import RenderError, system_merged
 from actors.environment.protocol import Message, Role, ToolSchema
-from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
 from actors.types import BranchReason, LeftOutReason, Sample, TokenIds, Turn
-from service.gateway.canonical import (
-    Link,
-    links_of,
-    request_digest,
-    shown_reasoning,
-    tools_key,
+from service.gateway.canonical import Link, links_of, request_digest, tools_key
+from service.gateway.chat import ChatRequest, Part, Reference, RefusalCode, Refused, unknown_item
+from service.gateway.nodes import Node, calls_of, choose_parent, links_after
+from service.gateway.prompts import Place
+from service.gateway.titles import (
+    is_continuing,
+    is_like_a_title,
+    is_title,
+    newest_quoted,
+    topics_of,
 )
-from service.gateway.chat import (
-    ChatRequest,
-    Part,
-    Reference,
-    RefusalCode,
-    Refused,
-    unknown_item,
-)
-from service.gateway.quotes import Prompt as PromptText
-from service.gateway.quotes import Reply, user_texts, values_of
 from service.intake.session import Cut
 from service.intake.turns import SessionTurn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The turn that a request continues: a copy of all values that `next_prompt` needs."""
-
-    parent: int | None
-    """The number of the turn that it continues; None: it begins a conversation."""
-    tools: tuple[ToolSchema, ...]
-    """The tools, in the order in which they were first declared."""
-    template_options: Mapping[str, Any]
-    is_instructed: bool
-    """Whether the first message of the conversation came as a request's instructions. A turn with a
-    parent has the parent's value."""
-    history: tuple[Message, ...]
-    """Messages up to and including the parent's reply; empty without a parent."""
-    new_messages: tuple[Message, ...]
-    """The request's messages after `history`, with our own ids of calls; may be empty."""
-    parent_prompt: tuple[TokenIds, ...] = ()
-    """Pieces of the parent's prompt, in order."""
-    parent_sampled: TokenIds | None = None
-    """[A] int32; None without a parent."""
-    is_under_other_tools: bool = False
-    """Whether turns with other tools contain more of the conversation."""
-    is_ambiguous: bool = False
-    """Whether several turns with different ids match, so that it continues none of them."""
-    request_digest: str
-    """Digest of the request; equal for an equal request at the same place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """The prompt of a request's turn; the fields are those of `SessionTurn`."""
-
-    token_ids: TokenIds
-    """[P] int32, the whole prompt."""
-    extends_parent: bool
-    new_token_ids: TokenIds
-    """[N] int32; the ids after the parent's if it is extended, else the whole prompt."""
-    num_inserted: int = 0
-    break_reason: BreakReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,140 +71,6 @@ def read(request: ChatRequest) -> Reading:
     )
 
 
-def next_prompt(place: Place, renderer: ChatRenderer, *, merges_system: bool = False) -> Prompt:
-    """Make the prompt of a request; may run in a thread.
-
-    Args: merges_system: put all system texts into one message at the front if the chat template
-    refuses the chat or does not show all of it.
-    Raises: RenderError if the template still refuses the chat or does not show all of it.
-    """
-    renderer = renderer.under(place.template_options)
-    try:
-        return _prompt(place, renderer)
-    except RenderError as error:
-        messages = (*place.history, *place.new_messages)
-        merged = system_merged(messages)
-        if not merges_system or merged == messages:
-            raise
-        try:
-            whole = renderer.first_prompt(merged, place.tools)
-        except RenderError:
-            raise error from None
-    reason = None if place.parent is None else BreakReason.SYSTEM_MERGED
-    return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole, break_reason=reason)
-
-
-def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
-    sampled = place.parent_sampled
-    if sampled is None:
-        renderer.check_tools(place.new_messages, place.tools)
-        whole = renderer.first_prompt(place.new_messages, place.tools)
-        return Prompt(token_ids=whole, extends_parent=False, new_token_ids=whole)
-    previous = np.concatenate(place.parent_prompt)
-    extension = renderer.extend(
-        previous,
-        sampled,
-        history=place.history,
-        new_messages=place.new_messages,
-        tools=place.tools,
-    )
-    whole = extension.prompt_token_ids
-    is_appended = extension.break_reason is None
-    num_known = previous.shape[0] + sampled.shape[0]
-    return Prompt(
-        token_ids=whole,
-        extends_parent=is_appended,
-        # A view would keep the whole prompt in memory.
-        new_token_ids=whole[num_known:].copy() if is_appended else whole,
-        num_inserted=extension.num_inserted,
-        break_reason=extension.break_reason,
-    )
-
-
-@dataclass(slots=True)
-class _Node:
-    """A turn in the tree."""
-
-    turn: SessionTurn
-    parent: _Node | None
-    tools_key: bytes
-    tools: tuple[ToolSchema, ...]
-    key: bytes
-    """Key of the conversation up to and including the turn's reply."""
-    num_messages: int
-    """Number of the conversation's messages up to and including the turn's reply."""
-    first_call: int
-    """Number of the conversation's calls before the turn's new messages."""
-    calls: tuple[tuple[str, str], ...]
-    """Id and name of each call in its new messages and its reply."""
-    reason: BranchReason
-    """Why the turn begins a sample, if it extends none."""
-    is_ambiguous: bool
-    reply: Reply = field(init=False)
-    """The turn's reply, to be searched for in later prompts."""
-    root: _Node = field(init=False)
-    """The first turn of its conversation; it may be this turn."""
-    num_in_root: int = 0
-    """For a root: number of turns that continue from it, including itself."""
-    num_of_task: int = 0
-    """For a root: number of these turns that are not marked as auxiliary."""
-    is_continued: bool = False
-    """Whether a client sent its reply back, which shows that it received it."""
-    is_quoting: bool | None = None
-    """For a root: whether its messages quote a reply sampled before; None: not checked yet."""
-
-    def __post_init__(self) -> None:
-        self.reply = Reply(message=self.turn.reply, history=lambda: self.history()[:-1])
-        self.root = self if self.parent is None else self.parent.root
-        self.root.num_in_root += 1
-        self.root.num_of_task += not self.turn.is_auxiliary
-
-    @property
-    def num_calls(self) -> int:
-        return self.first_call + len(self.calls)
-
-    @property
-    def is_instructed(self) -> bool:
-        """Whether the first message of its conversation came as a request's instructions."""
-        return self.root.turn.is_instructed
-
-    @property
-    def is_orphan(self) -> bool:
-        return self.turn.is_unseen and not self.is_continued
-
-    def path(self) -> Iterator[_Node]:
-        """Yield the turns from this one back to the start of its conversation."""
-        node: _Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def prompt(self) -> tuple[TokenIds, ...]:
-        """Return the pieces of its prompt."""
-        pieces = [self.turn.new_token_ids]
-        node = self
-        while node.turn.extends_parent:
-            assert node.parent is not None, "a turn that extends nothing"
-            node = node.parent
-            pieces += (node.turn.sampled_token_ids, node.turn.new_token_ids)
-        return tuple(reversed(pieces))
-
-    def full_ids(self) -> TokenIds:
-        return np.concatenate((*self.prompt(), self.turn.sampled_token_ids))
-
-    def history(self) -> tuple[Message, ...]:
-        turns = [node.turn for node in self.path()]
-        return tuple(m for turn in reversed(turns) for m in (*turn.new_messages, turn.reply))
-
-    def call_number(self, call_id: str) -> int | None:
-        """Return the number of the newest call with this id up to this turn's reply, or None."""
-        for node in self.path():
-            for number in range(len(node.calls) - 1, -1, -1):
-                if node.calls[number][0] == call_id:
-                    return node.first_call + number
-        return None
-
-
 class SessionTree:
     """The turns of one session.
 
@@ -268,8 +85,8 @@ class SessionTree:
         """
         self._session_id = session_id
         self._leaves_titles_out = leaves_titles_out
-        self._nodes: list[_Node] = []
-        self._sampled: dict[bytes, list[_Node]] = {}  # by the key up to their reply
+        self._nodes: list[Node] = []
+        self._sampled: dict[bytes, list[Node]] = {}  # by the key up to their reply
         self._copies: dict[bytes, Message | None] = {}  # None: several that differ
         self._tools: dict[bytes, tuple[ToolSchema, ...]] = {}
         self._by_request: dict[str, int] = {}
@@ -335,8 +152,8 @@ class SessionTree:
         named = self._named(request.continues) if request.continues else None
         is_new = named is not None and _has_new_instructions(request, named)
         if named is not None and named.tools_key == tools and not is_new:
-            parent: _Node | None = named
-            links = _links_after(named, messages)
+            parent: Node | None = named
+            links = links_after(named, messages)
         else:
             if named is not None:
                 history = _with_instructions(request, named) if is_new else named.history()
@@ -346,7 +163,7 @@ class SessionTree:
             # A request that names a turn's items by their ids continues that turn.
             referred = {reference.turn_id for reference in request.references}
             same = [n for n in same if self.turn_id(n.turn.number) in referred] or same
-            parent = _choose_parent(same, messages)
+            parent = choose_parent(same, messages)
             is_ambiguous = bool(same) and parent is None
             depth = 0 if parent is None else parent.num_messages
             messages, links = messages[depth:], links[depth:]
@@ -384,7 +201,7 @@ class SessionTree:
             key = tools_key(turn.tools, turn.template_options)
             tools = self._tools.setdefault(key, turn.tools)
         else:
-            links = _links_after(parent, messages)
+            links = links_after(parent, messages)
             key, tools = parent.tools_key, parent.tools
             parent.is_continued = True
         for link in links[:-1]:
@@ -431,7 +248,7 @@ class SessionTree:
         return None if number is None else self._nodes[number].turn
 
     @staticmethod
-    def _is_another(node: _Node, idempotency_key: str) -> bool:
+    def _is_another(node: Node, idempotency_key: str) -> bool:
         """Return whether a marked retry is not for this turn.
 
         That is so if a client has sent the turn's reply back, or the idempotency keys differ.
@@ -445,14 +262,14 @@ class SessionTree:
 
     def left_out(self) -> dict[int, LeftOutReason]:
         """Return the turns that are not trained if the session ends now, by number and in order."""
-        topics = self._topics() if self._leaves_titles_out else {}
+        topics = topics_of(self._nodes) if self._leaves_titles_out else {}
         found: dict[int, LeftOutReason] = {}
         for node in self._nodes:
             if node.turn.is_auxiliary:
                 found[node.turn.number] = LeftOutReason.AUXILIARY
             elif node.is_orphan:
                 found[node.turn.number] = LeftOutReason.UNSEEN
-            elif topics and self._is_title(node, topics):
+            elif topics and is_title(node, self._nodes, topics):
                 found[node.turn.number] = LeftOutReason.TITLE
         return found
 
@@ -481,7 +298,7 @@ class SessionTree:
         """
         if place.parent is not None:
             return place.parent
-        found = self._quoted(place.new_messages, before=len(self._nodes))
+        found = newest_quoted(place.new_messages, self._nodes)
         return None if found is None else found.turn.number
 
     def is_ended_by(self, cut: Cut, named: int | None = None) -> bool:
@@ -494,11 +311,11 @@ class SessionTree:
         counted = self._counted()
         judged = self._judged(counted, named)
         later = [node for node in counted if node.turn.number >= cut.num_turns]
-        if judged is None or not all(self._is_like_a_title(node) for node in later):
+        if judged is None or not all(is_like_a_title(node, self._nodes) for node in later):
             return False
         if named is not None:
             return cut.follows is not None and self._nodes[cut.follows].root is judged.root
-        return cut.follows is not None or not self._is_continuing(judged)
+        return cut.follows is not None or not is_continuing(judged, self._nodes)
 
     def num_prompt_tokens(self, number: int) -> int:
         return sum(int(piece.shape[0]) for piece in self._nodes[number].prompt())
@@ -566,14 +383,14 @@ class SessionTree:
             num_ambiguous=sum(node.is_ambiguous for node in counted),
         )
 
-    def _of_id(self, turn_id: str) -> _Node | None:
+    def _of_id(self, turn_id: str) -> Node | None:
         session_id, _, number = turn_id.rpartition(".")
         is_number = number.isascii() and number.isdecimal() and len(number) < 10
         if session_id == self._session_id and is_number and int(number) < len(self._nodes):
             return self._nodes[int(number)]
         return None
 
-    def _named(self, turn_id: str) -> _Node:
+    def _named(self, turn_id: str) -> Node:
         if (node := self._of_id(turn_id)) is not None:
             return node
         raise Refused(
@@ -583,7 +400,7 @@ class SessionTree:
             param="previous_response_id",
         )
 
-    def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[_Node]:
+    def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
         """Return the turns whose reply is the last sampled reply of a conversation.
 
         Several turns are returned if their conversations have equal texts.
@@ -596,7 +413,7 @@ class SessionTree:
         return []
 
     def _own(
-        self, messages: Sequence[Message], links: Sequence[Link], *, parent: _Node | None
+        self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
         """Return the tree's copies of a client's messages, with the tree's own ids of calls."""
         path = [] if parent is None else [*parent.path()]
@@ -607,19 +424,19 @@ class SessionTree:
             if link.answers is not None:
                 call_id, name = calls[link.answers]
                 own = replace(own, tool_call_id=call_id, name=name)
-            calls += _calls_of((own,))
+            calls += calls_of((own,))
             found.append(own)
         return tuple(found)
 
     def _node(
         self,
         turn: SessionTurn,
-        parent: _Node | None,
+        parent: Node | None,
         links: Sequence[Link],
         *,
         key: bytes,
         tools: tuple[ToolSchema, ...],
-    ) -> _Node:
+    ) -> Node:
         known = self._deepest(links[:-1])
         if turn.break_reason is not None:
             reason = turn.break_reason.branch_reason
@@ -627,7 +444,7 @@ class SessionTree:
             reason = BranchReason.TOOLS_CHANGED
         else:
             reason = BranchReason.HISTORY_REWRITTEN
-        return _Node(
+        return Node(
             turn=turn,
             parent=parent,
             tools_key=key,
@@ -635,7 +452,7 @@ class SessionTree:
             key=links[-1].key,
             num_messages=len(links) + (0 if parent is None else parent.num_messages),
             first_call=0 if parent is None else parent.num_calls,
-            calls=_calls_of((*turn.new_messages, turn.reply)),
+            calls=calls_of((*turn.new_messages, turn.reply)),
             reason=reason,
             is_ambiguous=parent is None and any(node.tools_key == key for node in known),
         )
@@ -657,80 +474,16 @@ class SessionTree:
         if not self._has_noted_requests:
             self._newest_digest = turn.request_digest
 
-    def _counted(self) -> list[_Node]:
+    def _counted(self) -> list[Node]:
         left_out = self.left_out()
         return [node for node in self._nodes if node.turn.number not in left_out]
 
-    def _topics(self) -> dict[str, list[_Node]]:
-        """Return the roots by the first user text in them."""
-        found: dict[str, list[_Node]] = {}
-        for root in self._nodes:
-            if root.parent is None and (texts := user_texts(root.turn.new_messages)):
-                found.setdefault(texts[0], []).append(root)
-        return found
-
-    def _is_title(self, node: _Node, topics: Mapping[str, list[_Node]]) -> bool:
-        """Return whether a turn's only purpose is the title of a conversation that continued."""
-        if not self._is_lonely(node) or self._quotes(node) or self._is_used(node):
-            return False
-        roots = (
-            each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ())
-        )
-        return any(
-            root is not node and self._is_continuing(root) and not self._starts_over(node, root)
-            for root in roots
-        )
-
-    @staticmethod
-    def _starts_over(node: _Node, root: _Node) -> bool:
-        """Return whether the conversation at `root` repeats the one that consists of `node`.
-
-        That is the case if its first messages are those of `node`, under the same tools, with
-        nothing or a message of the assistant after them; or if one of its assistant messages quotes
-        the reply of `node`, as after a client rewrote the reply.
-        """
-        own, others = node.turn.new_messages, root.turn.new_messages
-        if node.tools_key == root.tools_key and others[: len(own)] == own:
-            rest = others[len(own) :]
-            if not rest or rest[0].role is Role.ASSISTANT:
-                return True
-        replies = [message for message in others if message.role is Role.ASSISTANT]
-        return PromptText(replies).quotes(node.reply)
-
-    def _is_like_a_title(self, node: _Node) -> bool:
-        """Return whether a turn may be a title.
-
-        Such a turn is the only one of its conversation, was offered no tools, quotes no sampled
-        reply, and its messages contain the first user text of an earlier conversation.
-        """
-        if not self._is_lonely(node) or self._quotes(node):
-            return False
-        asked = "\n".join(user_texts(node.turn.new_messages))
-        before = [each for each in self._nodes[: node.turn.number] if each.parent is None]
-        # A conversation that begins again with the same messages is a new try of the task.
-        if any(root.turn.new_messages == node.turn.new_messages for root in before):
-            return False
-        return any(
-            text in asked for root in before for text in user_texts(root.turn.new_messages)[:1]
-        )
-
-    def _is_lonely(self, node: _Node) -> bool:
-        """Return whether a turn is the only one of its conversation and was offered no tools."""
-        return node.parent is None and node.num_in_root == 1 and not node.tools
-
-    def _is_used(self, node: _Node) -> bool:
-        """Return whether the whole reply is a later message, or a value in a later call."""
-        said = node.turn.reply.content.strip()
-        later = self._nodes[node.turn.number + 1 :]
-        messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
-        return bool(said) and any(value == said for value in values_of(messages))
-
-    def _judged(self, counted: Sequence[_Node], named: int | None) -> _Node | None:
+    def _judged(self, counted: Sequence[Node], named: int | None) -> Node | None:
         for node in counted:
             if node.turn.number == named:
                 return node
         for node in reversed(counted):
-            if self._is_continuing(node):
+            if is_continuing(node, self._nodes):
                 return node
         return max(
             counted,
@@ -738,34 +491,8 @@ class SessionTree:
             default=None,
         )
 
-    def _is_continuing(self, node: _Node) -> bool:
-        """Return whether a turn's conversation has another turn, or quotes an earlier reply.
 
-        Auxiliary turns of the conversation do not count as another turn.
-        """
-        is_continuing = node.parent is not None or node.root.num_of_task > 1
-        return is_continuing or self._quotes(node.root)
-
-    def _quotes(self, root: _Node) -> bool:
-        if root.is_quoting is None:
-            found = self._quoted(root.turn.new_messages, before=root.turn.number)
-            root.is_quoting = found is not None
-        return root.is_quoting
-
-    def _quoted(self, messages: Sequence[Message], *, before: int) -> _Node | None:
-        """Return the newest of the first `before` turns whose reply, or a part, is in messages."""
-        prompt = PromptText(messages)
-        found = (node for node in reversed(self._nodes[:before]) if prompt.quotes(node.reply))
-        return next(found, None)
-
-
-def _links_after(node: _Node, messages: Sequence[Message]) -> list[Link]:
-    return links_of(
-        messages, after=node.key, num_calls=node.num_calls, call_before=node.call_number
-    )
-
-
-def _has_new_instructions(request: ChatRequest, named: _Node) -> bool:
+def _has_new_instructions(request: ChatRequest, named: Node) -> bool:
     """Return whether a request replaces the instructions of the conversation that it continues."""
     if request.instructions is None:
         return False
@@ -776,7 +503,7 @@ def _has_new_instructions(request: ChatRequest, named: _Node) -> bool:
     return [link.key for link in links_of(began)] != [link.key for link in links_of(begins)]
 
 
-def _with_instructions(request: ChatRequest, named: _Node) -> tuple[Message, ...]:
+def _with_instructions(request: ChatRequest, named: Node) -> tuple[Message, ...]:
     """Return the history of a turn with the request's instructions instead of its own."""
     history = named.history()
     return (*_instructions(request), *history[_num_instructions(named, history) :])
@@ -787,12 +514,12 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
     return (Message(role=Role.SYSTEM, content=text),) if text else ()
 
 
-def _num_instructions(named: _Node, history: tuple[Message, ...]) -> int:
+def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
     """Return how many first messages of a history come from a request's `instructions`: 0 or 1."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 
-def _is_instructed(request: ChatRequest, named: _Node | None) -> bool:
+def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a conversation that a request begins has instructions as its first message.
 
     named: the turn that the request continues; None: it continues none.
@@ -802,49 +529,5 @@ def _is_instructed(request: ChatRequest, named: _Node | None) -> bool:
     return bool(request.instructions)
 
 
-def _are_under_others(nodes: Sequence[_Node], tools: bytes) -> bool:
+def _are_under_others(nodes: Sequence[Node], tools: bytes) -> bool:
     return bool(nodes) and all(node.tools_key != tools for node in nodes)
-
-
-def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    return tuple((call_id, name) for m in messages for call_id, name, _ in m.call_texts)
-
-
-def _choose_parent(nodes: list[_Node], messages: Sequence[Message]) -> _Node | None:
-    """Return the turn that a client continues, of several with equal texts; None: ambiguous.
-
-    Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
-    sends back its reasoning; a client received the turn. If all remaining turns have the same token
-    ids, the newest is returned.
-    """
-    if len(nodes) < 2:
-        return nodes[0] if nodes else None
-    paths = [{id(node): node for node in end.path()} for end in nodes]
-    shared = set.intersection(*(set(path) for path in paths))
-    for agrees in (_has_same_ids, _has_same_reasoning):
-        agreeing = [
-            end
-            for end in nodes
-            if all(
-                agrees(node.turn.reply, messages[node.num_messages - 1])
-                for node in end.path()
-                if id(node) not in shared
-            )
-        ]
-        nodes = agreeing or nodes
-    nodes = [node for node in nodes if not node.is_orphan] or nodes
-    newest = nodes[-1]
-    if len(nodes) > 1:
-        ids = newest.full_ids()
-        if not all(np.array_equal(node.full_ids(), ids) for node in nodes[:-1]):
-            return None
-    return newest
-
-
-def _has_same_ids(own: Message, shown: Message) -> bool:
-    return _calls_of((own,)) == _calls_of((shown,))
-
-
-def _has_same_reasoning(own: Message, shown: Message) -> bool:
-    said = (shown_reasoning(shown) or "").strip()
-    return not said or said == (shown_reasoning(own) or "").strip()
