@@ -43,7 +43,8 @@ from service.intake.submission import (
 )
 from service.store.errors import LeaseLost, StoreError
 from service.store.feed import read_feed
-from service.store.run_store import Lease, RunStore
+from service.store.leases import Lease
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, offer_of
 from service.store.thread import StoreThread

@@ -23,11 +23,11 @@ from service.config.file import ConfigError, load_config
 from service.launch.resume import newest_complete, newest_usable
 from service.launch.run_dir import RunDir, check_no_sft, run_id_of
 from service.remote_files import RemoteDirectory, RemoteError
-from service.store.errors import LeaseHeld
+from service.store.errors import LeaseHeld, StoreError
 from service.store.lineage import Checkpoint
 from service.store.moving import move_run
 from service.store.place import StoreOptions, chosen_url, shown, sqlite_file
-from service.store.run_store import ReadOnlyStore, StoreError
+from service.store.read_only import ReadOnlyStore
 from service.store.tables import FORMAT
 
 

@@ -39,8 +39,8 @@ from service.run.start import start_endpoint, start_supervisor, supervisor_place
 from service.run.supervisor import WhenHeld
 from service.serve.ingress import check_listens, open_api, start_serve
 from service.serve.watcher import POLL_S, SupervisorWatcher
+from service.store.errors import LeaseLost, StoreError
 from service.store.place import StoreOptions
-from service.store.run_store import LeaseLost, StoreError
 from service.trackers.trackers import trackers_of
 
 EXIT_OK, EXIT_FAILED = 0, 1

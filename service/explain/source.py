@@ -15,8 +15,8 @@ from service.config.file import ConfigError
 from service.config.tree import Config
 from service.inspect.reader import OpenJournal, config_beside, load_step, open_journal
 from service.launch.run_dir import RunDir
+from service.store.errors import StoreError
 from service.store.lineage import Checkpoint, read_history
-from service.store.run_store import StoreError
 from service.telemetry.records import StepRecord
 
 

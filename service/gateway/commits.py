@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from actors.deadline import is_set_within, within
 from service.intake.turns import Change, TurnAdded, TurnUnseen
-from service.store.run_store import LeaseLost, StoreError
+from service.store.errors import LeaseLost, StoreError
 from service.store.sessions import SessionStore
 from service.store.thread import StoreThread
 

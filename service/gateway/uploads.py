@@ -34,8 +34,7 @@ from service.intake.uploads import (
     UploadReply,
     UploadView,
 )
-from service.store.errors import StoreError
-from service.store.run_store import LeaseLost
+from service.store.errors import LeaseLost, StoreError
 from service.store.thread import StoreThread
 from service.store.uploads import GroupDiffers, StoredUpload, UploadsFull, UploadStore
 

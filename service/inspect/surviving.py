@@ -20,9 +20,10 @@ from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store import tables
+from service.store.errors import StoreError
 from service.store.lineage import Span, read_events, recorded_steps, surviving_spans, within
 from service.store.place import shown, sqlite_file
-from service.store.run_store import ReadOnlyStore, StoreError
+from service.store.read_only import ReadOnlyStore
 
 Answer = TypeVar("Answer")
 _RESTORE = "restore a copy of it, or inspect a single journal file by its path"

@@ -20,7 +20,7 @@ from service.store.errors import StoreError
 from service.store.lineage import Checkpoint
 from service.store.moving import copy_run
 from service.store.place import DATABASE, StoreOptions, chosen_url, record, shown, sqlite_url
-from service.store.run_store import ReadOnlyStore
+from service.store.read_only import ReadOnlyStore
 
 # Names that an interrupted `backup` or `restore` may have left in a directory. The names of the
 # database's files are not listed: they begin with DATABASE.

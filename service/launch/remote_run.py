@@ -27,7 +27,7 @@ from service.store.errors import StoreError
 from service.store.lineage import Checkpoint, lease_digests
 from service.store.moving import copy_run
 from service.store.place import DATABASE, StoreOptions, sqlite_url
-from service.store.run_store import ReadOnlyStore
+from service.store.read_only import ReadOnlyStore
 
 # A copy has the name of its checkpoint's directory, which begins with this text.
 _PREFIX = "step-"

@@ -16,16 +16,12 @@ from actors.trainer.checkpoint import CheckpointError, read_manifest
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store.database import PATIENCE_S
+from service.store.errors import LeaseHeld, LeaseLost, StoreError
+from service.store.leases import TOLERANCE_S
 from service.store.lineage import Checkpoint, is_named, mean_returns
+from service.store.read_only import ReadOnlyStore
 from service.store.retention import milestones
-from service.store.run_store import (
-    TOLERANCE_S,
-    LeaseHeld,
-    LeaseLost,
-    ReadOnlyStore,
-    RunStore,
-    StoreError,
-)
+from service.store.run_store import RunStore
 
 # A supervisor continues for a moment after its command is killed by SIGKILL.
 LEASE_LIMIT_S = 10.0

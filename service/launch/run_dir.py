@@ -31,6 +31,8 @@ from service.config.tree import Config, TinyModelSettings
 from service.config.trial import Trial
 from service.launch.gguf_models import models_directory
 from service.launch.sources import check_sources, sources_of, write_sources
+from service.store.errors import StoreError
+from service.store.leases import check_kind
 from service.store.place import (
     DATABASE,
     StoreOptions,
@@ -41,7 +43,7 @@ from service.store.place import (
     shown,
     sqlite_file,
 )
-from service.store.run_store import ReadOnlyStore, StoreError, check_kind, has_run
+from service.store.read_only import ReadOnlyStore, has_run
 from service.store.tables import RunKind
 
 _logger = logging.getLogger(__name__)

@@ -46,8 +46,9 @@ from service.run.recorder import RunRecorder
 from service.run.term import Term
 from service.store.controls import AdminCall, ControlStore, Pause
 from service.store.errors import LeaseLost, StoreError
+from service.store.leases import Lease
 from service.store.lineage import Checkpoint
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import RunStore
 from service.store.tables import Pausable
 from service.store.thread import StoreThread
 from service.telemetry.evaluation import evaluation_file, evaluation_record

@@ -34,6 +34,7 @@ from service.report.document import Phase
 from service.run.health import Tail
 from service.run.traces import RolloutTraces
 from service.store.controls import Pause
+from service.store.leases import Lease
 from service.store.lineage import (
     Checkpoint,
     count_events,
@@ -42,7 +43,7 @@ from service.store.lineage import (
     stored_totals,
 )
 from service.store.retention import Retention, forget
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import RunStore
 from service.store.tables import Pausable
 from service.store.thread import StoreThread
 from service.telemetry.findings import Finding

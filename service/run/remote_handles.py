@@ -26,7 +26,7 @@ from service.api.problems import RunUnavailable
 from service.intake.submission import RolloutRequest, SubmitReply
 from service.launch.cluster import on_this_node
 from service.remote_calls import NAMESPACE, SUPERVISOR_DEADLINE_S, Answer, await_reply
-from service.store.run_store import LeaseLost, StoreError
+from service.store.errors import LeaseLost, StoreError
 from service.store.submissions import offer_of
 
 RPC_DEADLINE_S = 60.0

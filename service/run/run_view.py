@@ -28,8 +28,11 @@ from service.run.health import Cursor, EngineWatch, RunStatus, readiness
 from service.run.recorder import RunRecorder
 from service.run.remote_handles import JOURNAL_DEADLINE_S, in_another_process, remote_handle
 from service.run.term import Term
+from service.store.errors import StoreError
+from service.store.leases import Lease
 from service.store.lineage import Checkpoint, History, read_history, totals_at
-from service.store.run_store import Lease, RunStore, StoreError, own_name
+from service.store.owner import own_name
+from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from service.telemetry.endpoint import (
     PUSH_EVERY_S,

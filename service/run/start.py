@@ -26,8 +26,8 @@ from service.launch.run_dir import RunDir
 from service.remote_calls import NAMESPACE
 from service.report.document import Phase
 from service.run.supervisor import Supervisor, WhenHeld
+from service.store.errors import LeaseLost
 from service.store.place import sqlite_file
-from service.store.run_store import LeaseLost
 from service.telemetry.endpoint import SUPERVISOR, MetricsEndpoint, endpoint_name
 
 NAME_LIMIT_S = 30.0

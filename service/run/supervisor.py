@@ -42,17 +42,12 @@ from service.run.recorder import RunRecorder, configure_logging
 from service.run.run_view import RunView
 from service.run.term import ParentUnusable, Term
 from service.run.traces import traces_to
+from service.store.errors import LeaseHeld, LeaseLost, StoreError
 from service.store.keys import add_key, read_keys, revoke_key
+from service.store.leases import RENEW_EVERY_S, Lease
 from service.store.lineage import Checkpoint
-from service.store.run_store import (
-    RENEW_EVERY_S,
-    Lease,
-    LeaseHeld,
-    LeaseLost,
-    RunStore,
-    StoreError,
-    own_name,
-)
+from service.store.owner import own_name
+from service.store.run_store import RunStore
 from service.store.tables import RunKind
 from service.store.thread import StoreThread
 from service.trackers.trackers import trackers_of

@@ -58,8 +58,9 @@ from service.run.restartable_queue import RestartableQueue
 from service.run.restartable_trainer import RestartableTrainer
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.store.database import PATIENCE_S
+from service.store.leases import Lease
 from service.store.retention import Retention
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import RunStore
 
 log = logging.getLogger("rayloom.term")
 

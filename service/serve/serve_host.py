@@ -34,8 +34,8 @@ from service.run.health import FaultCount
 from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.run.supervisor import WhenHeld
 from service.serve.watcher import SupervisorWatcher
+from service.store.errors import LeaseLost, StoreError
 from service.store.place import StoreOptions
-from service.store.run_store import LeaseLost, StoreError
 from service.store.tables import RunKind
 from service.telemetry.endpoint import PORT_LIMIT_S, SUPERVISOR, Push
 

@@ -2,8 +2,7 @@
 
 Invariants: terms only grow; only the writer with the newest term writes; one transaction checks the
 lease and stores a checkpoint with the ledger that it commits; one transaction checks a lease's
-owner and takes the next lease. `RunStore` is the supervisor's; `ReadOnlyStore` is for readers of
-a run that may be running, interrupted or copied, and never makes a writer wait.
+owner and takes the next lease.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
-from sqlalchemy import Connection, Row, Table, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, func, insert, select, update
 
 from actors.trajectory_queue.ledger import LedgerEvent
 from actors.trajectory_queue.messages import QueueSnapshot
@@ -26,40 +22,20 @@ from service import VERSION
 from service.intake.feed import FeedEntry
 from service.intake.submission import RolloutResult
 from service.store import tables
-from service.store.database import PATIENCE_S, Database
-from service.store.errors import LeaseHeld, LeaseLost, StoreError
+from service.store.database import PATIENCE_S
+from service.store.errors import LeaseHeld, StoreError
 from service.store.feed import add_entries, newest_number
-from service.store.lineage import (
-    Checkpoint,
-    committed_checkpoints,
-    every_checkpoint,
-    lineage_totals,
-)
-from service.store.migrations import FIRST_FORMAT, STEPS, Step, move_forward, newest_format
-from service.store.owner import is_alive_here, own_name, process_of
-from service.store.place import check_local, sqlite_file
+from service.store.leases import Lease, check_kind, check_term, lost, newest_lease
+from service.store.lineage import Checkpoint, committed_checkpoints, lineage_totals
+from service.store.migrations import STEPS, Step
+from service.store.owner import process_of
+from service.store.place import check_local
+from service.store.read_only import ReadOnlyStore, Result
 from service.store.tables import RunKind
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
 
-__all__ = [
-    "Lease",
-    "LeaseHeld",
-    "LeaseLost",
-    "LeaseOwner",
-    "ReadOnlyStore",
-    "RunStore",
-    "StoreError",
-    "own_name",
-]
-
 log = logging.getLogger("rayloom.store")
-
-RENEW_EVERY_S = 3.0
-# Seconds without a renewal after which an owner on another machine counts as dead.
-TOLERANCE_S = 30.0
-# Most seconds of the search for damage, which would read the whole database.
-CHECK_LIMIT_S = 2.0
 _ADD_EVENTS = (
     update(tables.event_totals)
     .where(
@@ -68,261 +44,6 @@ _ADD_EVENTS = (
     )
     .values(count=tables.event_totals.c.count + bindparam("more"))
 )
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """A term's right to write to a run's database, and the state from which the term continues."""
-
-    term: int
-    parent: Checkpoint | None
-    """The checkpoint from which this term continues; None if it starts without one."""
-    queue_snapshot: QueueSnapshot | None
-    """The queue's state at the parent checkpoint; None without a parent."""
-    curriculum: Mapping[str, tuple[float, ...]] | None = None
-    """Shares of passed samples in the newest groups at the parent checkpoint, by task or by
-    environment; None without a parent or a curriculum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseOwner:
-    """A supervisor that is alive and has the newest lease."""
-
-    name: str
-    """HOST:PID of the supervisor."""
-    term: int
-    acquired_at: float
-    """Seconds since 1970, by the owner's clock."""
-    silent_s: float
-    """Seconds since the owner last renewed its lease, by the database's clock."""
-
-    def __str__(self) -> str:
-        return f"{self.name} (term {self.term}, since {_utc(self.acquired_at)})"
-
-
-class ReadOnlyStore:
-    """A run's database for readers.
-
-    An SQLite database of an older format is copied when it is opened; the copy is moved forward and
-    read, and shows no later changes. In PostgreSQL an older format is refused.
-    Raises: StoreError if the database cannot be read, or is in another format.
-    """
-
-    def __init__(
-        self,
-        url: str | Path,
-        *,
-        is_read_only: bool = True,
-        patience_s: float = 0.0,
-        may_be_older: bool = False,
-        any_format: bool = False,
-        steps: Mapping[int, Step] = STEPS,
-        count_failure: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Open a store.
-
-        Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        accept an older format unchanged, because the caller reads only tables that no migration
-        changes (`service.store.migrations`). any_format: accept every format unchanged, even one
-        that this version cannot read; the caller handles the errors. steps: the migrations by the
-        format that each starts from. patience_s, count_failure: as for `Database`.
-        """
-        place = f"sqlite:///{url}" if isinstance(url, Path) else url
-        self._database = Database(
-            place, is_read_only=is_read_only, patience_s=patience_s, count_failure=count_failure
-        )
-        self._file = sqlite_file(place)
-        self._steps, self._format = steps, newest_format(steps)
-        self._may_be_older, self._any_format = may_be_older, any_format
-        self._scratch: TemporaryDirectory[str] | None = None
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End all connections."""
-        self._database.dispose()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-
-    @property
-    def location(self) -> str:
-        """Return the database's location for people, without a password."""
-        return self._database.location
-
-    def read(self, body: Callable[[Connection], Result]) -> Result:
-        """Call `body` in a transaction that only reads, as `Database.read` does."""
-        return self._database.read(body)
-
-    @property
-    def away_s(self) -> float:
-        """Return for how many seconds the database has not answered."""
-        return self._database.away_s
-
-    def newest_term(self) -> int:
-        """Return the newest term; 0 if no supervisor has ever had the lease."""
-        row = self.read(self._newest_lease)
-        return row.term if row else 0
-
-    def kind(self) -> RunKind | None:
-        """Return the run's kind; None if no supervisor has ever had the lease."""
-        row = self.read(self._newest_lease)
-        return row.kind if row else None
-
-    def directory(self) -> str:
-        """Return the path of the run directory that the newest owner used; empty if not known."""
-        row = self.read(self._newest_lease)
-        return row.directory if row else ""
-
-    def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease; None if it has ended its lease or is dead."""
-        return self.read(self._live_owner)
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints that the run can go back to, newest first, each directory once."""
-
-        def find(connection: Connection) -> list[Checkpoint]:
-            is_blank = not self._database.has_tables(connection)
-            return [] if is_blank else committed_checkpoints(connection)
-
-        return self.read(find)
-
-    def num_kept_samples(self) -> int:
-        """Return the number of sessions' turns plus uploads that may still be trained."""
-
-        def count(connection: Connection) -> int:
-            if not self._database.has_tables(connection):
-                return 0
-            turns = select(func.count()).select_from(tables.session_turns)
-            kept = select(func.count()).where(tables.uploads.c.content.is_not(None))
-            return (connection.scalar(turns) or 0) + (connection.scalar(kept) or 0)
-
-        return self.read(count)
-
-    def all_checkpoints(self) -> list[Checkpoint]:
-        """Return every recorded checkpoint, of every lineage, newest first.
-
-        This includes checkpoints to which the run can no longer return: undone ones, and those
-        whose row is kept only because a term began from them.
-        """
-        return self.read(every_checkpoint)
-
-    def check(self) -> None:
-        """Search for damage that opening does not find, for at most two seconds.
-
-        In this time some hundred MiB are read. Damage in the rest of a larger database is found
-        when that part is used. Raises: StoreError.
-        """
-        found = self._database.damage(limit_s=CHECK_LIMIT_S)
-        if found:
-            raise self._database.damaged(found)
-
-    def is_older(self) -> bool:
-        """Return whether the database has an older format than this version of Rayloom writes."""
-
-        def is_older(connection: Connection) -> bool:
-            return self._has_tables(connection) and self._read_format(connection) < self._format
-
-        return self.read(is_older)
-
-    def format_number(self) -> int:
-        """Return the number of the database's format. Raises: StoreError."""
-        return self.read(self._read_format)
-
-    def is_fenced(self) -> bool:
-        """Return whether the database refuses every write, because its run was moved."""
-        return self.read(self._database.is_fenced)
-
-    def _open(self) -> None:
-        if self._any_format or not self.is_older() or self._may_be_older:
-            return
-        if self._file is None:
-            raise self._not_moved()
-        self._scratch = TemporaryDirectory(prefix="rayloom-")
-        file = Path(self._scratch.name) / self._file.name
-        self._database.copy_to(file)
-        copy = Database(f"sqlite:///{file}", is_read_only=False)
-        copy.write(self._move_forward)
-        copy.location = self._database.location
-        self._database.dispose()
-        self._database = copy
-
-    def _move_forward(self, connection: Connection) -> None:
-        move_forward(connection, self._read_format(connection), self._steps)
-        connection.execute(update(tables.formats).values(number=self._format))
-
-    def _newest_lease(self, connection: Connection) -> Row[Any] | None:
-        return _newest_lease(connection) if self._database.has_tables(connection) else None
-
-    def _live_owner(self, connection: Connection) -> LeaseOwner | None:
-        row = self._newest_lease(connection)
-        if row is None or row.renewed_at is None:
-            return None
-        now = self._database.now(connection)
-        shown_at = max(row.renewed_at, self._database.answers_since(connection))
-        owner = LeaseOwner(
-            name=row.owner, term=row.term, acquired_at=row.acquired_at, silent_s=now - shown_at
-        )
-        is_alive = is_alive_here(row.owner, row.process)
-        if is_alive is None:
-            is_alive = owner.silent_s < TOLERANCE_S
-        return owner if is_alive else None
-
-    def _has_tables(self, connection: Connection) -> bool:
-        """Return whether the tables exist. Raises: StoreError if they have another format."""
-        if not self._database.has_tables(connection):
-            return False
-        self._check_format(connection)
-        return True
-
-    def _check_format(self, connection: Connection) -> None:
-        """Check that this version can read or migrate the database's format. Raises: StoreError."""
-        number = self._read_format(connection)
-        place = self._file.parent if self._file else self.location
-        version = self._last_version(connection)
-        by = f" by Rayloom {version}" if version else ""
-        written = (
-            f"the run in {place} was written in format {number}{by}, this Rayloom ({VERSION}) "
-            "reads format "
-        )
-        if number > self._format:
-            raise StoreError(
-                f"{written}{self._format}; use the newer Rayloom that wrote it, or the copy of "
-                "the database that it made before it changed the format; `rayloom export` still "
-                "writes its policy"
-            )
-        if number < FIRST_FORMAT:
-            raise StoreError(
-                f"{written}{self._format}; finish it with the version that began it, or start a "
-                "new run; `rayloom export` still writes its policy"
-            )
-
-    def _last_version(self, connection: Connection) -> str:
-        """Return the version of Rayloom that began the newest term; empty if it is not recorded."""
-        versions = tables.versions
-        if not self._database.has_table(connection, versions.name):
-            return ""
-        newest = select(versions.c.version).order_by(versions.c.term.desc()).limit(1)
-        return connection.scalar(newest) or ""
-
-    def _read_format(self, connection: Connection) -> int:
-        """Read the format's number. Raises: StoreError."""
-        formats = tables.formats
-        has_number = self._database.has_table(connection, formats.name)
-        number = connection.scalar(select(formats.c.number)) if has_number else 1
-        if number is None:
-            raise self._database.damaged("no format number")
-        return int(number)
-
-    def _not_moved(self) -> StoreError:
-        return StoreError(
-            f"the database {self.location} is in an older format than this Rayloom's "
-            f"{self._format}; move it forward first: resume the run with --resume"
-        )
 
 
 class RunStore(ReadOnlyStore):
@@ -394,9 +115,9 @@ class RunStore(ReadOnlyStore):
                 self._check_free(connection, replaces=replaces)
 
         def acquire(connection: Connection) -> Lease:
-            newest = _newest_lease(connection)
+            newest = newest_lease(connection)
             if follows is not None and (newest is None or newest.term != follows):
-                raise _lost(follows, newest)
+                raise lost(follows, newest)
             check_free(connection)
             check_kind(newest.kind if newest else None, kind)
             moved.append(self._move_after_copy(connection))
@@ -478,7 +199,7 @@ class RunStore(ReadOnlyStore):
 
     def check_lease(self, term: int) -> None:
         """Check that `term` is the newest. Raises: LeaseLost if it is not; StoreError."""
-        self.read(lambda connection: _check_term(connection, term))
+        self.read(lambda connection: check_term(connection, term))
 
     def renew(self, term: int) -> None:
         """Record that the owner of `term` is alive; do nothing if the lease was released.
@@ -508,7 +229,7 @@ class RunStore(ReadOnlyStore):
 
         Raises: LeaseLost, StoreError.
         """
-        self._database.fence(reason, check=lambda connection: _check_term(connection, term))
+        self._database.fence(reason, check=lambda connection: check_term(connection, term))
 
     def unfence(self) -> None:
         """Allow writes again. Raises: StoreError."""
@@ -522,7 +243,7 @@ class RunStore(ReadOnlyStore):
         """
 
         def fenced(connection: Connection) -> Result:
-            _check_term(connection, term)
+            check_term(connection, term)
             return body(connection)
 
         return self._database.write(fenced)
@@ -633,56 +354,6 @@ class RunStore(ReadOnlyStore):
         if not self._is_ready(connection):
             tables.metadata.create_all(connection)
             connection.execute(insert(tables.formats).values(number=tables.FORMAT))
-
-
-def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether this PostgreSQL database has a run that has ever had a lease.
-
-    Raises: StoreError.
-    """
-    store = ReadOnlyStore(url, patience_s=patience_s, may_be_older=True)
-    try:
-        return store.newest_term() > 0
-    finally:
-        store.close()
-
-
-def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Check that `asked` is the kind of a stored run, if there is one. Raises: StoreError."""
-    if stored is not None and stored is not asked:
-        raise StoreError(
-            f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
-            "the same command, because all steps of a run use either the configuration's tasks or "
-            f"submitted ones: resume with `rayloom {stored.value} --resume`, or start a new run"
-        )
-
-
-def _newest_lease(connection: Connection) -> Row[Any] | None:
-    leases = tables.leases
-    return connection.execute(select(leases).order_by(leases.c.term.desc()).limit(1)).first()
-
-
-def _check_term(connection: Connection, term: int) -> None:
-    """Check that `term` is the newest. Raises: LeaseLost."""
-    newest = _newest_lease(connection)
-    if newest is None or newest.term != term:
-        raise _lost(term, newest)
-
-
-def _lost(term: int, newest: Row[Any] | None) -> LeaseLost:
-    if newest is None:
-        return LeaseLost(
-            f"this supervisor had term {term} of the run, but the run's database has no term: it "
-            "was replaced meanwhile"
-        )
-    return LeaseLost(
-        f"taken over by {newest.owner} (term {newest.term}, since {_utc(newest.acquired_at)}); "
-        f"this supervisor had term {term} of the run and stops without writing"
-    )
-
-
-def _utc(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _newest_checkpoint(connection: Connection, passed_over: Collection[str]) -> Checkpoint | None:

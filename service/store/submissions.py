@@ -29,8 +29,9 @@ from service.intake.submission import (
 )
 from service.store import tables
 from service.store.feed import add_entries, prune_feed, tell_accepted, tell_all
+from service.store.leases import Lease
 from service.store.lineage import events_of, surviving_spans
-from service.store.run_store import Lease, RunStore
+from service.store.run_store import RunStore
 from service.store.sessions import end_sessions_of
 from service.store.uploads import forget_contents, forget_groups
 

@@ -19,7 +19,7 @@ from service.launch.signals import stop_signals
 from service.report.document import Phase
 from service.run.health import Cursor, Ending, RunStatus
 from service.serve.watcher import SupervisorWatcher
-from service.store.run_store import LeaseLost, StoreError
+from service.store.errors import LeaseLost, StoreError
 
 STOPPED = status_of(
     2, phase=Phase.FINISHED, is_done=True, exit_reason="stopped after step 2 of 120"

@@ -18,8 +18,8 @@ from actors.types import Outcome, Task
 from service.access.keys import NO_LIMITS, KeyLimits
 from service.config.tree import ServiceSettings
 from service.intake.submission import RolloutRequest, Status, SubmitReply
+from service.store.errors import LeaseLost
 from service.store.lineage import read_events
-from service.store.run_store import LeaseLost
 from service.store.submissions import offer_of
 
 

@@ -39,8 +39,9 @@ from service.launch.resume import (
 from service.launch.run_dir import RunDir, check_resumable
 from service.launch.signals import StopSignals
 from service.store import tables
+from service.store.errors import StoreError
 from service.store.retention import Retention, forget
-from service.store.run_store import RunStore, StoreError
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, packed
 

@@ -21,7 +21,9 @@ from service.report.document import Phase
 from service.run.health import RunStatus
 from service.run.start import phase_values, start_endpoint, start_supervisor
 from service.serve.watcher import SupervisorWatcher
-from service.store.run_store import LeaseLost, RunStore, own_name
+from service.store.errors import LeaseLost
+from service.store.owner import own_name
+from service.store.run_store import RunStore
 from service.telemetry.endpoint import SUPERVISOR, Push
 
 pytestmark = [pytest.mark.chaos, pytest.mark.usefixtures("cluster")]

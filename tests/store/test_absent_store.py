@@ -21,9 +21,11 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer, postgre
 
 from service.store import tables
 from service.store.database import PATIENCE_S
+from service.store.errors import StoreError
 from service.store.lineage import read_history
 from service.store.place import schema_name
-from service.store.run_store import ReadOnlyStore, RunStore, StoreError, has_run
+from service.store.read_only import ReadOnlyStore, has_run
+from service.store.run_store import RunStore
 from service.store.submissions import SubmissionStore, packed
 
 

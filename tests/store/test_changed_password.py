@@ -14,8 +14,9 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.access.secret_files import FRESH_S
 from service.launch.run_dir import RunDir, place_store
+from service.store.errors import StoreError
 from service.store.place import StoreOptions, changed_url
-from service.store.run_store import RunStore, StoreError
+from service.store.run_store import RunStore
 
 
 def user_of(connection: Connection) -> str:

@@ -31,8 +31,9 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 from actors.deadline import within
 from service.gateway.commits import MAX_CHANGES, PAUSE_S, GroupCommit, StoreAway, TooLate
 from service.intake.turns import SessionEnded, TurnSeen
+from service.store.errors import LeaseLost, StoreError
 from service.store.place import schema_name
-from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, packed
 

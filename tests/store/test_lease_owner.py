@@ -23,7 +23,9 @@ from service.launch.resume import check_lease_free
 from service.launch.run_dir import RunDir
 from service.launch.signals import StopSignals
 from service.store import tables
-from service.store.run_store import LeaseLost, RunStore, own_name
+from service.store.errors import LeaseLost
+from service.store.owner import own_name
+from service.store.run_store import RunStore
 
 
 @pytest.fixture

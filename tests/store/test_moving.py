@@ -24,9 +24,12 @@ from service.cli.artifacts import move
 from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.store import tables
+from service.store.errors import LeaseLost, StoreError
 from service.store.moving import _plain, copy_run
+from service.store.owner import own_name
 from service.store.place import StoreOptions
-from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError, own_name
+from service.store.read_only import ReadOnlyStore
+from service.store.run_store import RunStore
 
 Rows = dict[str, list[dict[str, object]]]
 

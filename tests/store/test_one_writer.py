@@ -15,9 +15,11 @@ from worlds.builders.store_builders import OpenStore, write_under_way
 from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.store import tables
+from service.store.errors import LeaseHeld, LeaseLost, StoreError
 from service.store.lineage import read_history
 from service.store.place import schema_name
-from service.store.run_store import LeaseHeld, LeaseLost, ReadOnlyStore, RunStore, StoreError
+from service.store.read_only import ReadOnlyStore
+from service.store.run_store import RunStore
 from service.store.tables import RunKind
 
 HOUR_S = 3600.0

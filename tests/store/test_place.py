@@ -15,6 +15,7 @@ from worlds.servers.postgresql_server import PASSWORD, PostgresqlServer
 
 from service.config.file import ConfigError, dump_config, load_config
 from service.launch.run_dir import RunDir, check_new, check_resumable, place_store
+from service.store.errors import StoreError
 from service.store.place import (
     REFUSED,
     StoreOptions,
@@ -25,7 +26,7 @@ from service.store.place import (
     refused_filesystem,
     sqlite_url,
 )
-from service.store.run_store import RunStore, StoreError
+from service.store.run_store import RunStore
 from service.store.tables import RunKind
 
 SECRET = "postgresql://user:geheim@db.example:6432/runs?sslmode=require"

@@ -19,6 +19,7 @@ from actors.trajectory_queue.ledger import LedgerEvent, LedgerEventKind
 from service import VERSION
 from service.store import tables
 from service.store.controls import AdminCall, ControlStore, Pause
+from service.store.errors import LeaseLost, StoreError
 from service.store.lineage import (
     RecordKind,
     count_events,
@@ -28,7 +29,8 @@ from service.store.lineage import (
     read_history,
     records_after,
 )
-from service.store.run_store import LeaseLost, ReadOnlyStore, RunStore, StoreError
+from service.store.read_only import ReadOnlyStore
+from service.store.run_store import RunStore
 from service.store.tables import Pausable
 
 

@@ -46,8 +46,9 @@ from service.intake.turns import (
     TurnUnseen,
 )
 from service.store import tables
+from service.store.errors import LeaseLost, StoreError
 from service.store.place import schema_name
-from service.store.run_store import LeaseLost, RunStore, StoreError
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore, packed
 

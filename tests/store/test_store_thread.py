@@ -15,8 +15,9 @@ from worlds.builders.record_builders import step_record
 
 from actors.metrics import Metrics
 from service.run.recorder import RunRecorder
+from service.store.errors import LeaseLost
 from service.store.lineage import read_history
-from service.store.run_store import LeaseLost, RunStore
+from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 
 TICK_S = 0.02

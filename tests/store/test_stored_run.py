@@ -23,7 +23,8 @@ from service.launch.resume import find_faults, finished_step
 from service.launch.run_dir import RunDir
 from service.store import tables
 from service.store.lineage import read_events, read_history
-from service.store.run_store import ReadOnlyStore, RunStore
+from service.store.read_only import ReadOnlyStore
+from service.store.run_store import RunStore
 from service.store.sessions import SessionStore
 from service.store.submissions import SubmissionStore
 from service.store.tables import RunKind

@@ -35,7 +35,7 @@ from actors.types import Outcome, SampledText
 from service.config.file import ConfigError, dump_config
 from service.launch.run_dir import RunDir
 from service.run.recorder import RunRecorder
-from service.store.run_store import ReadOnlyStore
+from service.store.read_only import ReadOnlyStore
 from service.store.thread import StoreThread
 from service.telemetry.curves import evaluation_curves, step_curves
 from service.telemetry.records import EvaluationSample, StepRecord

@@ -23,7 +23,8 @@ from service.run.health import readiness
 from service.run.loop import Commit
 from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost, StoreError
-from service.store.run_store import Lease, RunStore
+from service.store.leases import Lease
+from service.store.run_store import RunStore
 from service.store.thread import StoreThread
 from worlds.builders.store_builders import commit
 from worlds.builders.trajectory_builders import make_summary

@@ -23,7 +23,7 @@ from actors.trajectory_queue.ledger import LedgerEvent
 from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
 from service.store.lineage import History, read_events, read_history
-from service.store.run_store import ReadOnlyStore
+from service.store.read_only import ReadOnlyStore
 
 ROOT = Path(__file__).parents[3]
 _Read = TypeVar("_Read")

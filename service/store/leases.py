@@ -1,0 +1,88 @@
+"""The lease of a run's database: its terms, its owner, and the errors if it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from actors.trajectory_queue.messages import QueueSnapshot
+from service.store import tables
+from service.store.errors import LeaseLost, StoreError
+from service.store.lineage import Checkpoint
+from service.store.tables import RunKind
+
+RENEW_EVERY_S = 3.0
+# Seconds without a renewal after which an owner on another machine counts as dead.
+TOLERANCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A term's right to write to a run's database, and the state from which the term continues."""
+
+    term: int
+    parent: Checkpoint | None
+    """The checkpoint from which this term continues; None if it starts without one."""
+    queue_snapshot: QueueSnapshot | None
+    """The queue's state at the parent checkpoint; None without a parent."""
+    curriculum: Mapping[str, tuple[float, ...]] | None = None
+    """Shares of passed samples in the newest groups at the parent checkpoint, by task or by
+    environment; None without a parent or a curriculum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseOwner:
+    """A supervisor that is alive and has the newest lease."""
+
+    name: str
+    """HOST:PID of the supervisor."""
+    term: int
+    acquired_at: float
+    """Seconds since 1970, by the owner's clock."""
+    silent_s: float
+    """Seconds since the owner last renewed its lease, by the database's clock."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (term {self.term}, since {_utc(self.acquired_at)})"
+
+
+def check_kind(stored: RunKind | None, asked: RunKind) -> None:
+    """Check that `asked` is the kind of a stored run, if there is one. Raises: StoreError."""
+    if stored is not None and stored is not asked:
+        raise StoreError(
+            f"the run was begun by `rayloom {stored.value}`, got `rayloom {asked.value}`; expected "
+            "the same command, because all steps of a run use either the configuration's tasks or "
+            f"submitted ones: resume with `rayloom {stored.value} --resume`, or start a new run"
+        )
+
+
+def newest_lease(connection: Connection) -> Row[Any] | None:
+    leases = tables.leases
+    return connection.execute(select(leases).order_by(leases.c.term.desc()).limit(1)).first()
+
+
+def check_term(connection: Connection, term: int) -> None:
+    """Check that `term` is the newest. Raises: LeaseLost."""
+    newest = newest_lease(connection)
+    if newest is None or newest.term != term:
+        raise lost(term, newest)
+
+
+def lost(term: int, newest: Row[Any] | None) -> LeaseLost:
+    if newest is None:
+        return LeaseLost(
+            f"this supervisor had term {term} of the run, but the run's database has no term: it "
+            "was replaced meanwhile"
+        )
+    return LeaseLost(
+        f"taken over by {newest.owner} (term {newest.term}, since {_utc(newest.acquired_at)}); "
+        f"this supervisor had term {term} of the run and stops without writing"
+    )
+
+
+def _utc(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
