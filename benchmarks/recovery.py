@@ -39,7 +39,7 @@ from benchmarks.environment import describe_environment
 from service.config.file import load_config
 from service.config.parts import rank_settings
 from service.config.tree import Config
-from service.inference.deployment import make_engine_directory, session_directory
+from service.inference.replica import make_engine_directory, session_directory
 from service.launch.cluster import joined
 from service.launch.run_dir import RunDir
 from service.run.start import engine_settings

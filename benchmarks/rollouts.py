@@ -53,12 +53,8 @@ from service.config.file import load_config
 from service.config.tasks import open_tasks
 from service.config.tree import Config
 from service.inference.client import ServePolicyClient, engines_handle
-from service.inference.deployment import (
-    ReplicaDescription,
-    delete_inference,
-    deploy_inference,
-    wait_ready,
-)
+from service.inference.deployment import delete_inference, deploy_inference, wait_ready
+from service.inference.replica import ReplicaDescription
 from service.inference.settings import EngineSettings
 from service.launch.cluster import joined
 from service.launch.run_dir import build_tiny

@@ -19,7 +19,8 @@ from service.cli.outlet import say, warn
 from service.cli.stages import Stages
 from service.config.tree import Config
 from service.config.trial import Trial
-from service.inference.deployment import session_directory, start_serve_for_engines
+from service.inference.deployment import start_serve_for_engines
+from service.inference.replica import session_directory
 from service.launch.cluster import joined, seen_from_afar
 from service.launch.other_nodes import check_api_place, check_other_nodes
 from service.launch.resume import check_lease_free, finished_step, move_finished

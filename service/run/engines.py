@@ -54,7 +54,6 @@ from service.api.settings import api_application_name
 from service.inference.client import ServePolicyClient
 from service.inference.deployment import (
     application_name,
-    board_name,
     delete_inference,
     delete_leftovers,
     deploy_inference,
@@ -62,6 +61,7 @@ from service.inference.deployment import (
     is_same_engine,
     wait_ready,
 )
+from service.inference.replica import board_name
 from service.inference.settings import Deployed, EngineSettings
 from service.launch.cluster import on_this_node
 from service.remote_calls import NAMESPACE, reason_of

@@ -13,13 +13,8 @@ from uuid import uuid4
 
 import pytest
 
-from service.inference.deployment import (
-    MAX_DIRECTORY_BYTES,
-    MAX_FAILURE_CHARACTERS,
-    ReplicaAffinityRouter,
-    last_failure,
-    make_engine_directory,
-)
+from service.inference.deployment import MAX_FAILURE_CHARACTERS, ReplicaAffinityRouter, last_failure
+from service.inference.replica import MAX_DIRECTORY_BYTES, make_engine_directory
 from service.inference.settings import InferenceSettings
 
 OPENING = "The deployment failed to start 3 times in a row. See logs for details. Error:"

@@ -40,13 +40,8 @@ from actors.weights.actor import start_board
 from actors.weights.board import BoardStatus, StaleTerm, check_tokens
 from actors.weights.buffers import pack_group
 from service.inference.client import ServePolicyClient, engines_handle
-from service.inference.deployment import (
-    ReplicaDescription,
-    delete_inference,
-    deploy_inference,
-    session_directory,
-    wait_ready,
-)
+from service.inference.deployment import delete_inference, deploy_inference, wait_ready
+from service.inference.replica import ReplicaDescription, session_directory
 from service.inference.settings import EngineSettings, InferenceSettings
 
 pytestmark = pytest.mark.scenario
