@@ -1,4 +1,4 @@
-"""Read settings and options: one adapter checks a frozen dataclass's types and bounds.
+"""Read settings and options: one adapter checks the types and bounds of their classes.
 
 A component declares its options as a frozen dataclass: annotated types (`actors.limits`), a
 docstring under each field, and a `__post_init__` that raises ValueError if fields contradict each
@@ -9,15 +9,17 @@ got and what it expected.
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import InitVar, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     PydanticUndefinedAnnotation,
     PydanticUserError,
@@ -25,6 +27,8 @@ from pydantic import (
     ValidationError,
 )
 from pydantic_core import ErrorDetails
+
+from actors.user_code import describe, location
 
 # Expected values, by the types of pydantic's errors.
 _EXPECTED = {
@@ -82,18 +86,26 @@ Several = Annotated[tuple[UserCode, ...], BeforeValidator(_several)]
 
 
 class BadOptions(ValueError):
-    """Values do not fit a dataclass of options; the text names every problem."""
+    """Values do not fit a class of options; the text names every problem."""
 
 
 @cache
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return the adapter that reads and writes a dataclass."""
-    return TypeAdapter(kind)
+    """Return the adapter that reads and writes a class of settings.
+
+    Raises: PydanticUserError, PydanticUndefinedAnnotation.
+    """
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    # Without this call, a type that was not found is an error of the first validation.
+    adapter.rebuild(raise_errors=True)
+    return adapter
 
 
 def read(kind: type[Options], given: object, *, where: str) -> Options:
-    """Make an instance from plain values. `where` is the place that errors name.
+    """Make an instance from plain values.
 
+    Args: kind: a class that `is_options_type` accepts, or a union of them. where: the place that
+    errors name.
     Raises: BadOptions.
     Example: read(GuessingOptions, {"low": -1}, where="options")
         -> BadOptions("options.low: got -1, expected 0 or more")
@@ -104,17 +116,24 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
         adapter = adapter_of(plain)
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise BadOptions(
-            f"{where}: {kind.__qualname__} has a field whose values cannot be checked "
+            f"{where}: {shown_type(kind)} has a field whose values cannot be checked "
             f"({str(error).splitlines()[0]}); expected fields of plain types, such as int, str, "
-            "list[str] or a dataclass; correct the annotation"
+            "list[str] or a dataclass, which its module defines or imports outside of `if "
+            "TYPE_CHECKING`; correct the annotation"
         ) from error
     try:
-        found: Options = adapter.validate_python(given)
+        found: Options = adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
     except ValidationError as error:
         problems = [sentence(kind, each, where) for each in error.errors(include_url=False)]
+    except Exception as error:
+        # A `__post_init__` and a validator of the user's may raise anything.
+        raise BadOptions(
+            f"{where}: a check of {shown_type(kind)} raised {describe(error)} at "
+            f"{location(error)}; expected a ValueError that says which value is wrong; correct the "
+            "values or the check"
+        ) from error
     else:
-        problems = list(_unknown_keys(given, found, where))
-        problems = problems or list(truths_read_as_numbers(given, found, where))
+        problems = list(truths_read_as_numbers(given, found, where))
         if not problems:
             return found
     raise BadOptions("; ".join(problems))
@@ -136,16 +155,17 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     place = ".".join(map(str, [*filter(None, [where]), *detail["loc"]]))
     context = detail.get("ctx", {})
     match detail["type"]:
-        case "unexpected_keyword_argument":
+        case "unexpected_keyword_argument" | "extra_forbidden":
             return f"{place}: unknown key; {_closest(kind, detail['loc'])}"
         case "missing":
             return f"{place}: missing; this key is required"
-        case "value_error":
-            # The error of a `__post_init__` starts with a field's name.
-            problem = str(context["error"])
-            return f"{place}: {problem}" if problem.startswith("got ") else f"{place}.{problem}"
-        case "dataclass_type":
-            known = ", ".join(_names(_section_at(kind, detail["loc"]))[:3])
+        case "value_error" | "assertion_error":
+            problem = str(context["error"]) or "is not valid"
+            # The error of a `__post_init__` of ours starts with a field's name.
+            is_named = re.split(r"\W", problem)[0] in _names_at(kind, detail["loc"])
+            return f"{place}.{problem}" if is_named else f"{place}: {problem}"
+        case "dataclass_type" | "model_type":
+            known = ", ".join(_names_at(kind, detail["loc"])[:3])
             expected = f"a map of settings, with keys such as {known}"
         case name if name in _EXPECTED:
             expected = _EXPECTED[name].format_map(
@@ -159,63 +179,95 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     return f"{place}: got {detail['input']!r:.200}, expected {expected}"
 
 
-def _unknown_keys(given: Any, read: Any, location: str) -> Iterator[str]:
-    """Yield a sentence for each key that pydantic has dropped.
-
-    Pydantic refuses unknown keys only in a dataclass with our `__pydantic_config__` and in the
-    dataclasses inside it. A user's dataclass lacks this attribute.
-    """
-    if isinstance(given, Mapping) and is_dataclass(read):
-        known = inspect.signature(type(read)).parameters
-        for key, value in given.items():
-            place = f"{location}.{key}"
-            if key not in known:
-                yield f"{place}: unknown key; {_closest(type(read), (key,))}"
-            else:
-                yield from _unknown_keys(value, getattr(read, key, None), place)
-    elif isinstance(given, Mapping) and isinstance(read, Mapping):
-        for key, value in given.items():
-            if key in read:
-                yield from _unknown_keys(value, read[key], f"{location}.{key}")
-    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
-        for number, (value, found) in enumerate(zip(given, read, strict=False)):
-            yield from _unknown_keys(value, found, f"{location}.{number}")
-
-
 def _shown(bound: Any) -> Any:
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
-def _closest(kind: type[Any], location: tuple[int | str, ...]) -> str:
-    known = _names(_section_at(kind, location[:-1]))
+def _closest(kind: Any, location: tuple[int | str, ...]) -> str:
+    known = _names_at(kind, location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
 
 
-def _section_at(section: Any, location: tuple[int | str, ...]) -> Any:
+def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
+    """Return the names of the fields at a location of pydantic's errors."""
+    found = sections_in(annotation)
     for part in location:
-        # A part that is not a field is a key of a mapping, whose values all have one section type.
-        if part in _names(section):
-            section = dataclass_of(get_type_hints(section)[str(part)])
-    return section
+        # Of a union, the location has the name of the class too.
+        chosen = [each for each in found if each.__name__ == part]
+        inner = [
+            section
+            for each in found
+            if part in (types := _types_of(each))
+            for section in sections_in(types[str(part)])
+        ]
+        # Another part is a key of a mapping, whose values all have one type.
+        found = chosen or inner or found
+    return [name for each in found for name in _types_of(each)]
 
 
-def _names(section: Any) -> list[str]:
-    return [field.name for field in fields(section) if field.init]
+@cache
+def _types_of(section: Any) -> Mapping[str, Any]:
+    """Return the types of the fields that a class of settings is made with, by their names."""
+    hints = _hints(section)
+    if is_dataclass(section):
+        known = {field.name for field in fields(section) if field.init}
+        known |= {name for name, hint in hints.items() if isinstance(hint, InitVar)}
+    else:
+        known = set(getattr(section, "model_fields", hints))
+    return {name: hint for name, hint in hints.items() if name in known}
 
 
-def dataclass_of(annotation: Any) -> Any:
-    """Return the dataclass of an annotation: the annotation itself, or one inside it; else None."""
-    if is_dataclass(annotation):
-        return annotation
-    return next(filter(None, map(dataclass_of, get_args(annotation))), None)
+def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the types of the attributes of a class by their names.
+
+    unknown: types in place of names that were not found, as a ClassVar may have.
+    """
+    try:
+        return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)
+    except NameError as error:
+        if not error.name or error.name in unknown:
+            raise
+        return _hints(kind, {**unknown, error.name: Any})
+
+
+def sections_in(annotation: Any) -> list[Any]:
+    """Return the classes of settings in a type: dataclasses, pydantic's models and TypedDicts."""
+    if isinstance(annotation, InitVar):
+        return sections_in(annotation.type)
+    kind = get_origin(annotation) or annotation
+    if _is_section(kind):
+        return [kind]
+    return [section for each in get_args(annotation) for section in sections_in(each)]
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and (
+        is_dataclass(kind) or issubclass(kind, BaseModel) or hasattr(kind, "__total__")
+    )
+
+
+def is_options_type(annotation: Any) -> bool:
+    """Return whether a type is a class of settings, or a union of them, which may include None."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return is_options_type(inner[0])
+    if origin in (Union, UnionType):
+        return all(is_options_type(each) for each in inner if each is not NoneType)
+    return _is_section(origin or annotation)
+
+
+def shown_type(annotation: Any) -> str:
+    """Return the names of the classes of settings in a type, for an error."""
+    return " | ".join(each.__qualname__ for each in sections_in(annotation))
 
 
 def user_code(options: Any) -> list[str]:
-    """Return the names of user code in a dataclass of options."""
+    """Return the names of user code in an instance of a class of options."""
     found: list[str] = []
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        value = getattr(options, name)
+    for name, hint in _hints(type(options)).items():
+        # The arguments of a `__post_init__` are not kept.
+        value = getattr(options, name, None)
         if value is not None and _is_user_code(hint):
             found += [value] if isinstance(value, str) else value
     # A name without a colon belongs to the environment.
@@ -232,10 +284,44 @@ def truths_read_as_numbers(given: Any, read: Any, location: str = "") -> Iterato
     """Yield a sentence for each true or false that was parsed as 1 or 0."""
     if isinstance(given, Mapping):
         for key, value in given.items():
-            found = read.get(key) if isinstance(read, Mapping) else getattr(read, key, None)
-            yield from truths_read_as_numbers(value, found, f"{location}.{key}".lstrip("."))
-    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
-        for number, (value, found) in enumerate(zip(given, read, strict=False)):
-            yield from truths_read_as_numbers(value, found, f"{location}.{number}")
+            place = f"{location}.{key}".lstrip(".")
+            if isinstance(read, Mapping):
+                yield from _truths_unlike(key, read, place)
+            yield from _truths_unlike(value, _values_of(read, key, value), place)
+    elif isinstance(given, list | tuple | Set):
+        for number, value in enumerate(given):
+            if isinstance(read, Set):
+                yield from _truths_unlike(value, read, f"{location}.{number}")
+            elif isinstance(read, list | tuple | deque) and number < len(read):
+                yield from truths_read_as_numbers(value, read[number], f"{location}.{number}")
     elif isinstance(given, bool) and not isinstance(read, bool):
         yield f"{location}: got {given}, expected a number"
+
+
+def _truths_unlike(given: Any, candidates: Iterable[Any], location: str) -> Iterator[str]:
+    """Yield the sentences of a value that may have been parsed as any of the candidates."""
+    found: list[str] = []
+    for each in candidates:
+        found = list(truths_read_as_numbers(given, each, location))
+        if not found:
+            return
+    yield from found
+
+
+def _values_of(read: Any, key: Any, given: Any) -> Iterable[Any]:
+    """Return the value that was made from an entry, or all values if its key is an alias."""
+    if isinstance(read, Mapping):
+        return [read[key]] if key in read else read.values()
+    kind: Any = type(read)
+    if not _is_section(kind):
+        return [None]
+    types = _types_of(kind)
+    if isinstance(types.get(key), InitVar):
+        # The argument of a `__post_init__` is not kept.
+        return [adapter_of(types[key].type).validate_python(given)]
+    if key in types:
+        return [getattr(read, key, None)]
+    kept = [name for name, hint in types.items() if not isinstance(hint, InitVar)]
+    values = [getattr(read, name, None) for name in kept]
+    # A truth that differs was made from another entry.
+    return [each for each in values if not isinstance(each, bool) or each is given]

@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, get_type_hints
+from types import MappingProxyType, MethodType
+from typing import Any, TypeVar, get_origin
 
 from actors.environment.builtin.calculator import CalculatorEnvironment
 from actors.environment.builtin.guessing import GuessingEnvironment
@@ -26,13 +27,13 @@ from actors.environment.builtin.tools import TOOLS, ToolsEnvironment
 from actors.environment.protocol import Environment
 from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
-from actors.environment.user_names import missing_module
-from actors.options import BadOptions, dataclass_of, read
+from actors.environment.user_names import hides_arguments, missing_module
+from actors.options import BadOptions, is_options_type, read, sections_in, shown_type
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
-# Called with a dataclass of options if its only argument is annotated with one, else with the
-# options as keyword arguments; a class is its own factory.
+# Called with an instance of a class of options if its only argument is annotated with one, else
+# with the options as keyword arguments; a class is its own factory.
 EnvironmentFactory = Callable[..., Environment]
 
 _factories: dict[str, EnvironmentFactory] = {
@@ -88,7 +89,7 @@ def resolve(name: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
     """Find an environment and bind its options.
 
     Args: name: a registered name, an entry point's name or "module:Class". options: the fields of
-    the environment's dataclass of options, or keyword arguments.
+    the environment's class of options, or keyword arguments.
     Returns: a callable that makes a fresh environment.
     Raises: UnknownEnvironment, BadEnvironmentOptions; ImportError if an optional package that the
     environment needs is missing (the message has the remedy).
@@ -116,92 +117,136 @@ def _bound(
 
     Raises: BadOptions; BadEnvironmentOptions for keyword arguments that the factory does not take.
     """
-    if (kind := options_of(factory)) is not None:
-        has_default = inspect.signature(factory).parameters["options"].default is None
-        if has_default and not options:
+    signature = _signature_of(factory)
+    if (parameter := _options_parameter(factory, signature)) is not None:
+        if not options and parameter.default is not parameter.empty:
             return factory
-        return partial(factory, read(kind, options, where="options"))
-    hints = _hints(factory)
-    for argument in options:
-        if kind := dataclass_of(hints.get(argument)):
+        found = read(parameter.annotation, options, where="options")
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            return partial(factory, options=found)
+        return partial(factory, found)
+    _check_keywords(name, signature, options)
+    return partial(factory, **options)
+
+
+def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+    """Check that options are keyword arguments of a factory. Raises: BadEnvironmentOptions."""
+    parameters = signature.parameters
+    for argument in parameters.keys() & options.keys():
+        made = [each for each in sections_in(parameters[argument].annotation) if _is_made(each)]
+        if made:
             raise BadEnvironmentOptions(
-                f"environment {name!r}: its argument {argument} is a {kind.__qualname__}, which "
-                "is not made from the configuration; expected that dataclass as the type of the "
+                f"environment {name!r}: its argument {argument} is a {made[0].__qualname__}, which "
+                "is not made from the configuration; expected that class as the type of the "
                 "constructor's only argument, with the name options; rename the argument, and "
-                "write the dataclass's fields directly into tasks.options"
+                "write the fields of the class directly into tasks.options"
             )
     try:
-        inspect.signature(factory).bind(**options)
+        signature.bind(**options)
     except TypeError as error:
-        accepted = ", ".join(inspect.signature(factory).parameters) or "none"
+        accepted = ", ".join(parameters) or "none"
         raise BadEnvironmentOptions(
             f"environment {name!r}: {error}; got options {sorted(options)}, expected {accepted}; "
             "correct its options in the configuration"
         ) from None
-    return partial(factory, **options)
+
+
+def _is_made(section: type[Any]) -> bool:
+    """Return whether a class of settings has instances of its own; a TypedDict has plain maps."""
+    return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
-    """Return an environment's options as its dataclass; None if they are keyword arguments.
+    """Return an environment's options as an instance of their class.
 
-    Raises: BadEnvironmentOptions, UnknownEnvironment.
+    None if they are keyword arguments, or if the environment's own default is used and is no such
+    instance. Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
+    factory = _find(name)
+    if (parameter := _options_parameter(factory, _signature_of(factory))) is None:
+        return None
+    default = parameter.default
+    if not options and default is not parameter.empty:
+        return default if is_options_type(type(default)) else None
     try:
-        kind = options_of(_find(name))
-        return None if kind is None else read(kind, options, where="options")
+        return read(parameter.annotation, options, where="options")
     except BadOptions as error:
         raise BadEnvironmentOptions(f"environment {name!r}: {error}") from error
 
 
-def options_of(factory: EnvironmentFactory) -> type[Any] | None:
-    """Return the dataclass of an environment's options: the type of its only argument, `options`.
+def _options_parameter(
+    factory: EnvironmentFactory, signature: inspect.Signature
+) -> inspect.Parameter | None:
+    """Return the argument `options` of a factory if its type is a class of options.
 
-    None if the options are keyword arguments. Raises: BadEnvironmentOptions if its argument
-    `options` has a dataclass and others are beside it, or a type that cannot be found.
+    None if the options are keyword arguments. Raises: BadEnvironmentOptions if the type is not
+    known or holds such a class in another way, or if other arguments are beside it.
     """
-    try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
+    if (parameter := signature.parameters.get("options")) is None:
         return None
-    if "options" not in parameters:
-        return None
-    shown = getattr(factory, "__qualname__", repr(factory))
-    try:
-        kind = dataclass_of(_hints(factory, is_strict=True).get("options"))
-    except NameError as error:
-        if list(parameters) != ["options"]:
-            # An annotation of third-party code, which need not be importable.
-            return None
+    shown, kind = getattr(factory, "__qualname__", repr(factory)), parameter.annotation
+    bound = factory.keywords if isinstance(factory, partial) else {}
+    others = ", ".join(name for name in signature.parameters if name not in ("options", *bound))
+    if (unknown := _unknown_names(kind)) and not others:
         raise BadEnvironmentOptions(
-            f"{shown}: the type of its argument options was not found ({error}); expected a "
+            f"{shown}: the type {unknown} of its argument options is not known; expected a "
             "dataclass that its module defines or imports, outside of functions and of `if "
-            "TYPE_CHECKING`; move the definition or the import"
-        ) from error
-    if kind is None:
-        return None
-    if others := [name for name in parameters if name != "options"]:
-        raise BadEnvironmentOptions(
-            f"{shown} takes options: {kind.__qualname__} and {', '.join(others)}, expected a "
-            f"dataclass of options to be the only argument; make {', '.join(others)} fields of "
-            f"{kind.__qualname__}"
+            "TYPE_CHECKING`; move the definition or the import, or name the dataclass instead of a "
+            "type variable"
         )
-    return kind
+    # With others beside it, it may be an annotation of third-party code, not importable here.
+    if unknown or not sections_in(kind):
+        return None
+    if not is_options_type(kind) or parameter.kind in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    ):
+        raise BadEnvironmentOptions(
+            f"{shown} takes {parameter}, expected one dataclass or a union of dataclasses, such as "
+            f"options: {shown_type(kind)}; correct the argument"
+        )
+    if others:
+        raise BadEnvironmentOptions(
+            f"{shown} takes options: {shown_type(kind)} and {others}, expected a dataclass of "
+            f"options to be the only argument; make {others} fields of {shown_type(kind)}"
+        )
+    return parameter
 
 
-def _hints(factory: EnvironmentFactory, *, is_strict: bool = False) -> Mapping[str, Any]:
-    """Return the types of a factory's arguments, as far as they are known.
+def _unknown_names(annotation: Any) -> str:
+    """Return the names in a type that are not known: not defined, or type variables."""
+    if isinstance(annotation, str):
+        return annotation
+    # A generic class has type variables as well, but needs no values of them.
+    variables = () if isinstance(annotation, type) else getattr(annotation, "__parameters__", ())
+    found = (annotation,) if isinstance(annotation, TypeVar) else variables
+    return ", ".join(each.__name__ for each in found)
 
-    Raises: NameError for a type that was not found, if `is_strict`.
+
+def _signature_of(
+    factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
+) -> inspect.Signature:
+    """Return the signature of a factory, with types instead of their names.
+
+    unknown: type variables in place of names that are not defined. An annotation stays a text if it
+    cannot be evaluated. Code in C that has no signature takes any arguments.
     """
-    made_by = getattr(factory, "__init__") if inspect.isclass(factory) else factory  # noqa: B009
+    called: Any = get_origin(factory) or factory
     try:
-        return get_type_hints(made_by)
-    except NameError:
-        if is_strict:
-            raise
-        return {}
-    except (AttributeError, TypeError, ValueError):
-        return {}
+        if isinstance(called, type) and hides_arguments(called):
+            # A metaclass or `__new__` passes all arguments on.
+            called = MethodType(getattr(called, "__init__"), called)  # noqa: B009
+        return inspect.signature(called, eval_str=True, locals=dict(unknown))
+    except NameError as error:
+        if error.name and error.name not in unknown:
+            variable: Any = TypeVar
+            return _signature_of(factory, {**unknown, error.name: variable(error.name)})
+    except Exception:  # noqa: BLE001  # the user's annotations may raise anything
+        pass
+    try:
+        return inspect.signature(called)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args, **named: None)
 
 
 def _check_methods(made: object) -> None:

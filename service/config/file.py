@@ -166,11 +166,11 @@ def describe_config(config: Config, options: Any = None) -> str:
         kind: Any = type(options)
         adapter = adapter_of(kind)
         values["tasks"]["options"] = adapter.dump_python(options, mode="json")
-        own = adapter.json_schema()
+        own = adapter.json_schema(by_alias=False)
         # pydantic reads the docstrings of a class's own fields only, not those of inherited fields.
         bases: list[Any] = [each for each in kind.__mro__[1:] if is_dataclass(each)]
         for base in bases:
-            for name, setting in adapter_of(base).json_schema()["properties"].items():
+            for name, setting in adapter_of(base).json_schema(by_alias=False)["properties"].items():
                 if "description" in setting:
                     own["properties"][name].setdefault("description", setting["description"])
         sections |= {**own.get("$defs", {}), "options": own}

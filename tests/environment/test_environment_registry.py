@@ -1,12 +1,16 @@
 """Environments by name, by path and by entry point, with their options checked at once."""
 
+import functools
 import re
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import pytest
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
 
 from actors.environment.builtin.guessing import GuessingEnvironment, GuessingOptions
 from actors.environment.protocol import Action, Message, Observation, Role, StepResult
@@ -14,10 +18,17 @@ from actors.environment.registry import (
     BadEnvironmentOptions,
     UnknownEnvironment,
     known_names,
+    read_options,
     register,
     resolve,
 )
+from actors.options import user_code
 from actors.types import Task
+
+if TYPE_CHECKING:
+    from somewhere import Absent
+
+Value = TypeVar("Value")
 
 
 def test_built_in_environments_are_known_by_name() -> None:
@@ -151,7 +162,7 @@ class OtherName(Plain):
 
 
 class Missing(Plain):
-    def __init__(self, options: "Absent") -> None:  # type: ignore[name-defined]  # noqa: F821
+    def __init__(self, options: "Absent") -> None:
         super().__init__()
 
 
@@ -189,7 +200,7 @@ def test_a_users_own_dataclass_needs_no_configuration_of_ours() -> None:
         ("Loose", {"depth": 3}, "options.depth: got 3, expected a map of settings"),
         ("Beside", {"loww": 2}, "takes options: UserOptions and others, expected a dataclass"),
         ("OtherName", {"given": {"low": 2}}, "its argument given is a UserOptions"),
-        ("Missing", {"low": 2}, "name 'Absent' is not defined"),
+        ("Missing", {"low": 2}, "the type Absent of its argument options is not known"),
         ("Unreadable", {}, "WithObject has a field whose values cannot be checked"),
     ],
 )
@@ -198,6 +209,230 @@ def test_options_of_a_users_own_dataclass_are_never_dropped(
 ) -> None:
     with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
         resolve(f"{__name__}:{name}", options)
+
+
+class Kept(Plain):
+    """An environment that keeps its options."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+
+DEFAULT = UserOptions(low=9)
+
+
+def by_default(options: UserOptions = DEFAULT) -> "Absent":
+    return Kept(options)
+
+
+def by_keyword(*, options: UserOptions) -> Kept:
+    return Kept(options)
+
+
+def by_position(options: UserOptions, /) -> Kept:
+    return Kept(options)
+
+
+def with_size(options: UserOptions, size: int) -> Kept:
+    return Kept(options)
+
+
+partial = functools.partial(with_size, size=3)
+
+
+class Factory:
+    def __call__(self, options: UserOptions) -> Kept:
+        return Kept(options)
+
+
+instance = Factory()
+
+
+class OfValues(Kept, Generic[Value]):
+    def __init__(self, options: UserOptions) -> None:
+        super().__init__(options)
+
+
+of_numbers = OfValues[int]
+
+
+class Made(Kept):
+    def __new__(cls, options: UserOptions) -> "Made":
+        return super().__new__(cls)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+
+
+class Passing(type):
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        return super().__call__(*given, **named)
+
+
+class WithMetaclass(Kept, metaclass=Passing):
+    def __init__(self, options: UserOptions) -> None:
+        super().__init__(options)
+
+
+class Model(BaseModel):
+    options: UserOptions
+
+    reset, step, close = Plain.reset, Plain.step, Plain.close
+
+
+def renamed(make: Callable[..., Kept]) -> Callable[..., Kept]:
+    @functools.wraps(make)
+    def wrapper(given: Any) -> Kept:
+        return make(given)
+
+    return wrapper
+
+
+@renamed
+def wrapped(options: Annotated[UserOptions, "of a game"]) -> Kept:
+    return Kept(options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "by_default",
+        "by_keyword",
+        "by_position",
+        "partial",
+        "instance",
+        "of_numbers",
+        "Made",
+        "WithMetaclass",
+        "Model",
+        "wrapped",
+    ],
+)
+def test_options_reach_every_kind_of_factory(name: str) -> None:
+    made: Any = resolve(f"{__name__}:{name}", {"low": 2})()
+    assert made.options == UserOptions(low=2) == read_options(f"{__name__}:{name}", {"low": 2})
+
+
+def test_without_options_the_default_of_the_argument_is_used() -> None:
+    made: Any = resolve(f"{__name__}:by_default", {})()
+    assert made.options is DEFAULT and read_options(f"{__name__}:by_default", {}) is DEFAULT
+    assert read_options(f"{__name__}:Optional", {}) is None
+
+
+class Weights(TypedDict, total=False):
+    form: float
+
+
+class Level(BaseModel):
+    model: str = "small"
+    is_hard: Annotated[bool, Field(alias="hard")] = False
+
+
+@dataclass
+class Rich:
+    high: Annotated[int, Field(alias="max-high")] = 1
+    level: Level = field(default_factory=Level)
+    weights: Weights = field(default_factory=Weights)
+    seen: set[int] = field(default_factory=set)
+    pairs: set[tuple[bool, int]] = field(default_factory=set)
+    names: dict[int, bool] = field(default_factory=dict)
+    start: InitVar[bool] = False
+    limit: ClassVar["Absent"] = 3
+
+    def __post_init__(self, start: bool) -> None:
+        if self.high == 7:
+            raise KeyError("seven")
+        assert self.high != 8, "is too high"
+        assert self.high != 9, "high: is too high"
+
+
+def rich(options: Rich) -> Kept:
+    return Kept(options)
+
+
+@dataclass
+class Words:
+    words: tuple[str, ...] = ()
+
+
+def either(options: UserOptions | Words) -> Kept:
+    return Kept(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("rich", {"max-high": 3}, Rich(high=3)),
+        ("rich", {"high": 3, "start": True}, Rich(high=3)),
+        ("rich", {"level": {"hard": True}}, Rich(level=Level(hard=True))),
+        ("rich", {"weights": {"form": 2}}, Rich(weights={"form": 2.0})),
+        ("rich", {"pairs": [[True, 3], [False, 2]]}, Rich(pairs={(True, 3), (False, 2)})),
+        ("rich", {"names": {"1": True}}, Rich(names={1: True})),
+        ("either", {"low": 2}, UserOptions(low=2)),
+        ("either", {"words": ["a"]}, Words(words=("a",))),
+    ],
+)
+def test_options_keep_every_value(name: str, options: dict[str, Any], expected: object) -> None:
+    made: Any = resolve(f"{__name__}:{name}", options)()
+    assert made.options == expected == read_options(f"{__name__}:{name}", options)
+    assert user_code(made.options) == []
+
+
+def of_list(options: list[UserOptions]) -> Kept:
+    return Kept(options)
+
+
+def of_type(options: type[UserOptions]) -> Kept:
+    return Kept(options)
+
+
+def of_any_number(*options: UserOptions) -> Kept:
+    return Kept(options)
+
+
+class Unknown(Kept, Generic[Value]):
+    def __init__(self, options: Value) -> None:
+        super().__init__(options)
+
+
+@dataclass
+class WithAbsent:
+    value: "Absent | None" = None
+
+
+def with_absent(options: WithAbsent) -> Kept:
+    return Kept(options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rich", {"level": {"modell": "a"}}, "options.level.modell: unknown key; did you mean"),
+        ("rich", {"weights": {"fom": 2}}, "options.weights.fom: unknown key; did you mean 'form'?"),
+        ("rich", {"begin": 2}, "names, start"),
+        ("rich", {"level": 3}, "options.level: got 3, expected a map of settings, with keys such"),
+        ("rich", {"max-high": True}, "options.max-high: got True, expected a number"),
+        ("rich", {"seen": [3, True]}, "options.seen.1: got True, expected a number"),
+        ("rich", {"pairs": [[True, True]]}, "options.pairs.0.1: got True, expected a number"),
+        ("rich", {"names": {True: True}}, "options.names.True: got True, expected a number"),
+        ("rich", {"high": 7}, "a check of Rich raised KeyError: 'seven' at "),
+        ("rich", {"high": 8}, "options: is too high"),
+        ("rich", {"high": 9}, "options.high: is too high"),
+        ("either", {"lou": 2}, "options.UserOptions.lou: unknown key; did you mean 'low'?"),
+        ("of_list", {"low": 2}, "takes options: list["),
+        ("of_type", {"low": 2}, "such as options: UserOptions; correct the argument"),
+        ("of_any_number", {"low": 2}, "takes *options: "),
+        ("Unknown", {"low": 2}, "the type Value of its argument options is not known"),
+        ("with_absent", {}, "name 'Absent' is not defined); expected fields of plain types"),
+    ],
+)
+def test_options_that_would_be_misread_are_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    for reading in (resolve, read_options):
+        with pytest.raises(BadEnvironmentOptions, match=re.escape(message)):
+            reading(f"{__name__}:{name}", options)
 
 
 def test_a_name_is_given_once() -> None:
