@@ -37,7 +37,7 @@ class TurnOptions:
     __pydantic_config__ = STRICT
 
     max_malformed: Natural = 3
-    """Malformed turns in a row; one more ends the episode."""
+    """Largest number of malformed turns in a row; one more ends the episode."""
     malformed_penalty: Penalty = 0.1
     """Subtracted from the reward for each malformed turn, as the component malformed."""
 

@@ -415,7 +415,8 @@ def test_the_options_of_the_environment_are_described_too(tmp_path: Path) -> Non
     assert lines[lines.index("    high: 5") - 1] == "    # The largest number."
     # A field that the dataclass inherits.
     at = lines.index("    max_malformed: 3")
-    assert lines[at - 1] == "    # Malformed turns in a row; one more ends the episode."
+    expected = "    # Largest number of malformed turns in a row; one more ends the episode."
+    assert lines[at - 1] == expected
 
 
 def test_a_tree_travels_to_another_process_as_it_is() -> None:

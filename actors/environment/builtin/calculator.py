@@ -1,13 +1,14 @@
 """Arithmetic questions with a calculator tool: the policy must learn to call it in the right form.
 
 The question depends only on the task's seed. A turn is either tool calls, each answered by a tool
-message, or the final answer, a plain number. Anything else is malformed: it is answered with one
-short sentence about the fault, and ends the episode only after `max_malformed` malformed turns in a
-row. Everything that a player reads is one of the constants below.
+message, or the final answer, a plain number. Any other turn is malformed: it is answered with one
+short sentence about the fault, and more than `max_malformed` such turns in a row end the episode.
+Every text that a player reads is one of the constants below.
 
-Rewards by name: `correct` 1 for the right final answer; `malformed` minus `malformed_penalty` for
-each malformed turn; `used_tool` plus `tool_bonus` at the final answer, right or wrong, if a call
-had computed the right value before (0 by default: only correctness is then rewarded).
+Components of the reward: `correct` is 1 for the right final answer. `malformed` is minus
+`malformed_penalty` for each malformed turn. `used_tool` is `tool_bonus` at the final answer, right
+or wrong, if a call had computed the right value before; it is 0 by default, so that only
+correctness is rewarded.
 """
 
 from __future__ import annotations
@@ -158,8 +159,8 @@ class BadExpression(BadArguments):
 def evaluate(expression: str) -> float:
     """Evaluate an arithmetic expression.
 
-    Safe on any text of a policy: its length and characters are checked before it is parsed, so that
-    it cannot contain names, take long or cause warnings.
+    It is safe for any text of a policy: length and characters are checked before parsing, so the
+    text cannot contain names, take long or cause warnings.
 
     Raises: BadExpression for anything but numbers, + - * / and parentheses, for a division by
     zero, and if a number exceeds MAX_MAGNITUDE.
@@ -175,7 +176,7 @@ def evaluate(expression: str) -> float:
 
 
 def format_number(value: float) -> str:
-    """Write a number as a person would: no trailing zeros, at most six decimals.
+    """Write a number with at most six decimals and without trailing zeros.
 
     Example: format_number(7.0) -> "7"; format_number(0.1 + 0.2) -> "0.3"
     """

@@ -1,8 +1,8 @@
-"""A guessing game with hints: the policy must discover a strategy, binary search is the best.
+"""A guessing game with hints: the policy must discover a strategy; the best is binary search.
 
-The secret depends only on the task's seed. A hit gives reward 1 and ends the game; running out
-of guesses ends it too (the game is lost: terminated, not truncated). Everything that a player
-reads is one of the constants below; they are short because each token costs time on a CPU.
+The secret depends only on the task's seed. A hit gives reward 1 and ends the game. The last guess
+ends the game too: it is then lost, and the episode is terminated, not truncated. Every text that a
+player reads is one of the constants below; they are short because each token costs time on a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMINDER = "Say one number from {low} to {high}."
 HIGHER = "higher"
 LOWER = "lower"
 
-# Nine digits: more exceed every range, and Python refuses to read thousands of them.
+# Nine digits are enough for every range; Python refuses to read a number of thousands of digits.
 _NUMBER = re.compile(r"(?<![0-9.])-?[0-9]{1,9}(?![0-9]|\.[0-9])")
 _DIGIT = re.compile(r"[0-9]+")
 
@@ -62,7 +62,7 @@ class GuessingOptions:
     high: Number = 7
     """The largest number."""
     max_guesses: Annotated[int, Ge(1), Le(64)] = 3
-    """Guesses until the game is lost."""
+    """Number of guesses after which the game is lost."""
     ruled_out_cost: Fraction = 0.0
     """Subtracted from the reward for a guess that the hints exclude."""
 
@@ -75,11 +75,12 @@ class GuessingOptions:
 
 
 class GuessingEnvironment:
-    """A game with the numbers low to high and max_guesses guesses.
+    """A game with a secret from low to high, and max_guesses guesses.
 
     A text without exactly one number of the range is malformed: it is answered with a reminder and
-    costs a guess. Rewards: `hit` 1 for the secret, 0 otherwise; `ruled_out` -ruled_out_cost for a
-    number that the hints exclude, so that a lost game too distinguishes good guesses from bad ones.
+    costs a guess. Components of the reward: `hit` is 1 for the secret, otherwise 0. `ruled_out` is
+    -ruled_out_cost for a number that the hints exclude, so that rewards distinguish good guesses
+    from bad ones in a lost game too.
     """
 
     data_schema = NO_DATA
@@ -87,7 +88,7 @@ class GuessingEnvironment:
     def __init__(self, options: GuessingOptions) -> None:
         self._options = options
         self._secret = options.low
-        # The range that the hints leave.
+        # The range of the numbers that the hints do not exclude.
         self._lowest, self._highest = options.low, options.high
         self._guesses_left = 0
 

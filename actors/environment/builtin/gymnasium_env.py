@@ -1,14 +1,15 @@
 """Adapter for gymnasium: environments that can be played in text.
 
-The policy is shown an observation of `spaces.Text` unchanged; else the environment's rendering as
-`ansi`, with coloured text in brackets; else the values of a Discrete, MultiDiscrete, MultiBinary,
-Tuple or Dict space. Actions: those of a Discrete space by name, or any text of a Text space. Other
-spaces are refused. The optional package is imported at first use only; calls, which may block, run
-in threads.
+The policy is shown an observation of `spaces.Text` unchanged. Otherwise it is shown the
+environment's rendering as `ansi`, with coloured text in brackets, or, if there is none, the values
+of a Discrete, MultiDiscrete, MultiBinary, Tuple or Dict space. Actions are those of a Discrete
+space, by name, or any text of a Text space. Other spaces are refused. The optional package is
+imported only when it is first used; calls, which may block, run in threads.
 
 The reward is the environment's own (component `score`). A reply that is not an action is malformed:
-it costs `malformed_penalty` (component `malformed`), changes nothing, and ends the game after
-`max_malformed` in a row. gymnasium's `truncated` (its time limit) is a truncation here too.
+it costs `malformed_penalty` (component `malformed`) and changes nothing; more than `max_malformed`
+such replies in a row end the game. gymnasium's `truncated` (its time limit) is a truncation here
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PROMPT = "{observation}\nActions: {actions}. Answer with one of them."
 TEXT_PROMPT = "{observation}"
 NO_ACTION = "Answer with one of: {actions}."
 NO_TEXT = "The game does not accept this answer."
-# The names in gymnasium's documentation.
+# The names of actions in gymnasium's documentation.
 ACTION_NAMES: Mapping[str, Sequence[str]] = {
     "FrozenLake": ("left", "down", "right", "up"),
     "CliffWalking": ("up", "right", "down", "left"),
@@ -146,7 +147,7 @@ class GymnasiumEnvironment:
 
 
 class _Game:
-    """One environment of gymnasium; its methods block."""
+    """One environment of gymnasium. Its methods block."""
 
     def __init__(self, spec: Any, kwargs: Mapping[str, Any], names: Sequence[str] | None) -> None:
         self._spec = spec

@@ -1,10 +1,10 @@
-"""Adapter for the servers of OpenEnv environments, by their protocol; needs no package of OpenEnv.
+"""Adapter for servers of OpenEnv environments. It speaks their protocol without OpenEnv's package.
 
 An episode is one session (`OpenEnvSession`). The reward is the server's (component `score`). An
 action that the server's schema refuses is malformed: it costs `malformed_penalty` (component
-`malformed`), changes nothing, and ends the episode after `max_malformed` in a row. Any other error
-or the loss of the server ends the attempt as an environment error; an episode without any reward
-ends as a reward error.
+`malformed`) and changes nothing; more than `max_malformed` such turns in a row end the episode. Any
+other error or the loss of the server ends the attempt as an environment error; an episode without
+any reward ends as a reward error.
 
 With `tools` the policy calls the environment's MCP tools, and each call is a step on the server. A
 turn without calls ends the episode if a step had a reward before, and is malformed otherwise.
@@ -55,7 +55,7 @@ NO_TOOLS = (
 ACTION_FIELD = "message"
 # Errors of a field that the configuration causes, not the policy's text.
 _WRONG_FIELDS = {"missing", "extra_forbidden"}
-# OpenEnv's kinds of failed calls: first those that the policy causes, then the server's.
+# OpenEnv's kinds of failed calls: first the kinds that the policy causes, then the server's.
 _MALFORMED_CALLS = {"invalid_args", "tool_not_found"}
 _TRANSPORT = "transport_error"
 
@@ -73,7 +73,7 @@ class OpenEnvOptions(TurnOptions):
     action: Mapping[str, Any] | None = None
     """Other fields of the action."""
     tools: bool = False
-    """Whether the policy calls the environment's MCP tools instead."""
+    """Whether the policy calls the environment's MCP tools instead of writing an action."""
     observation_field: str | None = None
     """Field to show to the policy, such as text or metadata.text; null: all fields, as JSON."""
     prompt: str = "{observation}"
@@ -175,7 +175,7 @@ class OpenEnvEnvironment:
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
     ) -> StepResult:
-        """Return the result of a turn from its steps on the server. Raises: RewardError."""
+        """Combine a turn's steps on the server into the turn's result. Raises: RewardError."""
         rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
         is_over = any(answer.get("done") for answer in answers)
         self._was_rewarded |= bool(rewards)
@@ -261,7 +261,7 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the policy's text causes all faults, and no configured field does."""
+        """Whether all faults are in the policy's text, and none is in a configured field."""
         return self._options.action_field is None or all(
             place_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
@@ -282,7 +282,7 @@ def _result_of(seen: Mapping[str, Any]) -> tuple[str, bool]:
     parts = result.get("content") if isinstance(result, Mapping) else None
     if not isinstance(parts, list):
         return _as_text(result), False
-    # MCP's form of a result: texts, and of other parts only the type.
+    # The result has MCP's form: show the text of text parts, and only the type of other parts.
     texts = [part.get("text") or f"[{part.get('type')}]" for part in parts]
     return _as_text("\n".join(texts)), False
 
@@ -413,10 +413,10 @@ class OpenEnvSession:
 
 
 def place_of(fault: Mapping[str, Any]) -> str:
-    """Return the field that an error of pydantic is about."""
+    """Return the name of the field that an error of pydantic concerns."""
     return str(next(iter(fault.get("loc") or ()), ""))
 
 
 def failed(kind: str, code: object, message: object) -> ValueError:
-    """Return the error for an answer of the server that no other rule handles."""
+    """Return the exception for an answer of the server that is not handled otherwise."""
     return ValueError(f"openenv: the server answers {kind} with {code}: {message}")

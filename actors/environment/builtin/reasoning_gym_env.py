@@ -2,13 +2,14 @@
 
 A task's data has `family` and either the item itself (`question`, `answer`, `metadata`, as `rayloom
 tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` has the family's
-options. The optional package is imported at first use only.
+options. The optional package is imported only when it is first used.
 
-Stated choices: the answer is the text of the last `<answer>…</answer>`, else the whole visible
-text. An empty answer scores 0 without the scorer, even if the true answer is empty. An
-answer also scores 0 if it is longer than `max_answer_chars`, or if the scorer raises on it but
-scores the true answer (then the answer is at fault, not the scorer). With several attempts a
-turn's `score` is its gain over the best one so far, so that the return is the best score.
+Stated choices: the answer is the text of the last `<answer>…</answer>` or, without these tags, the
+whole visible text. An empty answer scores 0, and the scorer is not called, even if the true answer
+is empty. An answer also scores 0 if it is longer than `max_answer_chars`, or if the scorer raises
+an exception for it but not for the true answer (then the answer is at fault, not the scorer). If a
+task allows several attempts, the `score` of a turn is its gain over the best attempt so far, so
+that the return is the best score.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def import_reasoning_gym() -> ModuleType:
 
 
 def _provide_pycosat() -> None:
-    """Replace pycosat by python-sat if it is not installed.
+    """Replace pycosat by python-sat if pycosat is not installed.
 
     reasoning-gym imports pycosat for its zebra puzzles. pycosat has no wheels: installing it needs
     a C compiler. Both enumerate all solutions, so the puzzles are the same.
@@ -191,7 +192,7 @@ class ReasoningGymEnvironment:
 
 
 class _ScorerFailed(Exception):
-    """A family's scorer raised; `__cause__` is the exception."""
+    """The scorer of a family raised an exception, which is `__cause__`."""
 
 
 def _score(scorer: Any, answer: str, item: Item) -> float:
@@ -216,7 +217,7 @@ def _scores_truth(scorer: Any, item: Item) -> bool:
 
 
 def _ask_scorer(scorer: Any, answer: str, item: Item) -> float:
-    """Call a family's own code. Raises: _ScorerFailed."""
+    """Call the scorer of a family. Raises: _ScorerFailed if it raises."""
     try:
         return float(scorer.score_answer(answer, entry=item))
     except Exception as error:
@@ -245,7 +246,7 @@ def _load(task: Task) -> tuple[Any, Item]:
 
 @lru_cache(maxsize=256)
 def _scorer(family: str, config_json: str) -> Any:
-    """Return the family's scorer; a score depends on item and configuration, not on the seed."""
+    """Return the family's scorer; scores depend on item and configuration, not on a seed."""
     return make_dataset(family, config=json.loads(config_json), seed=0, size=1)
 
 
@@ -255,8 +256,8 @@ def generate_tasks(
     """Make tasks of a reasoning-gym family, in the order of its own generator.
 
     Args: count: number of tasks. seed: seed of the whole set. options: the family's configuration.
-    Returns: tasks whose data have the item, or the seed and the index that generate it if its
-    metadata change in JSON or are scored differently afterwards.
+    Returns: tasks whose data have the item. If JSON would change the item's metadata or its score,
+    the data have the seed and the index that generate the item instead.
     Raises: ValueError for an unknown family or option; ImportError without the package.
     """
     if count < 1:
@@ -291,7 +292,7 @@ def _stored(dataset: Any, index: int, *, seed: int) -> dict[str, Any]:
 
 
 def _without_tuples(value: Any) -> Any:
-    """Return a value with lists instead of tuples, as JSON would give it back."""
+    """Return a value with lists instead of tuples, as if it had been written and read as JSON."""
     if isinstance(value, list | tuple):
         return [_without_tuples(part) for part in value]
     if isinstance(value, dict):

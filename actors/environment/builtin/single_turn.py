@@ -58,8 +58,8 @@ class SingleTurnOptions:
     judges: Mapping[str, Any] | None = None
     """Options of each judge by its name."""
     answer_pattern: str | None = None
-    """Regular expression whose one group matches the answer in the text, which majority votes
-    count; null: the whole text is the answer."""
+    """Regular expression whose one group matches the answer in the text; majority votes count
+    these answers. null: the whole text is the answer."""
     group_reward: Weighted = field(default_factory=dict)
     """Functions that score the answers of a group together, with weights as for reward."""
 
@@ -77,7 +77,7 @@ class SingleTurnEnvironment:
     def __init__(self, options: SingleTurnOptions) -> None:
         """Load the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, also if there are none; BadJudge.
+        Raises: BadRewardFunction, also if nothing scores the answers; BadJudge.
         """
         group_reward, judges = options.group_reward, options.judges
         self._group_functions = load_group_functions(group_reward) if group_reward else ()
@@ -87,7 +87,7 @@ class SingleTurnEnvironment:
             *functions,
             *load_judges(judges or {}),
         )
-        # Whether an answer has a reward before those of its group are added.
+        # Whether an answer has a reward of its own, before group rewards are added.
         self._scores_one = bool(functions) or self._has_reward(judges)
         names = [each.name for each in (*self._functions, *self._group_functions)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -100,7 +100,7 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
-        """Whether something other than a reward function scores the answer."""
+        """Whether something other than a reward function, such as a judge, scores the answer."""
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:
@@ -117,7 +117,7 @@ class SingleTurnEnvironment:
             function.check(columns, extras=frozenset(f"{name}s" for name in columns))
 
     def first_messages(self, data: Mapping[str, Any]) -> Sequence[Message]:
-        """Return the first messages of a task with these data, without beginning it."""
+        """Return the first messages of a task with these data, without beginning an episode."""
         prompt = data["prompt"]
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [] if self._system is None else [Message(role=Role.SYSTEM, content=self._system)]
@@ -128,7 +128,7 @@ class SingleTurnEnvironment:
         try:
             return await self._scored(action.text)
         except RewardError as error:
-            # A call that exceeded its time limit would exceed it again.
+            # Do not try again: a call that exceeded its time limit would exceed it again.
             is_final = isinstance(error.__cause__, CallTimedOut)
             rescore = None if is_final else partial(self._scored, action.text)
             raise RewardError(str(error), rescore=rescore) from error
@@ -146,7 +146,7 @@ class SingleTurnEnvironment:
     async def score_by(self, function: RewardFunction | JudgeReward, completion: str) -> Score:
         """Score an answer to the current task by one of its `functions`.
 
-        A group function is called with a group that has the answer twice.
+        A group function is called with a group of two rollouts, which both have this answer.
 
         Raises: RewardError if there is no score; any exception that the function raises.
         """
@@ -233,7 +233,9 @@ class SingleTurnEnvironment:
         return last_of(self._answer_pattern, text, what="answer_pattern")
 
     def _components(self, scores: _Scores) -> dict[str, float]:
-        """Return the only function's parts; of several functions, each one's value and parts."""
+        """Return the components of the reward: of one function, its parts; of several functions,
+        the value and the parts of each.
+        """
         known = {
             function: score.value for function, score in scores.items() if score.value is not None
         }
@@ -253,7 +255,7 @@ _Scores = dict[RewardFunction | JudgeReward, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | JudgeReward) -> Iterator[None]:
-    """Turn an exception of a user's function into a RewardError: only the score is missing.
+    """Raise a user function's exception as a RewardError, because only the score is missing.
 
     RewardError and WorkerLost are raised unchanged.
     """
@@ -275,7 +277,7 @@ _BOUND_TO_ROLES = {
 
 
 def must_be_read(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a prompt's messages have parts that `chat_message` may refuse."""
+    """Whether a prompt's messages have parts that `chat_message` may refuse."""
     return not isinstance(prompt, str) and any(
         each.get(key) for each in prompt for key in _BOUND_TO_ROLES
     )
@@ -331,7 +333,7 @@ def _call(row: Mapping[str, Any]) -> ToolCall:
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Return a chat with its first system messages merged: many templates take only one."""
+    """Merge the system messages at the start of a chat, because many templates take only one."""
     first = list(takewhile(lambda each: each.role is Role.SYSTEM, messages))
     if len(first) < 2:
         return list(messages)

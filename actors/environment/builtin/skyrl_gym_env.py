@@ -1,12 +1,13 @@
 """Adapter for skyrl-gym: subclasses of its `BaseTextEnv`, from the package or by a user.
 
 A task's data have `prompt`, a text or the messages of a chat; everything else is the environment's
-`extras`, such as `reward_spec`. `step` gets a turn's whole text. The reward is the environment's
-own (component `score`), and at the end its numeric metrics are components too.
+`extras`, such as `reward_spec`. The environment's `step` receives the whole text of a turn. The
+reward is the environment's own (component `score`). At the end of the episode the environment's
+numeric metrics are components too.
 
 Deviation: if an environment returns a shortened action (`postprocessed_action`), the history keeps
-the sampled text, because its tokens are trained. The optional package is imported at first use
-only; its calls, which may block, run in threads.
+the sampled text, because its tokens are trained. The optional package is imported only when it is
+first used; its calls, which may block, run in threads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def import_skyrl_gym() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkyRLGymOptions:
-    """Options of `skyrl_gym`."""
+    """Options of `skyrl_gym`: the environment and its configuration."""
 
     __pydantic_config__ = STRICT
 

@@ -1,15 +1,15 @@
-"""Adapter for textarena: its games for one player, and games for two against a scripted opponent.
+"""Adapter for textarena: games for one player, and games for two against a scripted opponent.
 
-The game gets a reply's visible text unchanged (most games require a move in square brackets, and
-say so); the policy is shown the game's messages since its last move, without the echo of that move.
-The reward is the game's own, at its end (component `score`). A move that the game refuses is a
-malformed turn; most games end with the second in a row. Deviation: a game that ends this way gives
-at most 0, although some games reward partial progress. The optional package is imported at first
-use only; calls, which may block, run in threads.
+The game receives the visible text of a reply unchanged (most games require a move in square
+brackets, and say so). The policy is shown the game's messages since its last move, without the echo
+of that move. The reward is the game's own, at the end of the game (component `score`). A move that
+the game refuses is a malformed turn; most games end after two of them in a row. Deviation: a game
+that ends this way gives at most 0, although some games reward partial progress. The optional
+package is imported only when it is first used; calls, which may block, run in threads.
 
-textarena draws from the global generators of Python and numpy. To make a game depend on its seed,
-only one game of a process moves at a time, each with its own states of the generators. Other
-threads that draw meanwhile can still disturb it.
+textarena draws from the global random generators of Python and numpy. To make a game depend on its
+seed, only one game of a process moves at a time, each with its own states of the generators. Other
+threads that draw at the same time can still change its course.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def import_textarena() -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """The text to show to the policy, and the game's end if it has ended."""
+    """The text to show to the policy, and the game's result if it has ended."""
 
     text: str
     is_refused: bool = False
@@ -76,8 +76,8 @@ class TextArenaOptions:
     kwargs: Mapping[str, Any] | None = None
     """Further arguments of `textarena.make`."""
     opponent: UserCode | None = None
-    """FILE.py:FUNCTION, which takes and returns a text; null: a game for one. Against an opponent
-    the policy has the first seat for an even seed, else the second."""
+    """The opponent, a function from a text to a text, as FILE.py:FUNCTION; null: a game for one
+    player. Against an opponent the policy has the first seat for an even seed, else the second."""
     best_return: float | None = None
     """The highest possible return; null: unknown."""
 
@@ -131,7 +131,7 @@ class TextArenaEnvironment:
 
 
 class _Game:
-    """One game; its methods block."""
+    """One game of textarena. Its methods block."""
 
     def __init__(self, make: Callable[[], Any], opponent: Opponent | None) -> None:
         self._make = make
@@ -184,7 +184,7 @@ class _Game:
         return getattr(self._env.state, "error_count", 0)
 
     def _ended(self) -> _Seen:
-        """Return the game's end. Raises: ValueError if there is no reward."""
+        """Return the result of a game that has ended. Raises: ValueError if there is no reward."""
         rewards, info = self._env.close()
         if not rewards or self._seat not in rewards:
             raise ValueError(

@@ -1,8 +1,9 @@
 """A prompt from the data, tools that are functions, and a user's functions that score the answer.
 
-A turn is either calls of tools, each answered by a message, or the final answer, which the reward
-functions score as in `single_turn`. If a tool raises, the answer is its error. A malformed call is
-answered with its fault, and ends the episode after `max_malformed` such turns in a row.
+In a turn the policy either calls tools, and each call is answered by a message; or it gives the
+final answer, which the reward functions score as in `single_turn`. If a tool raises an exception,
+its call is answered with the error. A malformed call is answered with its fault; more than
+`max_malformed` turns with such calls in a row end the episode.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ class ToolsOptions(SingleTurnOptions):
     call_limit_s: Annotated[float, Gt(0), Lt(86400)] = 20.0
     """Seconds that one tool call may take."""
     max_answer_chars: Positive = 8000
-    """Characters of a tool's answer that are kept; the note that the rest was cut off is not
-    counted."""
+    """Maximum number of characters of a tool's answer; the rest is cut off, and a note about the
+    cut, which is not counted, is added."""
     max_malformed: Natural = 3
-    """Malformed turns in a row; one more ends the episode."""
+    """Largest number of malformed turns in a row; one more ends the episode."""
 
     def __post_init__(self) -> None:
         SingleTurnOptions.__post_init__(self)
@@ -95,7 +96,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         self._call_limit_s = options.call_limit_s
         self._max_answer_chars = options.max_answer_chars
         self._turns = ToolTurns(self._call, at_most=options.max_malformed, penalty=None)
-        # Either instances in this process, or `workers.Held` references to those in `_home`.
+        # Instances in this process, or `workers.Held` references to instances in `_home`.
         self._instances: list[Any] = []
         self._home: workers.Home | None = None
         self._own_servers: list[McpServer] = []

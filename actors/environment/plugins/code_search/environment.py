@@ -1,18 +1,20 @@
 """Find the files that answer a question about a repository, with tools to list, search and read.
 
 A task's data: `question`, `repository` (a directory or an archive, by a path relative to the
-option `root`) and `files`, the true paths within it; other keys are ignored. The answer is a call
-of the tool `answer` with a list of paths, as its turn's only call; it ends the task. Its reward is
-the F1 over the files (`grade_files`).
+option `root`) and `files`, the true paths within the repository; other keys are ignored. The policy
+answers with a call of the tool `answer`, which has a list of paths and is the only call of its
+turn. The answer ends the task. Its reward is the F1 over the files (`grade_files`).
 
 A turn is malformed if it has no call, if a call cannot be read or has an argument that no
 repository could satisfy (a path that leads outside, a broken pattern), if it has too many calls, or
-if an answer has another form or comes with other calls. It costs `malformed_penalty`, is answered
-with one sentence for each fault, and ends the task after `max_malformed` such turns in a row: the
-return is then negative or 0. A call beyond `max_calls` is not run; its answer says so.
+if an answer has another form or comes with other calls. A malformed turn costs `malformed_penalty`
+and is answered with one sentence for each fault. More than `max_malformed` such turns in a row end
+the task: the return is then negative or 0. A call beyond `max_calls` is not run; its answer says
+so.
 
-Components of the reward, by name: at the answer `precision`, `recall`, `f1` and `num_calls` (of
-executed searches), of which only `f1` is the reward; `malformed` at each malformed turn.
+Components of the reward, by name. A turn that answers has `precision`, `recall`, `f1` and
+`num_calls` (the number of executed searches); only `f1` is added to the reward. A malformed turn
+has `malformed`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class CodeSearchOptions(ToolSettings):
     max_calls: Positive = 24
     """Maximum number of calls of the search tools in an episode."""
     max_malformed: Natural = 3
-    """Malformed turns in a row; one more ends the episode."""
+    """Largest number of malformed turns in a row; one more ends the episode."""
     malformed_penalty: Penalty = 0.1
     """Subtracted from the reward for each malformed turn, as the component malformed."""
 
@@ -200,8 +202,8 @@ def _tool_message(content: str, call: ToolCall | MalformedCall) -> Message:
 #
 # Stated choices. A path counts once, however often it is named; `./a` and `a//b` are `a` and `a/b`;
 # upper and lower case differ. Everything else that is not the path of a true file is wrong: a
-# directory, a missing file, an absolute path, a path with `..`. Without true files every score is
-# 0, even of the empty answer; the empty answer always scores 0.
+# directory, a missing file, an absolute path, a path with `..`. Every score is 0 if there are no
+# true files, and if the answer is empty.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
     """The scores of an answer, each from 0 to 1."""

@@ -1,12 +1,14 @@
 """Questions about a git repository, with answers from its history or its files.
 
-`commits`: the subject of a commit is the question, the files that it changed are the truth; the
-policy searches the repository at HEAD, which has the change. It skips merges, reverts and
-fixups; subjects with fewer than MIN_WORDS words, or with the name of one of the files; commits that
-changed more than `max_files` files, or a file that is gone; and all but the newest commit with the
-same subject. `docstrings`: the first sentence of a Python module's docstring is the question, the
-module the truth; easier, because the file contains the words. Called by `rayloom tasks
-code-search`.
+Source `commits`: the subject of a commit is the question, and the files that the commit changed are
+the right answer. The policy searches the repository at HEAD, which has the change. Skipped are
+merges, reverts and fixups; subjects with fewer than MIN_WORDS words, or with the name of one of the
+files; commits that changed more than `max_files` files, or a file that no longer exists; and all
+but the newest commit with the same subject.
+
+Source `docstrings`: the first sentence of a Python module's docstring is the question, and the
+module is the right answer. These questions are easier, because the file contains their words.
+Called by `rayloom tasks code-search`.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from pathlib import Path
 from actors.types import Task
 
 MIN_WORDS = 3
-# Files that change along with anything else.
+# Files that change together with files of any topic, so they answer no question.
 BY_THE_WAY = ("CHANGELOG*", "*.lock", "package-lock.json")
 _NO_QUESTION = re.compile(r"(merge|revert|fixup!|squash!|wip)\b", re.IGNORECASE)
 _GIT_LIMIT_S = 300.0
 
 
 class QuestionSource(StrEnum):
-    """The source of questions."""
+    """The part of a repository from which questions are made."""
 
     COMMITS = "commits"
     DOCSTRINGS = "docstrings"
 
 
 class GitFailed(ValueError):
-    """git is missing, or failed; the text has its message."""
+    """git is not installed, or a git command failed; the text has git's message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def tasks_of_repository(
         Task(
             task_id=f"{archive.name.partition('.')[0]}-{question.name}",
             environment="code_search",
-            # The environment draws nothing at random.
+            # Any seed will do: the environment draws nothing at random.
             seed=0,
             data={
                 "question": question.text,
@@ -126,7 +128,7 @@ def _of_docstrings(archive: Path) -> Iterator[_Question]:
 def _first_sentence(source: bytes) -> str:
     try:
         with warnings.catch_warnings():
-            # Warnings about the parsed code, such as an unknown escape in a string.
+            # Hide warnings about the parsed code, such as an unknown escape in a string.
             warnings.simplefilter("ignore")
             text = ast.get_docstring(ast.parse(source)) or ""
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,10 +1,11 @@
-"""Locate the repository of a task: a directory below a root, or an archive there, unpacked once.
+"""Locate the repository of a task: a directory or an archive below a root; unpack an archive once.
 
 Invariant: a repository that a task names is below the root, after links are resolved. Archives are
-unpacked into a scratch directory of this process, which removes it at its end; if it is killed, the
-next process of the same user that makes a scratch directory removes it (each holds a lock on its
-own). Beyond KEPT_REPOSITORIES times the size limit of one repository, the least recently used ones
-without users are removed. Called by `tools`.
+unpacked into a scratch directory of this process, which removes the directory when it ends. If the
+process is killed, the next process of the same user that makes a scratch directory removes the old
+one: a living process holds a lock on its directory. If the unpacked repositories take more than
+KEPT_REPOSITORIES times the size limit of one, the least recently used ones without users are
+removed. Called by `tools`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from actors.environment.plugins.code_search.unpack import SUFFIXES, ArchiveLimit
 _PREFIX = "rayloom-code-search-"
 _LOCK = "lock"
 KEPT_REPOSITORIES = 8
-# A directory without a lock is just being made, or its process died at that moment.
+# A directory has no lock while it is made, or if its process died at that moment.
 _LOCKLESS_S = 3600.0
 
 
@@ -68,7 +69,7 @@ class Repositories:
         self._unpacked: OrderedDict[_ArchiveKey, _Unpacked] = OrderedDict()
 
     def locate(self, name: str) -> str:
-        """Return the repository's directory; unpacks its archive first if needed, and blocks.
+        """Return the repository's directory. Block while its archive is unpacked, if it has one.
 
         The directory is kept until `release`. Raises: BadRepository, ServerFailed.
         """
@@ -174,7 +175,7 @@ _scratch_lock = threading.Lock()
 
 
 def scratch() -> str:
-    """Return this process's directory for unpacked archives; the first call makes it."""
+    """Return this process's directory for unpacked archives; make it in the first call."""
     global _scratch
     with _scratch_lock:
         # A forked child has its parent's memory, but no right to its directory.
@@ -191,7 +192,7 @@ def _make_scratch() -> tuple[str, int]:
         lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed it before it was locked.
+            # Another process may have removed the directory before it was locked.
             if os.path.exists(os.path.join(directory, _LOCK)):
                 return directory, lock
         os.close(lock)

@@ -1,10 +1,10 @@
 """Confine a process, irrevocably, to what reading files needs. Standard library only.
 
-Two walls keep a confined process from the network; at least one is required. A filter of system
-calls (seccomp; x86-64 and AArch64) allows what reading needs and refuses the rest: sockets, new
-processes and programs, signals, opening a file to write. An empty network namespace is added if the
-kernel grants one: to root with CAP_SYS_ADMIN, or to users that may create user namespaces. Limits
-of the kernel bound memory, processor time, open files and the size of files.
+Two barriers keep a confined process from the network; at least one is required. A filter of system
+calls (seccomp; x86-64 and AArch64) allows the calls that reading needs and refuses all others:
+sockets, new processes and programs, signals, opening a file to write. An empty network namespace is
+added if the kernel grants one: to root with CAP_SYS_ADMIN, or to users that may create user
+namespaces. Limits of the kernel bound memory, processor time, open files and the size of files.
 Called by the programs of this package before they read anything that others wrote.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 class NotConfined(Exception):
-    """The machine has no way to keep a process from the network; the text says what was tried."""
+    """The machine cannot keep a process from the network; the text says what was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class Confinement:
     memory_bytes: int
     """Bytes of address space."""
     cpu_s: int
-    """Seconds of processor time, in all."""
+    """Seconds of processor time over the whole life of the process."""
     file_bytes: int = 0
-    """Bytes of each file that it writes; 0: it may not write files."""
+    """Maximum size of each file that the process writes, in bytes; 0: it may not write files."""
     open_files: int = 128
 
     @property
@@ -44,7 +44,7 @@ class Confinement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Machine:
-    """Numbers of a processor's system calls, and of the processor itself."""
+    """The numbers by which the kernel knows a processor's architecture and its system calls."""
 
     audit_arch: int
     openat: int
@@ -86,7 +86,7 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     """Confine this process, and let the kernel kill it when its parent process ends.
 
     Args: processor: for tests; an unknown one gets no filter.
-    Returns: the walls that keep it from the network: `namespace`, `seccomp`, or both.
+    Returns: the barriers that keep the process from the network: `namespace`, `seccomp`, or both.
     Raises: NotConfined if neither is available; OSError.
     """
     for what, most in (
@@ -107,8 +107,8 @@ def confine(limits: Confinement, *, processor: str = platform.machine()) -> list
     machine = _MACHINES.get(processor)
     if machine is not None and _filter(libc, machine, may_write=limits.may_write):
         walls.append("seccomp")
-    # The limit counts all processes of a user, and root ignores it; the filter allows no new ones
-    # at all.
+    # The limit counts all processes of a user and does not apply to root; the filter allows no new
+    # process at all.
     if "seccomp" not in walls:
         _lower(resource.RLIMIT_NPROC, 0)
     if not walls:
@@ -143,7 +143,7 @@ def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
 
 
 def _program(machine: _Machine, *, may_write: bool) -> bytes:
-    """Return the filter's program: it allows the listed calls; others fail with EPERM."""
+    """Return the filter's program, which allows the listed calls; others fail with EPERM."""
     steps: list[Sequence[int]] = [
         (_LOAD, 0, 0, _ARCH),
         (_JUMP_EQUAL, 1, 0, machine.audit_arch),

@@ -1,9 +1,9 @@
 """The program that the tools run in: it reads requests from its input and writes an answer to each.
 
-It uses only the standard library, so that it starts in some twenty milliseconds and takes ten MiB.
-It is confined before it reads a request (`sandbox`); its caller (`servers`) enforces the time limit
-of a call by killing it. It ends when its input ends. Requests and answers are one line of JSON
-each.
+The program uses only the standard library, so that it starts in some twenty milliseconds and takes
+ten MiB. It is confined before it reads a request (`sandbox`). If a call takes too long, the caller
+(`servers`) kills the program. The program ends when its input ends. Each request and each answer is
+one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from actors.environment.plugins.code_search.tree import (
 
 MEMORY_BYTES = 512 * 2**20
 CPU_S = 120
-# Its caller then starts another one, between two calls.
+# When a server has used this many CPU seconds, its caller replaces it between two calls.
 RETIRES_AFTER_CPU_S = 60
 _TOOLS = {"list_files": list_files, "grep": grep, "read_file": read_file}
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Confine this process, then answer requests until the input ends."""
-    # No one would see the warnings that a pattern causes.
+    # Hide the warnings that a pattern causes, because nobody would see them.
     warnings.simplefilter("ignore")
     try:
         walls = confine(Confinement(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S))

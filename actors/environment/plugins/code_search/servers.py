@@ -2,8 +2,8 @@
 
 Invariant: no call takes longer than its limit, and nothing here blocks an event loop: each server
 belongs to one thread, which waits for it. A server that does not answer in time, or ends, is killed
-with its process group, and the next call starts another. A server dies with the thread or the
-process that started it, however that ends. Called by `tools`, and by the environment `sql`.
+with its process group, and the next call starts another. A server also dies when the thread or the
+process that started it ends for any reason. Called by `tools`, and by the environment `sql`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MAX_ANSWER_BYTES = 2**22
 
 
 class ServerFailed(Exception):
-    """A server cannot start or work on this machine; the text says why."""
+    """A server cannot be started, or does not work, on this machine; the text says why."""
 
 
 class NoAnswer(Exception):
-    """The call exceeded a limit of time, memory or size, and its server is gone."""
+    """A call exceeded a limit of time, memory or size, or its server ended; the server is gone."""
 
 
 def start_program(
@@ -109,7 +109,7 @@ class _Server:
         assert self.process.stdin is not None
         data = json.dumps(request).encode() + b"\n"
         try:
-            # Between two calls a server reads its input, so that this does not block for long.
+            # Between two calls a server reads its input, so this write does not block for long.
             while data:
                 data = data[os.write(self.process.stdin.fileno(), data) :]
         except OSError:
@@ -158,7 +158,7 @@ class ServerThreads:
             self._is_closed = True
             idle, self._idle = self._idle, set()
             for server in self._busy:
-                # Its thread, which reads from it, then drops it.
+                # The server's thread, which reads its output, then drops the server.
                 signal_group(server.process)
             busy = list(self._busy)
         for server in idle:

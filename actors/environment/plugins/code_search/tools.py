@@ -1,8 +1,8 @@
 """The tools of code search: their schemas for the policy, and the code that runs a call.
 
-An environment or an external agent needs only `CodeTools`: it locates a repository, and runs calls
-in confined processes, shared by all users of the same settings in this process. Costs of a call,
-measured on one core: docs/code-search.md.
+An environment or an external agent needs only `CodeTools`, which locates a repository and runs
+calls in confined processes. All users of the same settings in this process share these processes.
+docs/code-search.md has the cost of a call, measured on one core.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ToolAnswer:
     """Text for the policy."""
     is_error: bool = False
     is_malformed: bool = False
-    """An argument has a wrong form, so that no repository could answer the call."""
+    """Whether an argument has a wrong form, so that no repository could answer the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class ToolSettings:
 
 
 def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
-    """Return the files of a call of `answer`; None unless they are paths within the limits."""
+    """Return the files that a call of `answer` names; None if the form or a limit is violated."""
     files = arguments.get("files")
     if not isinstance(files, list) or len(files) > MAX_ANSWER_FILES:
         return None
@@ -109,7 +109,7 @@ def read_answer(arguments: Mapping[str, Any]) -> list[str] | None:
 
 
 class CodeTools:
-    """Search tools; use it as an asynchronous context manager, or call `close` or `aclose`."""
+    """Search tools, usable as an asynchronous context manager; else call `close` or `aclose`."""
 
     def __init__(self, settings: ToolSettings) -> None:
         self._settings = settings
@@ -124,7 +124,7 @@ class CodeTools:
         await self.aclose()
 
     async def open(self, repository: str) -> str:
-        """Locate a repository by its name below the root. Returns: its directory, for `call`.
+        """Locate a repository by its name below the root; return its directory, for `call`.
 
         Raises: BadRepository, ServerFailed.
         """
@@ -141,7 +141,7 @@ class CodeTools:
         bounds = Bounds(
             max_lines=settings.max_lines,
             max_chars=settings.max_chars,
-            # A partial answer is better than none.
+            # Stop the search before the time limit: a partial answer is better than none.
             soft_limit_s=0.6 * settings.call_limit_s,
         )
         request = {
@@ -166,11 +166,11 @@ class CodeTools:
         return missing
 
     async def aclose(self) -> None:
-        """Close in a thread, because it waits for processes to end."""
+        """Call `close` in a thread, because it waits for processes to end."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Release the shared processes; the last user of these settings ends them."""
+        """Release the shared processes; end them if no other user of these settings is left."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -183,7 +183,7 @@ class _Pool:
     """Processes and repositories of the same settings, shared by their users."""
 
     _shared: ClassVar[dict[ToolSettings, _Pool]] = {}
-    # Unpacked archives are kept without users too, until this process ends.
+    # Unpacked archives are also kept while they have no users, until this process ends.
     _repositories: ClassVar[dict[ToolSettings, Repositories]] = {}
     _lock = threading.Lock()
 
@@ -194,7 +194,7 @@ class _Pool:
         self._threads = ThreadPoolExecutor(
             min(4, os.cpu_count() or 1), thread_name_prefix="code-search"
         )
-        # Threads of its own: unpacking takes seconds and must not delay calls.
+        # Unpacking has its own threads: it takes seconds and must not delay calls.
         self._unpacking = ThreadPoolExecutor(2, thread_name_prefix="code-search-unpack")
         self._located = repositories
 
@@ -252,8 +252,8 @@ class _Pool:
             self._located.release(found.result())
 
     def _close(self) -> None:
-        # Idle threads end, and their servers with them; then only servers of abandoned calls are
-        # left to kill.
+        # Idle threads end, and their servers end with them. After that, only servers of abandoned
+        # calls must be killed.
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._unpacking.shutdown(wait=False, cancel_futures=True)
         self._located.stop()

@@ -1,7 +1,7 @@
 """List, search and read the files of a directory, and nothing outside it. Standard library only.
 
-Invariant: a path is opened part by part below the directory, and no part may be a link, so that
-only the directory's own regular files are read, whatever the path or the repository contains. Links
+Invariant: a path is opened part by part below the directory, and no part may be a link. So only the
+directory's own regular files are read, for any path and any content of the repository. Links
 and git's own directory (`.git`, which reveals later commits) are treated as missing. Every answer
 has a bound on lines, characters, files read and seconds, and says so if it was cut. Called by
 `server`, in a confined process.
@@ -22,18 +22,19 @@ HIDDEN = frozenset({".git"})
 MAX_PATH_CHARS = 1_024
 MAX_DEPTH = 48
 MAX_FILES_WALKED = 50_000
-# Larger files are listed but not searched or read: they are data.
+# Larger files are listed, but neither searched nor read, because they are data and not text.
 MAX_FILE_BYTES = 2 * 2**20
 MAX_PATTERN_CHARS = 500
 MAX_LINE_CHARS = 240
-# A pattern is matched with this much of a line: some patterns take time quadratic in its length.
+# A pattern is matched only with the start of a line, because some patterns take time quadratic in
+# the line's length.
 MAX_SEARCHED_CHARS = 2_000
 _BINARY_PROBE_BYTES = 8_192
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class ToolError(Exception):
-    """The call has no answer; the text is one short sentence for the policy."""
+    """A call cannot be answered; the text is one short sentence for the policy."""
 
 
 class BadArgument(ToolError):
@@ -47,7 +48,7 @@ class Bounds:
     max_lines: int
     max_chars: int
     soft_limit_s: float
-    """Time after which the search stops and its findings so far are the answer."""
+    """Seconds after which a search stops and returns what it has found so far."""
 
 
 class _Page:
@@ -81,7 +82,7 @@ class _Page:
 
 
 def list_files(root: int, arguments: Mapping[str, Any], bounds: Bounds) -> str:
-    """List a directory; if a glob is given, list all files below it whose path or name matches."""
+    """List a directory or, if a glob is given, all files below it whose path or name matches."""
     directory = parts_of(arguments.get("directory", ""))
     wanted = _glob(arguments)
     start = _opened(root, directory, is_directory=True)
@@ -196,7 +197,7 @@ def _opened(root: int, parts: tuple[str, ...], *, is_directory: bool) -> int:
 
 
 def _entries(directory: int) -> list[tuple[str, bool]]:
-    """Return the names of files and directories, sorted, each with whether it is a directory."""
+    """Return the sorted names of a directory's entries, each with whether it is a directory."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -293,7 +294,7 @@ def _glob(arguments: Mapping[str, Any]) -> Any:
         return None
     if len(glob) > MAX_PATTERN_CHARS:
         raise BadArgument(f"The glob must have at most {MAX_PATTERN_CHARS} characters.")
-    # A star matches slashes too, so that a leading `**/` only allows the rest at any depth.
+    # A star matches slashes too, so a leading `**/` means only that the rest may be at any depth.
     while glob.startswith("**/"):
         glob = glob[3:]
     match = re.compile(fnmatch.translate(glob)).match

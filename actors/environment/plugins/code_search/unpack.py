@@ -1,10 +1,11 @@
 """The program that unpacks a repository's archive: `python unpack.py ARCHIVE DIRECTORY LIMITS`.
 
-Invariant: it makes regular files and directories below DIRECTORY, and nothing else anywhere. Names
-are checked before anything is written; an entry that leads outside, occurs twice or exceeds a limit
-makes it refuse the whole archive. It leaves out links, devices and git's own directory. It counts
-the bytes that it unpacks, not the declared ones. It is confined like the tools (`sandbox`), except
-that it may write. It prints one line of JSON: `files`, `left_out` and `bytes`, or `refused`.
+Invariant: the program makes regular files and directories below DIRECTORY, and writes nowhere else.
+Names are checked before anything is written. The program refuses the whole archive if an entry
+leads outside, occurs twice or exceeds a limit. It leaves out links, devices and git's own
+directory. It counts the bytes that it unpacks, not the declared ones. It is confined like the tools
+(`sandbox`), except that it may write. It prints one line of JSON: `files`, `left_out` and `bytes`,
+or `refused`.
 Standard library only.
 """
 
@@ -31,7 +32,7 @@ _MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Refused(Exception):
-    """The archive may not be unpacked; the text says why."""
+    """An archive must not be unpacked; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,9 @@ class ArchiveLimits:
     """Limits of one archive."""
 
     max_bytes: int
-    """Bytes of all its files, unpacked."""
+    """Maximum size of all files together, unpacked, in bytes."""
     max_entries: int
-    """Number of files, directories and other entries."""
+    """Maximum number of files, directories and other entries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class _Entry:
 
 
 def unpack(archive: str, directory: str, limits: ArchiveLimits) -> dict[str, int]:
-    """Unpack into an empty directory. Returns: counts. Raises: Refused, OSError."""
+    """Unpack an archive into an empty directory; return the counts. Raises: Refused, OSError."""
     target = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     counts = {"files": 0, "left_out": 0, "bytes": 0}
     try:
@@ -97,7 +98,7 @@ def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_E
     num_declared = 0
     with tarfile.open(fileobj=file, mode=mode) as tar:  # type: ignore[call-overload]
         for member in tar:
-            # An entry that is left out is decompressed too, to get to the next one.
+            # An entry that is left out must also be decompressed, to reach the next entry.
             num_declared += max(0, member.size)
             if num_declared > limits.max_bytes:
                 raise Refused(f"it holds more than {limits.max_bytes} bytes")
@@ -107,7 +108,7 @@ def _of_tar(archive: str, file: IO[bytes], limits: ArchiveLimits) -> Iterator[_E
                 yield _Entry(name=member.name, content=tar.extractfile(member))
             else:
                 yield None
-            # Otherwise tarfile keeps every member in memory, unused.
+            # tarfile would keep every member in memory, although none is used again.
             tar.members = []
 
 
@@ -134,7 +135,7 @@ def _parts(name: str) -> tuple[str, ...]:
 
 
 def _directory(target: int, parts: tuple[str, ...]) -> int:
-    """Open a directory below `target`, made if needed; the caller closes the descriptor."""
+    """Open a directory below `target`; make it if needed. The caller closes the descriptor."""
     current = os.dup(target)
     for part in parts:
         try:
@@ -156,7 +157,7 @@ def _directory(target: int, parts: tuple[str, ...]) -> int:
 
 
 def _write(target: int, parts: tuple[str, ...], content: IO[bytes], room: int) -> int:
-    """Write a file. Returns: its size in bytes. Raises: Refused if it exceeds the room."""
+    """Write a file; return its size in bytes. Raises: Refused if the size exceeds `room`."""
     if not parts:
         raise Refused("it holds a file without a name")
     directory = _directory(target, parts[:-1])

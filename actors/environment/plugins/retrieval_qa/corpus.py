@@ -1,7 +1,7 @@
 """Documents, and their search by BM25 with the optional package bm25s.
 
-One index serves all episodes of a process: it is built at the first use, and again if the file
-has changed. `index_of` and `search` block; `environment` calls them in threads.
+All episodes of a process share one index. It is built when it is first needed, and again if the
+file has changed. `index_of` and `search` block; `environment` calls them in threads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CorpusOptions:
     text_column: str = "text"
     """Column of a document's text."""
     title_column: str = "title"
-    """Column of a document's title; the file may lack it."""
+    """Column of a document's title; the file need not have this column."""
     stopwords: str | None = "en"
     """A language of bm25s whose stop words are ignored; null: all words count."""
 
@@ -93,7 +93,7 @@ class Index:
         self.by_id = {document.id: document for document in documents}
         self._documents = list(self.by_id.values())
         self._stopwords = stopwords
-        # Always numpy, so that results do not depend on which other packages are installed.
+        # Always use numpy, so that results do not depend on which other packages are installed.
         self._ranking = self._bm25s.BM25(backend="numpy")
         texts = [f"{document.title} {document.text}" for document in self._documents]
         words = self._words(texts)
@@ -124,7 +124,7 @@ class Index:
 
 
 def index_of(settings: CorpusOptions) -> Index:
-    """Return the index of a corpus. Raises: BadCorpus; ImportError without the package."""
+    """Return the index of a corpus. Raises: BadCorpus; ImportError if bm25s is not installed."""
     stamp: tuple[int, ...] = ()
     if settings.corpus is not None:
         try:
@@ -204,7 +204,10 @@ _ASKED = {
 
 @lru_cache(maxsize=_KEPT_INDEXES)
 def generated_facts(count: int) -> tuple[Fact, ...]:
-    """Return a fact about each of `count` names, at most MAX_GENERATED; equal on every machine."""
+    """Return a fact about each of `count` names; equal on every machine.
+
+    Args: count: at most MAX_GENERATED.
+    """
     dice = random.Random(count)
     names = ["".join(parts) for parts in product(_STARTS, _MIDDLES, _ENDS)]
     facts = []

@@ -2,14 +2,15 @@
 
 A task's data: `question`, `answers` (a text or several, of which the best match counts) and, if
 known, `documents`, the ids of the documents with the answer. Without data the question is made from
-the seed, about generated documents. A turn is calls of `search` and `read`, each answered with
-documents or an error, or the final answer: the text of the last `<answer>…</answer>`, else the
-whole visible text. The answer ends the task.
+the seed, about generated documents. In a turn the policy either calls `search` and `read`, and each
+call is answered with documents or an error; or it gives the final answer: the text of the last
+`<answer>…</answer>` or, without these tags, the whole visible text. The answer ends the task.
 
-Reward: `f1` or `exact_match` (the option `reward`), see `grade_answer`. Components: both,
-`num_searches`, and if `documents` are known `found_support`, the share of these documents that a
-tool has shown; `malformed`, minus `malformed_penalty`, at a turn with a call that cannot be read,
-which ends the task after `max_malformed` in a row.
+Reward: `f1` or `exact_match` (the option `reward`), see `grade_answer`. The answer has both as
+components, and `num_searches`; also, if `documents` are known, `found_support`, the share of these
+documents that a tool has shown. A turn with a call that cannot be read is malformed and has the
+component `malformed`, which is minus `malformed_penalty`. More than `max_malformed` such turns in a
+row end the task.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class RetrievalQaOptions(CorpusOptions):
     k: Annotated[int, Ge(1), Le(MAX_FOUND)] = 3
     """Number of documents that a search returns by default."""
     has_read: bool = True
-    """Whether there is the tool `read`; false if snippets show whole documents."""
+    """Whether the policy has the tool `read`; set false if snippets show whole documents."""
     snippet_chars: Positive = 200
     """Characters of each document in a search's answer."""
     max_chars: Positive = 4_000
@@ -91,7 +92,7 @@ class RetrievalQaOptions(CorpusOptions):
     max_calls: Positive = 8
     """Maximum number of calls in an episode, of both tools together."""
     max_malformed: Natural = 3
-    """Malformed turns in a row; one more ends the episode."""
+    """Largest number of malformed turns in a row; one more ends the episode."""
     malformed_penalty: Penalty = 0.1
     """Subtracted from the reward for each malformed turn, as the component malformed."""
 
@@ -116,7 +117,7 @@ class RetrievalQaEnvironment:
             },
         },
         "additionalProperties": False,
-        # A task without data is a seed.
+        # A task without data needs only its seed.
         "if": {"minProperties": 1},
         "then": {"required": ["question", "answers"]},
     }
@@ -262,7 +263,7 @@ def normalised(text: str) -> str:
 def grade_answer(answer: str, truths: Iterable[str]) -> Grade:
     """Score an answer.
 
-    F1 = 2 hits / (words of the answer + words of the truth), hits with multiplicity.
+    F1 = 2 hits / (words of the answer + words of the truth). Repeated words count repeatedly.
 
     Example: grade_answer("in the city Rome", ["Rome", "Roma"]) -> exact_match 0, f1 1/2
     """

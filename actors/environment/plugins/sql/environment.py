@@ -2,14 +2,16 @@
 
 A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (a file below
 the option `root`); and the truth, as `query` or as `rows`. Without data the question is made from
-the seed (`generated`). A turn is calls of the tool `run_sql`, each answered with rows or an error,
-or the answer: the query in the last fenced block of the visible text, else the whole visible text.
-The answer ends the task. With `max_queries` 0 there is no tool, and the first turn is the answer.
+the seed (`generated`). In a turn the policy either calls the tool `run_sql`, and each call is
+answered with rows or an error; or it gives the answer: the query in the last fenced block of the
+visible text or, without a block, the whole visible text. The answer ends the task. With
+`max_queries` 0 there is no tool, and the first turn is the answer.
 
 Reward: 1 if the answer finds the true rows (see `is_correct`), plus `executable_bonus` if the query
-runs, right or wrong. Components: `correct` and `executable`, 0 or 1 each, and `num_queries` of the
-tool; `malformed`, minus `malformed_penalty`, at a turn with a call that cannot be read, which ends
-the task after `max_malformed` in a row.
+runs, right or wrong. The answer has the components `correct` and `executable`, 0 or 1 each, and
+`num_queries`, the number of the tool's queries. A turn with a call that cannot be read is malformed
+and has the component `malformed`, which is minus `malformed_penalty`. More than `max_malformed`
+such turns in a row end the task.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class SqlEnvironment:
             },
         },
         "additionalProperties": False,
-        # A task without data is a seed.
+        # A task without data needs only its seed.
         "if": {"minProperties": 1},
         "then": {
             "required": ["question"],
@@ -310,7 +312,7 @@ def result_key(rows: Sequence[Row], *, is_ordered: bool) -> tuple[Any, ...]:
 
 
 def shown_result(rows: Sequence[Row], *, is_ordered: bool) -> str:
-    """Return a text that is equal for equal results, cut to a length, for majority votes."""
+    """Return a result as a text for majority votes: equal for equal results, and cut if long."""
     keys = [[text for _, text in map(_cell_key, row)] for row in rows]
     return json.dumps(keys if is_ordered else sorted(keys))[:_MAX_ANSWER_CHARS]
 
@@ -347,7 +349,7 @@ def orders_rows(query: str) -> bool:
 
 
 def query_of(text: str) -> str:
-    """Return the last fenced block of an answer, else all of it; without white space around it.
+    """Return the last fenced block of an answer, else the whole answer, without outer white space.
 
     Example: query_of("So:\\n```sql\\nSELECT 1\\n```") -> "SELECT 1"
     """

@@ -1,6 +1,6 @@
 """Run queries in confined processes, which all episodes of this process share.
 
-Nothing here blocks the event loop: each process belongs to a thread, which waits for it; a process
+Nothing here blocks the event loop: each process belongs to a thread, which waits for it. A process
 that does not answer in time is killed, and the next query starts another. Called by `environment`.
 """
 
@@ -20,7 +20,8 @@ from actors.environment.plugins.code_search.servers import NoAnswer, ServerThrea
 from actors.environment.tool_turns import ToolFailed
 
 MAX_RESULT_BYTES = 2**20
-# A query stops itself at its limit, except during a single step of SQLite.
+# Extra time before a process is killed: a query stops itself at its limit, but not during a single
+# step of SQLite.
 _GRACE_S = 1.0
 
 
@@ -29,7 +30,7 @@ class BadDatabase(ValueError):
 
 
 class QueryFailed(ToolFailed):
-    """A query gave no rows; the text is for the policy."""
+    """A query failed, so it has no result; the text is for the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class Table:
 
     name: str
     sql: str
-    """The statement that creates it."""
+    """The statement that creates the table or view."""
     rows: Sequence[Sequence[Any]]
     """The first rows, up to the requested number."""
 
@@ -88,7 +89,7 @@ class Execution:
             return cls._current
 
     def close(self) -> None:
-        """Release the processes; the last user ends them and blocks until they have ended."""
+        """Release the processes; if no other user is left, end them and wait for their end."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:

@@ -1,7 +1,8 @@
 """Make a small database and a question about it from a seed, without side effects.
 
-Level 1 asks for one number of a whole table, level 2 also for rows under a condition or in an
-order, level 3 also about two joined tables. No true answer is empty or ambiguous by a tie.
+Questions of level 1 ask for one number of a whole table; level 2 adds questions for rows under a
+condition or in an order; level 3 adds questions about two joined tables. Every question has exactly
+one right answer, which is not empty.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shop:
-    """Rows of items: name, kind, price. Names and prices are unique."""
+    """The content of a generated database: items with name, kind and price.
+
+    Names and prices are unique.
+    """
 
     rows: Sequence[tuple[str, str, int]]
     cities: Sequence[str]

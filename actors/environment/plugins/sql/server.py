@@ -1,7 +1,8 @@
 """The program that queries run in: it reads a database and a query, and writes rows or an error.
 
-It uses only the standard library and is confined before its first request, as `code_search.server`
-is: no network, no writing of files, bounded memory and time. A query may only select: SQLite
+The program uses only the standard library and is confined before its first request, like
+`code_search.server`: no network, no writing of files, bounded memory and time. A query may only
+select: SQLite
 asks `_authorize` before each action, the connection is read-only, and no value is longer than
 MAX_VALUE_BYTES. Each request opens its own database, so that requests do not affect each other.
 """
@@ -30,7 +31,7 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 200,
 }
-# Instructions of SQLite's machine between two checks of the time.
+# Instructions of SQLite's virtual machine between two checks of the time limit.
 _BETWEEN_CHECKS = 10_000
 
 
@@ -72,12 +73,12 @@ def _opened(request: dict[str, Any], *, end: float) -> sqlite3.Connection:
     connection.set_progress_handler(lambda: time.monotonic() > end, _BETWEEN_CHECKS)
     try:
         connection.execute("PRAGMA temp_store = MEMORY")
-        # No ATTACH: the author of the script, which is part of a task, may not read files either.
+        # Forbid ATTACH, because the script, which is part of a task, must not read files either.
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         if "script" in request:
             connection.executescript(request["script"])
         connection.execute("PRAGMA query_only = 1")
-        # Read the file's header, so that a bad file is not taken for a bad query.
+        # Read the file's header, so that a bad file is not reported as a bad query.
         connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     except BaseException:
         connection.close()
