@@ -156,7 +156,7 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{place}: unknown key; {_closest(kind, detail['loc'])}"
+            return f"{place}: unknown key; {_closest(kind, detail['loc'], where)}"
         case "missing":
             return f"{place}: missing; this key is required"
         case "value_error" | "assertion_error":
@@ -183,10 +183,30 @@ def _shown(bound: Any) -> Any:
     return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
-def _closest(kind: Any, location: tuple[int | str, ...]) -> str:
+def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
+    """Return what to write instead of an unknown key, which is the last part of `location`.
+
+    Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
+    """
+    name = str(location[-1])
+    if elsewhere := list(_places_of(kind, name)):
+        places = [".".join(filter(None, [where, each])) for each in elsewhere[:3]]
+        return f"did you mean {' or '.join(map(repr, places))}?"
     known = _names_at(kind, location[:-1])
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+    initials = [each for each in known if "".join(part[:1] for part in each.split("_")) == name]
+    if near := initials or difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"expected one of {', '.join(known)}"
+
+
+def _places_of(annotation: Any, name: str, depth: int = 3) -> Iterator[str]:
+    """Yield the places of the fields with this name in a section and in the sections inside it."""
+    for section in sections_in(annotation) if depth else ():
+        for field, hint in _types_of(section).items():
+            if field == name:
+                yield field
+            if get_origin(hint) in (None, Union, UnionType):
+                yield from (f"{field}.{each}" for each in _places_of(hint, name, depth - 1))
 
 
 def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:

@@ -99,8 +99,8 @@ def read_data_set(
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
             raise BadTaskFile(
-                f"{where}: {problem}; the data set has the columns {_listed(names)}: map "
-                f"them in {section}.columns, or remove the row"
+                f"{where}: {problem}; the data set has the columns {_listed(names)}: map them in "
+                f"{section}.columns, such as {{answer: COLUMN}}, or correct or remove the row"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:

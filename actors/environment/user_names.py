@@ -6,6 +6,7 @@ process of the run. Called for reward functions and tools, and for the sources t
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import traceback
@@ -17,6 +18,10 @@ from typing import Any
 from actors.user_code import describe
 
 _EXPECTED = "expected a name of a module that can be imported from where the command is started"
+_FORMS = (
+    "expected FILE.py:NAME below the directory that the command is started in, or "
+    "package.module:NAME"
+)
 
 
 HIDES = (
@@ -38,35 +43,35 @@ def module_of(text: str, *, what: str) -> str:
     if place.endswith(".py"):
         place = place.removesuffix(".py").removeprefix("./").replace("/", ".")
     if not colon or not name or not place or place.startswith("."):
-        raise BadName(
-            f"{what}: got {text!r}, expected FILE.py:NAME below the directory that the command "
-            "is started in, or package.module:NAME"
-        )
+        raise BadName(f"{what}: got {text!r}, {_FORMS}")
     return place
 
 
 def find(text: str, *, what: str) -> Any:
     """Import the object of a name. what: as `module_of`. Raises: BadName."""
     place, _, name = text.partition(":")
-    owner: Any
-    found: Any
+    module_name = module_of(text, what=what)
     try:
-        module = importlib.import_module(module_of(text, what=what))
-        _check_file(module, place, what=what)
-        owner, found = None, module
-        for part in name.split("."):
-            owner, found = found, getattr(found, part)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if problem := missing_module(error, module_of(text, what=what)):
+        if problem := missing_module(error, module_name):
             raise BadName(f"{what}: {text}: {problem}") from error
-        raise BadName(f"{what}: {text}: {error}; {_EXPECTED}") from error
-    except (ImportError, AttributeError) as error:
+        raise BadName(f"{what}: {text}: {_not_found(place, error)}") from error
+    except ImportError as error:
         raise BadName(f"{what}: {text}: {error}{_importing(error)}; {_EXPECTED}") from error
     except (Exception, SystemExit) as error:
         raise BadName(
             f"{what}: {text}: its module raised {describe(error)}{_importing(error)}; expected a "
             "module that can be imported; correct it"
         ) from error
+    _check_file(module, place, what=what)
+    owner: Any = None
+    found: Any = module
+    for part in name.split("."):
+        try:
+            owner, found = found, getattr(found, part)
+        except AttributeError as error:
+            raise BadName(f"{what}: {text}: {error}; {_names_in(found, part)}") from error
     is_method = isinstance(owner, type) and inspect.isfunction(found)
     if is_method and not isinstance(inspect.getattr_static(owner, part), staticmethod):
         raise BadName(
@@ -75,6 +80,23 @@ def find(text: str, *, what: str) -> Any:
             f"own = {owner.__name__}(), and use own.{part}"
         )
     return found
+
+
+def _not_found(place: str, error: ModuleNotFoundError) -> str:
+    """Describe a file or a module that does not exist, with the remedy."""
+    problem = f"there is no such file in {Path.cwd()}" if place.endswith(".py") else str(error)
+    return f"{problem}; {_FORMS}; correct the name, or start the command in the right directory"
+
+
+def _names_in(owner: Any, part: str) -> str:
+    """Return what to name instead of `part`, which `owner` lacks: a similar name, or all names."""
+    public = [name for name in dir(owner) if not name.startswith("_")]
+    known = [name for name in public if callable(getattr(owner, name, None))]
+    if isinstance(owner, ModuleType):
+        known = [n for n in known if getattr(vars(owner)[n], "__module__", "") == owner.__name__]
+    if near := difflib.get_close_matches(part, known, n=1):
+        return f"did you mean {near[0]!r}?"
+    return f"expected one of {', '.join(known)}" if known else "expected a function that it defines"
 
 
 def missing_module(error: ModuleNotFoundError, own: str) -> str:

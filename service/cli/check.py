@@ -50,6 +50,18 @@ def check_before_start(config: Config, *, is_local: bool, trial: Trial) -> None:
         check_adapters("model.tiny: the tiny model", tiny, config.trainer.lora)
 
 
+def describe_batch(config: Config) -> str:
+    """Describe the rollouts of a run.
+
+    Example: 100 steps, each of 16 groups of 16 rollouts (256 rollouts)
+    """
+    groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    return (
+        f"{config.run.steps} steps, each of {groups} groups of {size} rollouts "
+        f"({groups * size:,} rollouts)"
+    )
+
+
 def describe_template(config: Config) -> str:
     """Describe the model's chat template in comments, so that the output remains valid YAML."""
     name = config.model.path or "the tiny model"

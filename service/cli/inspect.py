@@ -83,7 +83,7 @@ def run_inspect(request: InspectRequest) -> int:
     is_audit = request.audit or request.hacking
     if not is_audit and not os.path.exists(target):
         _check_options_of_one(request)
-        return _show_one(request, open_journal(request.run or newest_run()))
+        return _show_one(request, open_journal(request.run or newest_run(target)))
     _check_options_of_journal(request)
     journal = open_journal(Path(target))
     if request.audit:

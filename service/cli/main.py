@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from inspect import cleandoc
 from typing import Annotated
 
 import typer
@@ -31,6 +32,15 @@ for commands in (training, cluster, checks, runs):
 app.add_typer(artifacts.model_app, name="model")
 app.add_typer(artifacts.tasks_app, name="tasks")
 app.add_typer(keys.app, name="keys")
+# typer would print the lines of a docstring as they are; join those of each paragraph.
+for group in (
+    *(each.app for each in (training, cluster, checks, runs, keys)),
+    artifacts.model_app,
+    artifacts.tasks_app,
+):
+    for command in group.registered_commands:
+        paragraphs = cleandoc(command.help or command.callback.__doc__ or "").split("\n\n")
+        command.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
 
 
 def _print_version(is_asked: bool) -> None:

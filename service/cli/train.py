@@ -185,7 +185,7 @@ def _report_finished(config: Config, run_dir: RunDir, step: int) -> int:
         if trackers is not None:
             trackers.catch_up(partial(say, err=True))
     say(
-        f"all {step} steps are done already; raise run.steps to continue; "
+        f"all {step} steps are done already; to continue, add --set run.steps=N; "
         f"report: {os.path.relpath(run_dir.report_file)}"
     )
     return EXIT_OK

@@ -298,7 +298,10 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise ConfigError(f"override {override!r}: expected section.key=value")
+            raise ConfigError(
+                f"--set {override!r}: expected SECTION.KEY=VALUE, such as run.steps=10; "
+                "`rayloom check` lists all settings"
+            )
         *sections, leaf = key.split(".")
         node = tree
         for section in sections:
@@ -309,7 +312,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
         try:
             node[leaf] = _load_yaml(text)
         except _NOT_YAML as error:
-            raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from None
+            raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from None
     return tree
 
 

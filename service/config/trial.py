@@ -111,7 +111,7 @@ class Fate(StrEnum):
 _FATAL = frozenset({Fate.BROKEN, Fate.NO_NUMBER, Fate.ENDED, Fate.HUNG})
 _REMEDIES = {
     Fate.BROKEN: "fix it",
-    Fate.NO_NUMBER: "return a number, or numbers by their names",
+    Fate.NO_NUMBER: "correct what it returns",
     Fate.ENDED: "have it raise an exception instead, or return",
     Fate.HUNG: "give it a limit of its own; if it needs longer, start with --no-call",
 }

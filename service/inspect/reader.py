@@ -61,13 +61,17 @@ def is_refused(journal: OpenJournal, entry: TrajectoryEntry) -> bool:
     return entry.reason is None and entry.trajectory.rollout_id in journal.refused
 
 
-def newest_run(runs: Path = RUNS) -> Path:
-    """Return the run directory under runs/ whose journal was written last. Raises: ConfigError."""
+def newest_run(wanted: str, runs: Path = RUNS) -> Path:
+    """Return the run directory under runs/ whose journal was written last.
+
+    wanted: the trajectory to look up there, for the message. Raises: ConfigError.
+    """
     journals = [path for path in runs.glob("*/journal") if path.is_dir()]
     if not journals:
         raise ConfigError(
-            f"inspect: there is no run with a journal in {runs}/, expected one; name its "
-            "directory, as in `rayloom inspect RUN_DIR ID`"
+            f"inspect: {wanted} is not a path here, and there is no run with a journal in {runs}/ "
+            "in which to look it up; expected a run directory, a journal file or an id; "
+            "name the id's run too, as in `rayloom inspect RUN_DIR ID`"
         )
     return max(journals, key=lambda path: path.stat().st_mtime).parent
 

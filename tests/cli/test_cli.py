@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -170,6 +171,18 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     assert "# The chat template of the tiny model\n" in answer.stdout
     assert re.search(r"^# system message in mid-conversation +shown$", answer.stdout, re.MULTILINE)
     assert re.search(r"^# parser of calls +hermes$", answer.stdout, re.MULTILINE)
+    groups, size = SMALL["algorithm"]["groups_per_step"], SMALL["algorithm"]["group_size"]
+    found = f"no error was found; 9 steps, each of {groups} groups of {size} rollouts"
+    assert answer.stderr.splitlines()[-1].startswith(f"rayloom: {found}")
+
+
+def test_a_paragraph_of_the_help_fills_its_lines() -> None:
+    lines = as_a_user("submit", "--help").stdout.splitlines()
+    [first] = [at for at, line in enumerate(lines) if "If the command is interrupted" in line]
+    last = lines.index(next(line for line in lines[first:] if not line.strip()), first)
+    for line, following in itertools.pairwise(lines[first:last]):
+        next_word = following.split()[0]
+        assert len(f"{line.rstrip()} {next_word}") > 79, line
 
 
 def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(

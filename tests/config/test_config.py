@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,10 +86,29 @@ def test_a_setting_that_is_no_more_is_ignored_with_a_notice(
 
 
 @pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.steps", "--set 'run.steps': expected SECTION.KEY=VALUE, such as run.steps=10"),
+        ("=3", "--set '=3': expected SECTION.KEY=VALUE"),
+        ("run.steps={", "--set 'run.steps={': the value is not YAML"),
+    ],
+)
+def test_an_override_without_a_value_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config(tree(), source="", overrides=[override])
+
+
+@pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({"run": {"stepz": 3}}, ["run.stepz", "unknown key", "'steps'"]),
         ({"runn": {}}, ["runn", "unknown key", "'run'"]),
+        ({"trainer": {"lr": 1}}, ["trainer.lr: unknown key; did you mean 'learning_rate'?"]),
+        (
+            {"learning_rate": 1},
+            ["did you mean 'algorithm.critic.learning_rate' or 'trainer.learning_rate'?"],
+        ),
+        ({"rollouts": {"group_size": 4}}, ["did you mean 'algorithm.group_size'?"]),
         ({"algorithm": {"group_size": 1}}, ["group_size is 1", "expected at least 2", "baseline"]),
         ({"algorithm": {"group_size": 4, "min_group_size": 5}}, ["min_group_size is 5", "lower"]),
         ({"algorithm": {"window_groups": 4}}, ["window_groups is 4", "max_lag"]),

@@ -332,6 +332,31 @@ def test_a_file_is_the_module_of_its_path() -> None:
         load_functions(["rewards_of_test:exact", "rewards_of_test.py:exact"])
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_file.py:score", r"there is no such file in /.*; expected FILE\.py:NAME below"),
+        ("no_such_module:score", "No module named 'no_such_module'; expected FILE"),
+        ("named_of_test.py:scor", "has no attribute 'scor'; did you mean 'score'"),
+        ("named_of_test.py:other", "has no attribute 'other'; expected one of Scorer, score$"),
+        ("named_of_test.py:Scorer.cal", "has no attribute 'cal'; did you mean 'call'"),
+        ("named_of_test.py", r"^reward: got 'named_of_test\.py', expected FILE"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_the_right_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "named_of_test", raising=False)
+    (tmp_path / "named_of_test.py").write_text(
+        "from json import dumps\ndef score(completion): ...\ndef _score(): ...\n"
+        "class Scorer:\n    def call(self, completion): ...\n"
+    )
+    with pytest.raises(BadRewardFunction, match=words):
+        load_functions(name)
+
+
 def test_a_file_with_the_name_of_another_module_is_not_taken_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,11 +164,11 @@ def test_a_page_of_a_whole_run_or_where_none_can_be_is_refused(run_dir: Path) ->
 
 
 def test_without_a_run_the_newest_journal_under_runs_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run with a journal"):
-        newest_run(tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"^inspect: g1 is not a path .*no run with a journal"):
+        newest_run("g1", tmp_path / "runs")
     for name in ("older", "newer"):
         written(tmp_path / "runs" / name, step_of([]))
-    assert newest_run(tmp_path / "runs").name == "newer"
+    assert newest_run("g1", tmp_path / "runs").name == "newer"
 
 
 def files(*pairs: tuple[int, int]) -> list[JournalFile]:

@@ -21,7 +21,7 @@ from service.cli.commands.options import (
     Temperature,
     Tools,
 )
-from service.cli.outlet import leave
+from service.cli.outlet import leave, say
 from service.config.file import ConfigError, describe_config
 
 app = typer.Typer()
@@ -57,8 +57,8 @@ def check(
 ) -> None:
     """Check a configuration as `rayloom train` does, and print all settings with their meaning.
 
-    The data are read, and the functions are imported and called. Comments at the end describe how
-    the model's chat template renders a chat.
+    The data are read, and the functions are imported and called. Comments at the end describe the
+    model's chat template.
     """
     settings = run_configuration(
         config,
@@ -77,7 +77,7 @@ def check(
     if parameters is not None:
         raise ConfigError("--parameters: got no --size, expected it; add --size")
     settings = converted(settings)
-    from service.cli.check import check_before_start, describe_template
+    from service.cli.check import check_before_start, describe_batch, describe_template
     from service.config.tasks import options_read
 
     # The output is a configuration: keep out what modules print at their import.
@@ -86,6 +86,7 @@ def check(
         options = options_read(settings.tasks)
     typer.echo(describe_config(settings, options))
     typer.echo(describe_template(settings))
+    say(f"rayloom: no error was found; {describe_batch(settings)}", err=True)
 
 
 @app.command("try")
