@@ -102,6 +102,16 @@ def test_every_module_that_is_imported_is_there() -> None:
     assert not offenders
 
 
+def test_a_program_starts_after_all_its_definitions() -> None:
+    offenders = [
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        for node in tree.body[:-1]
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+    assert not offenders
+
+
 def test_nothing_is_built_on_the_command_line() -> None:
     offenders = [
         f"{file} imports {module}"

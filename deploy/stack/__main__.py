@@ -166,12 +166,6 @@ def _refuse(reason: str) -> None:
     raise typer.Exit(2)
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("PYTHONPATH", str(ROOT))
-    app()
-
-
-# Configurations of Prometheus and Alertmanager for a run on this machine.
 def prometheus_config(
     *, targets: Sequence[str], rules: Path, alertmanager: str, every: str = "5s"
 ) -> str:
@@ -229,3 +223,8 @@ def alertmanager_command(program: str, directory: Path, *, address: str) -> list
         f"--storage.path={directory / 'alertmanager'}", f"--web.listen-address={address}",
         "--cluster.listen-address=", "--log.level=warn",
     ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONPATH", str(ROOT))
+    app()
