@@ -16,7 +16,8 @@ from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import RolloutSettings
 from service.api.problems import Problem
 from service.gateway.upload_bodies import GenerateAnswer, GenerateBody, Packed, Span
-from service.gateway.upload_checks import Fault, Violation, read_ids
+from service.gateway.upload_columns import read_ids
+from service.gateway.upload_faults import Fault, Violation
 from service.intake.uploads import PolicyFacts
 
 

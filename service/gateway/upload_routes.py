@@ -37,7 +37,8 @@ from service.gateway.upload_bodies import (
     decode_body,
     is_packed,
 )
-from service.gateway.upload_checks import Violation, checked_upload
+from service.gateway.upload_checks import checked_upload
+from service.gateway.upload_faults import Violation
 from service.intake.uploads import (
     GroupPolicy,
     PolicyFacts,
