@@ -16,7 +16,7 @@ from typing import Any
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.messages import QueueStats
 from service.page.packed import page_with
-from service.report import tables
+from service.report import definitions, overview, tables
 from service.telemetry.curves import step_numbers
 from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.summary import HistoryLike, RunSummary, write_aside
@@ -91,18 +91,18 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
         "term": history.num_terms,
         "after": picture.after,
         "finished_at": None if live or not history.steps else history.steps[-1].wall_time,
-        "verdict": tables.verdict(summary),
-        "ending": tables.ending(summary),
+        "verdict": overview.verdict(summary),
+        "ending": overview.ending(summary),
         "is_scaled": summary.is_reward_scaled,
         "policy_age_bound": summary.policy_age_bound,
         "outcomes": dict(summary.outcomes),
         "stage_seconds": summary.stage_seconds.by_name(),
-        "tiles": [_plain(each) for each in tables.tiles(summary)],
+        "tiles": [_plain(each) for each in overview.tiles(summary)],
         # A live run has rollouts in flight, which is not an error.
         "checks": [
             _plain(each)
-            for each in tables.checks(summary, totals)
-            if live is None or each.name != tables.IN_FLIGHT
+            for each in overview.checks(summary, totals)
+            if live is None or each.name != overview.IN_FLIGHT
         ],
         "tables": [
             _plain(each)
@@ -112,8 +112,8 @@ def run_document(picture: RunPicture) -> dict[str, Any]:
             )
         ],
         "loss_tables": [_plain(each) for each in tables.statistic_tables(totals)],
-        "loss_definitions": tables.statistic_definitions(totals),
-        "definitions": tables.definitions(),
+        "loss_definitions": definitions.statistic_definitions(totals),
+        "definitions": definitions.definitions(),
         "statistics": {
             each.name: {"group": each.group, "unit": each.unit, "help": each.help}
             for each in STATISTICS
@@ -177,7 +177,7 @@ def _live(live: LiveState) -> dict[str, Any]:
     }
 
 
-def _plain(value: tables.Tile | tables.Check | tables.Table) -> dict[str, Any]:
+def _plain(value: overview.Tile | overview.Check | tables.Table) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 

@@ -1,4 +1,4 @@
-"""The texts of a run's page: verdict, checks, tiles, tables and definitions. Pure.
+"""The tables on a run's page. Pure.
 
 All values are ready for the template. The texts on statistics come from the table of statistics.
 """
@@ -10,35 +10,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.statistics import BY_NAME, GROUPS, STATISTICS
+from actors.statistics import GROUPS, STATISTICS
 from actors.trajectory_queue.ledger import TokenCounts
 from actors.trajectory_queue.messages import QueueStats
 from actors.types import BranchReason, Outcome
 from service import units
+from service.report.overview import balance_equation
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StepRecord
 from service.telemetry.summary import AVERAGED_STEPS, Evaluations, RunSummary
 from service.telemetry.totals import RunTotals
-
-# A check that holds only at a run's end.
-IN_FLIGHT = "nothing in flight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """A guarantee of the run: `name` states it, and `text` says how it was violated."""
-
-    name: str
-    is_kept: bool
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """A key figure with one line of context."""
-
-    label: str
-    value: str
-    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,153 +34,6 @@ class Table:
     """Whether the cells are sentences, which wrap over the whole width of the page."""
 
 
-def verdict(summary: RunSummary) -> str:
-    """Describe the run in one line. Example: 'Reward 0.37 → 0.93 in 120 steps, 4 min 12 s.'"""
-    time = units.duration(summary.wall_s)
-    if summary.steps == 0:
-        return f"No training step was completed in {time}."
-    taken = units.plural(summary.steps, "step")
-    first, last = summary.reward_first, summary.reward_last
-    if first is None or last is None:
-        return f"{taken} in {time}; the reward was not measured."
-    if summary.steps == 1:
-        return f"Reward {units.reward(last)} after 1 step, {time}."
-    return f"Reward {units.reward(first)} → {units.reward(last)} in {taken}, {time}."
-
-
-def ending(summary: RunSummary) -> str:
-    """Return how the run ended, as a sentence; empty if unknown."""
-    reason = (summary.exit_reason or "").strip()
-    if not reason:
-        return ""
-    return reason[0].upper() + reason[1:] + ("" if reason.endswith((".", "!", "?")) else ".")
-
-
-def balance_equation(summary: RunSummary) -> str:
-    """Return the ledger's balance.
-
-    Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'.
-    """
-    ledger = summary.ledger
-    out = ledger.trained + ledger.num_evicted + ledger.in_flight
-    sign = "=" if ledger.is_balanced else f"≠ {units.full_count(out)} ="
-    return (
-        f"{units.full_count(ledger.admitted)} admitted {sign} "
-        f"{units.full_count(ledger.trained)} trained + "
-        f"{units.full_count(ledger.num_evicted)} evicted + "
-        f"{units.full_count(ledger.in_flight)} in flight"
-    )
-
-
-def checks(summary: RunSummary, totals: RunTotals) -> tuple[Check, ...]:
-    num_breaks = totals.num_version_breaks
-    found = [
-        ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
-        (
-            IN_FLIGHT,
-            summary.ledger.in_flight == 0,
-            f"{units.plural(summary.ledger.in_flight, 'rollout')} had not left the ledger at the "
-            "end.",
-        ),
-        (
-            "a new version each step",
-            num_breaks == 0,
-            f"The policy version failed to grow at {units.plural(num_breaks, 'step')}.",
-        ),
-    ]
-    if summary.policy_age_bound is not None:
-        age = units.plural(summary.max_policy_age, "version")
-        found.append(
-            (
-                "age within bound",
-                summary.max_policy_age <= summary.policy_age_bound,
-                f"The oldest trained token was {age} behind; the bound is "
-                f"{summary.policy_age_bound}.",
-            )
-        )
-    if (ratio := summary.logprob_check.ratio) is not None:
-        found.append(("engines compute as the trainer", ratio <= 1, _checked(summary)))
-    found += [
-        (
-            "no update skipped",
-            summary.skipped_steps == 0,
-            f"{units.plural(summary.skipped_steps, 'step')} had an update that was not finite and "
-            "was not applied.",
-        ),
-        (
-            "no reward for malformed",
-            summary.malformed_rewarded == 0,
-            f"{units.full_count(summary.malformed_rewarded)} malformed trajectories got a "
-            "positive reward.",
-        ),
-    ]
-    return tuple(Check(name=name, is_kept=is_kept, text=text) for name, is_kept, text in found)
-
-
-def _checked(summary: RunSummary) -> str:
-    """Describe the log-probability check.
-
-    Example: 'Both scored texts of up to 4 096 tokens, at most 4e-05 nats apart, …'.
-    """
-    check = summary.logprob_check
-    return (
-        f"Both scored texts of up to {units.full_count(int(check.tokens or 0))} tokens, at most "
-        f"{units.significant(check.max, digits=2)} nats apart and "
-        f"{units.significant(check.mean, digits=2)} in the mean; a check after a publication took "
-        f"up to {units.significant(check.seconds, digits=2)} s, all of them "
-        f"{units.percent(check.share)} of the time of the steps."
-    )
-
-
-def tiles(summary: RunSummary) -> tuple[Tile, ...]:
-    mismatch, bound = summary.mismatch, summary.policy_age_bound
-    delta = units.significant(mismatch.max_abs_delta, digits=2)
-    reward_detail = "not measured"
-    if summary.reward_first is not None:
-        scale = ", best possible 1" if summary.is_reward_scaled else ""
-        reward_detail = f"from {units.reward(summary.reward_first)}{scale}"
-    found = (
-        ("Reward", units.reward(summary.reward_last), reward_detail),
-        ("Evaluation", *_evaluation(summary)),
-        (
-            "Steps",
-            units.full_count(summary.steps),
-            f"policy version {units.full_count(summary.policy_version)}",
-        ),
-        ("Wall time", units.duration(summary.wall_s), _resumes_and_memory(summary)),
-        (
-            "Policy age, largest",
-            units.full_count(summary.max_policy_age),
-            "versions" if bound is None else f"bound {bound}",
-        ),
-        (
-            "Mismatch, mean k3",
-            units.significant(mismatch.mean_k3, digits=2),
-            "not measured" if mismatch.max_abs_delta is None else f"max |Δ| {delta} nats",
-        ),
-        (
-            "Sampled tokens",
-            units.short_count(summary.tokens.sampled or summary.sampled_tokens),
-            f"{units.percent(summary.tokens.trained_share)} trained",
-        ),
-        (
-            "Rollouts trained",
-            units.short_count(summary.ledger.trained),
-            f"of {units.short_count(summary.ledger.admitted)} admitted",
-        ),
-    )
-    return tuple(Tile(label=label, value=value, detail=detail) for label, value, detail in found)
-
-
-def _evaluation(summary: RunSummary) -> tuple[str, str]:
-    first, last = summary.evaluation.first, summary.evaluation.last
-    if first is None or last is None:
-        return units.UNKNOWN, "none was made"
-    tasks = units.plural(last.num_tasks, "held-out task")
-    detail = f"from {units.reward(first.best_known_reward)}, {tasks}" if first != last else tasks
-    return units.reward(last.best_known_reward), detail
-
-
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
     """Yield the last evaluation of the run's own set, then the last one of each named set.
 
@@ -209,19 +42,6 @@ def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
     yield from evaluation.sets.values()
-
-
-def _resumes(count: int) -> str:
-    if count == 0:
-        return "without interruption"
-    return "resumed once" if count == 1 else f"resumed {count} times"
-
-
-def _resumes_and_memory(summary: RunSummary) -> str:
-    resumes = _resumes(summary.num_resumes)
-    if summary.peak_memory_bytes is None:
-        return resumes
-    return f"{resumes}, memory at most {units.gibibytes(summary.peak_memory_bytes)}"
 
 
 def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
@@ -503,79 +323,6 @@ def _statistic_table(group: str, totals: RunTotals) -> Table:
     )
 
 
-def statistic_definitions(totals: RunTotals) -> tuple[tuple[str, str], ...]:
-    """Explain the values from which each known statistic is computed."""
-    found = {
-        (words(each.values), each.help): each.name
-        for each in STATISTICS
-        if each.name in totals.statistics
-    }
-    return tuple((values, help_of(name)) for (values, _), name in found.items())
-
-
-def definitions() -> tuple[tuple[str, str], ...]:
-    """Explain each number of the run's page."""
-    return (
-        (
-            "Reward",
-            "mean return of a step's graded trajectories, divided by the best possible return "
-            "if the environment knows it; first and last are means over five steps.",
-        ),
-        (
-            "Memory",
-            "largest memory of all processes of the run together; a page that they share "
-            "counts once.",
-        ),
-        (
-            "Evaluation",
-            "mean return over all samples of the held-out tasks (evaluation.samples), scaled as "
-            "the reward; never trained on.",
-        ),
-        (
-            "Policy version",
-            "a counter of published weights; it grows by one each step.",
-        ),
-        (
-            "Policy age",
-            "number of versions that a token was older than the trainer when it was trained on.",
-        ),
-        (
-            "Mismatch",
-            "Δ = trainer − engine log-probability of the same token under the same "  # noqa: RUF001
-            "weights, nats; k3 = exp(Δ) − 1 − Δ, averaged over steps by their trained tokens.",  # noqa: RUF001
-        ),
-        (
-            "Check after publish",
-            "largest |Δ| on one fixed prompt, right after each publish, over all engines.",
-        ),
-        (
-            "Ledger",
-            "every admitted rollout leaves exactly once: trained, or evicted with one reason.",
-        ),
-        ("Merge ratio", "turns divided by the training samples that they became."),
-        (
-            "Sampled tokens",
-            "engine output of all attempts, also of attempts that no step took; \"in the steps' "
-            'trajectories" counts only the others.',
-        ),
-        ("Trained tokens", "tokens in the loss."),
-        ("Clip fraction", "trained tokens whose ratio was clipped, of all trained tokens."),
-        ("Loss", help_of("loss")),
-        ("Entropy", help_of("entropy_mean")),
-        ("Effective sample size", help_of("effective_sample_size")),
-        (
-            "Zero-variance groups",
-            "groups of a step whose members all had the same return.",
-        ),
-        ("Gradient norm", help_of("grad_norm")),
-        ("Malformed share", "turns whose action could not be read, of all turns."),
-        (
-            "Stage times",
-            "wall seconds of the training loop; collect is the wait for closed groups.",
-        ),
-    )
-
-
 def window_table(queue: QueueStats | None, *, max_items: int, max_lag: int) -> Table:
     """Show how many rollouts may be in flight, and how many are in each state."""
     if queue is None:
@@ -628,9 +375,3 @@ def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
         rows=tuple((name, units.full_count(version)) for name, version in sorted(engines.items())),
         note=f"{len(engines)} of {expected} hold a version.",
     )
-
-
-def help_of(name: str) -> str:
-    """Return the explanation of a statistic, worded to follow its name on the page."""
-    text = BY_NAME[name].help.replace("`", "")
-    return text[0].lower() + text[1:]

@@ -29,7 +29,8 @@ from service.report.document import (
     run_document,
     write_report,
 )
-from service.report.tables import balance_equation, checks, ending, summary_tables, verdict
+from service.report.overview import balance_equation, checks, ending, verdict
+from service.report.tables import summary_tables
 from service.telemetry.records import EvaluationRecord, EvaluationSample, StageSeconds
 from service.units import UNKNOWN
 
