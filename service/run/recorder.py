@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.deadline import ActorLost
-from actors.merge.report import MergeReport
 from actors.metrics import Metrics, Part, PublishPhase
 from actors.outcomes import UNSCORED
-from actors.trajectory_queue.ledger import (
-    EvictionReason,
-    LedgerEvent,
-    LedgerEventKind,
-    TokenCounts,
-)
+from actors.trajectory_queue.ledger import EvictionReason, LedgerEvent, LedgerEventKind
 from actors.trajectory_queue.messages import QueueSnapshot, QueueStats, Side
 from actors.types import Outcome, TrajectorySummary
 from actors.weights.board import StartStages
@@ -32,16 +24,11 @@ from service.intake.feed import FeedEntry
 from service.intake.submission import RolloutResult
 from service.report.document import Phase
 from service.run.health import Tail
+from service.run.stored_metrics import StoredMetrics
 from service.run.traces import RolloutTraces
 from service.store.controls import Pause
 from service.store.leases import Lease
-from service.store.lineage import (
-    Checkpoint,
-    count_events,
-    newest_records,
-    read_history,
-    stored_totals,
-)
+from service.store.lineage import Checkpoint, newest_records, read_history
 from service.store.retention import Retention, forget
 from service.store.run_store import RunStore
 from service.store.tables import Pausable
@@ -50,7 +37,6 @@ from service.telemetry.findings import Finding
 from service.telemetry.memory import memory_shortage
 from service.telemetry.records import EvaluationRecord, StepRecord, evaluation_line, step_line
 from service.telemetry.reward_drop import RewardWatch
-from service.telemetry.totals import RunTotals
 from service.telemetry.user_calls import UserCalls
 from service.trackers.trackers import Trackers
 
@@ -60,9 +46,6 @@ if TYPE_CHECKING:
     from service.run.hacking_watch import HackingWatch
 
 log = logging.getLogger("rayloom.run")
-
-# A step writes a few hundred bytes: at least the newest hundred thousand steps are kept.
-LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 
 # Number of newest records and notices that are kept for clients that read the status rarely.
 KEPT_RECORDS = 256
@@ -503,119 +486,5 @@ class RunRecorder:
         return taken
 
 
-class StoredMetrics:
-    """The metrics of stored rows; counters and sums include every row that was ever stored.
-
-    Counters and histograms never decrease: they also count rows that the run later undid or
-    removed, and a resumed run continues from the stored totals. The gauges show the newest
-    surviving step and evaluation. All metrics of a row change together, between two scrapes, after
-    the row is stored.
-    """
-
-    def __init__(self, metrics: Metrics, store: RunStore) -> None:
-        self._metrics = metrics
-        totals, steps = stored_totals(store), metrics.steps
-        with metrics.together():
-            steps.done.inc(totals.num_steps)
-            for field, counter in steps.counted.items():
-                counter.inc(totals.summed.get(field, 0))
-            if totals.num_steps:
-                self._count_merge(totals.merge)
-                self._count_tokens(totals.tokens)
-                self._show_totals(totals)
-            for (kind, reason), count in count_events(store).items():
-                self._count_events(kind, reason, count)
-
-    def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Show the step and the evaluation from which the run continues; None shows nothing."""
-        with self._metrics.together():
-            self._show_step(step)
-            self._show_evaluation(evaluation)
-
-    def step(self, record: StepRecord, events: Iterable[LedgerEvent], totals: RunTotals) -> None:
-        """Count and show a step. totals: totals of all steps ever stored, including this step."""
-        steps = self._metrics.steps
-        with self._metrics.together():
-            self.events(events)
-            steps.done.inc()
-            for field, counter in steps.counted.items():
-                counter.inc(getattr(record, field))
-            self._count_merge(record.merge)
-            self._count_tokens(record.tokens)
-            self._show_totals(totals)
-            self._show_step(record)
-
-    def events(self, events: Iterable[LedgerEvent]) -> None:
-        with self._metrics.together():
-            for item in events:
-                self._count_events(item.kind, item.reason, 1)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        self._show_evaluation(record)
-
-    def _count_events(self, kind: str, reason: str | None, count: int) -> None:
-        self._metrics.ledger.events.labels(kind=kind, reason=reason or "").inc(count)
-
-    def _count_merge(self, merge: MergeReport) -> None:
-        steps = self._metrics.steps
-        steps.samples.labels(side="before").inc(merge.samples_before)
-        steps.samples.labels(side="after").inc(merge.samples_after)
-        for reason, count in merge.branches.items():
-            steps.branches.labels(reason=reason).inc(count)
-
-    def _count_tokens(self, tokens: TokenCounts) -> None:
-        counter = self._metrics.steps.played_tokens
-        counter.labels(fate=LedgerEventKind.TRAINED.value).inc(tokens.trained)
-        for cause, count in tokens.untrained.items():
-            counter.labels(fate=cause.value).inc(count)
-
-    def _show_totals(self, totals: RunTotals) -> None:
-        steps, age = self._metrics.steps, totals.policy_age
-        steps.policy_age.show({"": (age.counts, age.sum)})
-        steps.stage_seconds.show(
-            {stage: (each.counts, each.sum) for stage, each in totals.stage_seconds.items()}
-        )
-
-    def _show_step(self, record: StepRecord | None) -> None:
-        steps = self._metrics.steps
-        steps.newest.set(None if record is None else record.step)
-        steps.newest_time.set(None if record is None else record.wall_time)
-        steps.newest_seconds.show({} if record is None else record.stages.by_name())
-        steps.newest_tokens.show({} if record is None else tokens_of(record))
-        steps.policy_version.set(None if record is None else record.policy_version)
-        shown = self._metrics.statistics
-        shown.show({} if record is None else record.statistics)
-        shown.reward_components.show({} if record is None else record.reward_components)
-
-    def _show_evaluation(self, record: EvaluationRecord | None) -> None:
-        value = None if record is None else record.scaled_reward_mean
-        # As in the store, a value that is not finite counts as unknown.
-        is_known = value is not None and math.isfinite(value)
-        self._metrics.statistics.evaluation_reward.set(value if is_known else None)
-
-
-def tokens_of(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a step's tokens by kind."""
-    return {"sampled": record.num_sampled_tokens, "trained": record.num_trained_tokens}
-
-
 def _size_of(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-
-
-def configure_logging(path: str) -> None:
-    """Write Rayloom's log to a file, one line for each event, with its time in UTC.
-
-    A full file is renamed to run.log.1, older ones to run.log.2 and so on; the oldest is removed.
-    Nothing goes to stdout, because Ray would store each line again, in the logs of the node.
-    """
-    lines = logging.Formatter(
-        "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"
-    )
-    lines.converter = time.gmtime
-    root = logging.getLogger("rayloom")
-    root.setLevel(logging.INFO)
-    root.propagate = False
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=OLD_LOGS)
-    handler.setFormatter(lines)
-    root.addHandler(handler)

@@ -38,7 +38,8 @@ from service.run.control import Control
 from service.run.engines import Engines
 from service.run.hacking_watch import watch_of
 from service.run.health import Cursor, Ending, FaultCount, RunFailed, RunStatus
-from service.run.recorder import RunRecorder, configure_logging
+from service.run.log_file import configure_logging
+from service.run.recorder import RunRecorder
 from service.run.run_view import RunView
 from service.run.term import ParentUnusable, Term
 from service.run.traces import traces_to
