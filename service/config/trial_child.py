@@ -1,0 +1,270 @@
+"""Call a user's own functions in the child process of a trial.
+
+The child imports the functions, begins the first task of each environment and calls every function
+twice: with the reference answers of two tasks, or with made-up answers if the data have none.
+Started by `trial.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from actors.environment.builtin.single_turn import SingleTurnEnvironment
+from actors.environment.group_scoring import checked_results
+from actors.environment.judge import JudgeReward
+from actors.environment.protocol import Action, Environment, RewardError, StepResult, reward_problem
+from actors.environment.reward_functions import NoScore, RewardFunction
+from actors.environment.settings import GROUP_REWARD
+from actors.environment.task_data import reference_of
+from actors.environment.tasks import TaskSource
+from actors.environment.user_names import HIDES, hides_arguments
+from actors.environment.worker_process import die_with
+from actors.types import Task
+from actors.user_code import closing, describe, location, root_cause
+from service.config import tasks
+from service.config.file import ConfigError
+from service.config.shadow import load_shadow
+from service.config.tree import Config
+from service.config.trial import SCORE_GROUP, STEP, Call, Fate, Request, is_own
+
+MADE_UP = ("I do not know.", "1")
+_MAX_LOOKED_AT = 64
+# Exceptions that a call raises whatever the answer is.
+_IN_LOOP = re.compile("cannot be called from a running event loop|loop is( already)? running")
+_OTHER_ARGUMENTS = re.compile("unexpected keyword argument|missing .* argument|multiple values for")
+_BROKEN = frozenset({"ImportError", "ModuleNotFoundError", "NameError", "SyntaxError"})
+
+
+def main() -> None:
+    """Execute the request on standard input and send messages to the given file descriptor."""
+    with suppress(AttributeError, OSError):
+        # On Linux the kernel kills this child when the command that started it dies.
+        die_with(os.getppid(), signal.SIGKILL)
+    said = Connection(int(sys.argv[1]), readable=False)
+    request: Request = pickle.load(sys.stdin.buffer)
+    sys.path[:] = request.path
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    tasks.RESET_LIMIT_S, tasks.BLOCKED_S = request.reset_limit_s, request.blocked_s
+    # Works even if the user's code holds the interpreter's lock.
+    faulthandler.register(signal.SIGUSR1, file=request.dump, all_threads=False)
+    try:
+        _try_all(request, said)
+        said.send(("done", None))
+    except ConfigError as error:
+        said.send(("refused", str(error)))
+    except BaseException:  # noqa: BLE001  # os._exit ends the process, not the interpreter
+        traceback.print_exc()
+        os._exit(1)
+    # The interpreter would wait for the threads that the user's code has started.
+    os._exit(0)
+
+
+def _try_all(request: Request, said: Connection) -> None:
+    """Import the environments, and make the calls that earlier children did not make.
+
+    Raises: ConfigError.
+    """
+    trial = request.trial
+    for name, key in trial.others.items():
+        said.send(("doing", (key, f"import {name}", request.import_limit_s)))
+        load_shadow(name, key=key)
+    for name, member in request.config.members.items():
+        part = f"mixture.{name}: " if request.config.mixture else ""
+        what = f"{part}tasks.environment"
+        try:
+            own = ", ".join(tasks.own_names(member.tasks)) or member.tasks.environment
+            said.send(("doing", (what, f"import {own}", request.import_limit_s)))
+            tasks.maker(member)
+            # The limits inside of the child pass first, and their errors name the place.
+            limit_s = 2 * tasks.RESET_LIMIT_S + 2 * tasks.BLOCKED_S
+            if trial.begins and name not in request.begun:
+                said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
+                said.send(("begun", {name: tasks.first_observation(member)}))
+            if trial.functions and is_own(member.tasks):
+                said.send(("doing", (what, f"begin the first task of {name}", limit_s)))
+                asyncio.run(_call_all(name, member, request, said, what=what))
+        except ConfigError as error:
+            raise ConfigError(f"{part}{error}") from error
+
+
+async def _call_all(
+    name: str, config: Config, request: Request, said: Connection, *, what: str
+) -> None:
+    """Call the functions of one environment with two answers each.
+
+    what: the settings that name the environment, for messages. Raises: ConfigError.
+    """
+    source = tasks.open_tasks(config)
+    task = source.task(0)
+    answers = _answers(source, task, request.trial.answer)
+    environment = tasks.maker(config)()
+    await environment.reset(task)
+    # A group function compares answers, so that its score of one says nothing about that answer.
+    of_groups: Sequence[RewardFunction] = ()
+    if isinstance(environment, SingleTurnEnvironment):
+        of_groups = environment.group_functions
+        functions = [
+            each
+            for each in environment.functions
+            if request.trial.judges or not isinstance(each, JudgeReward)
+        ]
+        wanted: list[tuple[RewardFunction | JudgeReward | None, str]]
+        wanted = [(each, f"reward function {each.name}") for each in functions]
+    else:
+        wanted = [(None, f"{STEP}{config.tasks.environment}")]
+        if config.tasks.options.get(GROUP_REWARD):
+            wanted.append((None, f"{SCORE_GROUP}{config.tasks.environment}"))
+    planned = [
+        (
+            function,
+            Call(
+                environment=name,
+                function=label,
+                number=number,
+                answer=told,
+                is_reference=is_reference and function not in of_groups,
+            ),
+            text,
+        )
+        for function, label in wanted
+        for number, (text, told, is_reference) in enumerate(answers)
+    ]
+    planned = [each for each in planned if each[1].key not in request.made]
+    for position, (function, call, text) in enumerate(planned, start=1):
+        said.send(("calling", (call, position == len(planned))))
+        if function is not None:
+            assert isinstance(environment, SingleTurnEnvironment)
+            fate, words, value = await _scored(environment, function, text)
+        elif call.function.startswith(STEP):
+            is_copied = not config.rollouts.inline
+            made = tasks.maker(config)()
+            fate, words, value = await _stepped(made, task, text, is_copied=is_copied)
+        else:
+            fate, words, value = await _scored_together(tasks.maker(config)(), task, text)
+        said.send(("called", replace(call, fate=fate, text=words, value=value)))
+    said.send(("doing", (what, f"close the first task of {name}", tasks.RESET_LIMIT_S)))
+    with suppress(Exception):
+        await environment.close()
+
+
+def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
+    """Return two answers, each as its text, its description and whether it is a reference answer.
+
+    Raises: ConfigError if the first task has no such column.
+    """
+    found = reference_of(task, column)
+    if found is None and column is not None:
+        raise ConfigError(
+            f"--answer {column}: got the columns {', '.join(sorted(task.data))}, expected one of "
+            "them, of texts or numbers; correct it"
+        )
+    if found is None:
+        return [(text, f"the made-up answer {text!r}", False) for text in MADE_UP]
+    others = (
+        reference_of(source.task(index), column)
+        for index in range(1, _MAX_LOOKED_AT if source.comes_again(task) else 1)
+    )
+    other = next((each for each in others if each not in (None, found)), None)
+    own = (found, f"the reference answer of {task.task_id}", True)
+    if other is None:
+        return [own, (MADE_UP[0], f"the made-up answer {MADE_UP[0]!r}", False)]
+    return [own, (other, "the reference answer of another task", True)]
+
+
+async def _scored(
+    environment: SingleTurnEnvironment, function: RewardFunction | JudgeReward, text: str
+) -> tuple[Fate, str, float]:
+    try:
+        score = await environment.score_by(function, text)
+    except NoScore as error:
+        return (
+            Fate.NO_NUMBER,
+            str(error).removeprefix(f"reward function {function.name} gave "),
+            0.0,
+        )
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
+        return _fate_of(error, function)
+    if score.value is None:
+        return Fate.SILENT, "", 0.0
+    return Fate.SCORED, "", function.weight * score.value
+
+
+async def _stepped(
+    environment: Environment, task: Task, text: str, *, is_copied: bool
+) -> tuple[Fate, str, float]:
+    """Take the first step of a task with the answer `text`; return how it ended.
+
+    is_copied: whether a run copies the step's result from a worker to the actor.
+    """
+    try:
+        async with closing(environment.close):
+            await environment.reset(task)
+            found = await environment.step(Action(text=text))
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
+        return _fate_of(error)
+    if not isinstance(found, StepResult):
+        words = f"a {type(found).__name__}, expected a StepResult of actors.environment.protocol"
+        return Fate.NO_NUMBER, words, 0.0
+    if (problem := reward_problem(found)) is not None:
+        return Fate.NO_NUMBER, f"({problem})", 0.0
+    try:
+        if is_copied:
+            pickle.dumps(found)
+    except Exception as error:  # noqa: BLE001  # objects may raise any type
+        words = f"a result that cannot be copied to another process ({describe(error)})"
+        return Fate.NO_NUMBER, words, 0.0
+    return Fate.SCORED, "", 0.0
+
+
+async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
+    """Have an environment score a group of two equal answers; return how the call ended."""
+    try:
+        async with closing(environment.close):
+            found = await environment.score_group(task, [text, text])
+    except BaseException as error:  # noqa: BLE001  # the user's code may raise any type
+        return _fate_of(error)
+    try:
+        result = checked_results(found, num_answers=2)[0]
+    except RewardError as error:
+        return Fate.NO_NUMBER, f"({error})", 0.0
+    return (Fate.SILENT, "", 0.0) if result is None else (Fate.SCORED, "", 0.0)
+
+
+def _fate_of(
+    error: BaseException, function: RewardFunction | JudgeReward | None = None
+) -> tuple[Fate, str, float]:
+    root = root_cause(error)
+    at = location(root)
+    told = describe(root)
+    words = f"{told}{f' ({at})' if at else ''}"
+    # Compare names: an error from another process has no type to compare.
+    match told.partition(":")[0]:
+        case "SystemExit":
+            return Fate.ENDED, f"({words})", 0.0
+        case "WorkerLost":
+            return Fate.ENDED, f"({root})", 0.0
+        case "CallTimedOut":
+            return Fate.HUNG, f"({words})", 0.0
+        case "RuntimeError" if _IN_LOOP.search(told):
+            return Fate.BROKEN, f"{words} (await the coroutine in place of running it)", 0.0
+        case "TypeError" if (
+            isinstance(function, RewardFunction)
+            and hides_arguments(function.function)
+            and _OTHER_ARGUMENTS.search(told)
+        ):
+            return Fate.BROKEN, f"{words} ({HIDES})", 0.0
+        case name:
+            return (Fate.BROKEN if name in _BROKEN else Fate.RAISED), words, 0.0
