@@ -4,13 +4,12 @@ Synchronous and asynchronous training use the same code: only the queue's admiss
 how far rollouts run ahead. Two loops run concurrently: `_admit` assigns tasks to open group
 numbers; `_train` passes closed groups through the merge actor and the trainer, and publishes the
 weights. If rollouts may lag, the engines load a version while the next step is collected and
-trained; a checkpoint is always written during the next step. Invariants: a version is published
-only after the engines have loaded the version before it; a checkpoint is committed with the
-queue's state after the same step. While a service waits for a step, it commits the checkpoint
-again with the queue's newer state, so that evictions become durable. A version has the number of
-its step, except for versions that a restarted trainer published again (`RestartableTrainer`). Each
-term has one loop. If an operator pauses a part (`service.run.pauses`), the two loops wait at their
-gates: between two admissions, and between two steps. Every call of a handle may raise `ActorLost`.
+trained; a checkpoint is always written during the next step (`checkpoint_writer.py`). Invariant: a
+version is published only after the engines have loaded the version before it. A version has the
+number of its step, except for versions that a restarted trainer published again
+(`RestartableTrainer`). Each term has one loop. If an operator pauses a part
+(`service.run.pauses`), the two loops wait at their gates: between two admissions, and between two
+steps. Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -18,112 +17,39 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from actors.algorithm import AlgorithmSettings
 from actors.deadline import ActorLost, beside, race
 from actors.environment.evaluation import EvaluationSet
 from actors.merge.groups import PayloadsLost, ScoresLost
 from actors.merge.report import StepReport
 from actors.trainer.abandon import StepAbandoned
-from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.statistics import StepStats
 from actors.trajectory_queue.groups import FailedGroups
-from actors.trajectory_queue.messages import QueueSnapshot, StepInput
+from actors.trajectory_queue.messages import StepInput
 from actors.types import TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck
-from service.config.tree import RunSettings
-from service.run.health import FailureLimits, FailureWatch, RunFailed, WeightsMoved
-from service.run.pauses import Pauses
-from service.run.task_feed import Curriculum, TaskFeed
+from service.run.checkpoint_writer import CheckpointWriter, Commit
+from service.run.handles import Handles, LoopSettings
+from service.run.health import FailureWatch, RunFailed, WeightsMoved
 from service.store.tables import Pausable
-from service.telemetry.evaluation import (
-    evaluation_file,
-    evaluation_record,
-    sampling_of_parts,
-)
+from service.telemetry.evaluation import evaluation_file, evaluation_record, sampling_of_parts
 from service.telemetry.records import StageSeconds, step_record
 from service.telemetry.summary import AVERAGED_STEPS
 
 if TYPE_CHECKING:
     # These import Ray, torch and vLLM, which the loop itself does not need.
     from actors.merge.actor import BuiltStep
-    from service.run.engines import Publisher
-    from service.run.environment_pool import EnvironmentPool
-    from service.run.recorder import RunRecorder
-    from service.run.restartable_queue import RestartableQueue
-    from service.run.restartable_trainer import RestartableTrainer
 
 POLL_S = 1.0
 # A trainer group that is being replaced cannot abandon a step, so the next group is asked again.
 ASK_AGAIN_S = 1.0
-# Writing a checkpoint's files costs more than committing existing files again.
-FILES_FACTOR = 10
 MAX_SCORINGS = 3
-ENDED_UNSAVED = "the term ended before its checkpoint was committed"
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """The loop's settings, and the point from which this term continues."""
-
-    term: int
-
-    run: RunSettings
-    algorithm: AlgorithmSettings
-    first_step: int
-    """First step of this term: the checkpoint's step + 1, or 1."""
-    failures: FailureLimits
-    has_clients: bool = False
-    """Whether clients submit the tasks; then groups that cannot be trained do not end the run."""
-    checkpoint: str = ""
-    """Name of the checkpoint from which this term continues; empty for a fresh start."""
-    max_uncommitted: int = 1000
-    """Number of evicted rollouts after which a waiting service commits the evictions.
-
-    It also commits them after `commit_after_s`. If files must be written, both limits are
-    multiplied by FILES_FACTOR.
-    """
-    commit_after_s: float = 60.0
-
-
-class Merge(Protocol):
-    """The merge actor's calls. They raise PayloadsLost; `build` also raises ScoresLost."""
-
-    async def plan(self, step_input: StepInput, version: int) -> Sequence[Any]: ...
-    async def build(
-        self,
-        step_input: StepInput,
-        version: int,
-        scores: Sequence[Any],
-        republished: Sequence[int],
-    ) -> BuiltStep: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handles:
-    """The actors and objects that the loop calls; tests replace them by small fakes."""
-
-    queue: RestartableQueue
-    merge: Merge
-    trainer: RestartableTrainer
-    publisher: Publisher
-    environments: EnvironmentPool
-    recorder: RunRecorder
-    tasks: TaskFeed
-    evaluation_sets: Sequence[EvaluationSet]
-    pauses: Pauses
-
-    prune_checkpoints: Callable[[], Awaitable[None]]
-    """Removes the oldest checkpoints; called after a newer one is committed."""
-
-    curriculum: Curriculum | None = None
-    """The curriculum of `tasks`; it learns from each step, and each checkpoint stores it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,25 +64,6 @@ class TrainedStep:
 
     stages: StageSeconds
     """Seconds that the loop waited at each stage, without work that overlaps the next step."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _AskedSave:
-    """A requested checkpoint that a caller waits for."""
-
-    step: int
-    """The last step that was finished at the request; a later step's checkpoint answers it too."""
-    answer: asyncio.Future[Commit]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """The newest checkpoint."""
-
-    step: int
-    version: int
-    directory: str
-    """Name of the checkpoint's directory; empty before the first checkpoint."""
 
 
 class Stopwatch:
@@ -178,19 +85,10 @@ class Loop:
         self._handles = handles
         self._settings = settings
         self._step = settings.first_step
-        self._committed = Commit(
-            step=settings.first_step - 1,
-            version=handles.trainer.version,
-            directory=settings.checkpoint,
-        )
+        self._checkpoints = CheckpointWriter(handles, settings, call=self._with_published)
         self._failures = FailureWatch(settings.failures)
         self._loading: asyncio.Task[None] | None = None
         """Waits until the engines have the last version, then records its step; None if done."""
-        self._committed_at = time.monotonic()
-        self._saving: asyncio.Task[None] | None = None
-        """Waits until the last checkpoint is written, then commits it; None if done."""
-        self._save_watch = Stopwatch()
-        """Started when the last checkpoint was begun."""
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
@@ -198,8 +96,6 @@ class Loop:
         self._step_in_hand: int | None = None
         self._paused_s = 0.0
         """Seconds for which training was paused while the loop waited for this step."""
-        self._asked_saves: list[_AskedSave] = []
-        self._is_over = False
 
     @property
     def step_in_hand(self) -> int | None:
@@ -235,11 +131,7 @@ class Loop:
         written. If another checkpoint is being written, it is finished first. A checkpoint that
         fails because a rank is lost is begun again. Raises: ActorLost if the term ends first.
         """
-        if self._is_over:
-            raise ActorLost(ENDED_UNSAVED)
-        asked = _AskedSave(step=self._step - 1, answer=asyncio.get_running_loop().create_future())
-        self._asked_saves.append(asked)
-        return await asked.answer
+        return await self._checkpoints.requested(self._step - 1)
 
     async def run(self) -> None:
         """Train until the last step or `stop`; leave a checkpoint and no unfinished work.
@@ -249,13 +141,7 @@ class Loop:
         try:
             await self._run()
         finally:
-            if self._saving is not None:
-                self._saving.cancel()
-                await asyncio.gather(self._saving, return_exceptions=True)
-            self._is_over = True
-            for asked in self._asked_saves:
-                if not asked.answer.done():
-                    asked.answer.set_exception(ActorLost(ENDED_UNSAVED))
+            await self._checkpoints.end()
 
     async def _run(self) -> None:
         failure: RunFailed | None = None
@@ -289,7 +175,7 @@ class Loop:
                     await handles.queue.admit(groups)
 
     async def _train(self) -> None:
-        if self._step == 1 and not self._committed.directory:
+        if self._step == 1 and not self._checkpoints.newest.directory:
             await self._evaluate(step=0)
         while self._has_more and not self._is_stopping.is_set():
             watch = Stopwatch()
@@ -320,16 +206,18 @@ class Loop:
         """Wait for a step's closed groups; None if the run is stopped or solved meanwhile."""
         begun_at, self._paused_s = time.monotonic(), 0.0
         while self._has_more and not self._is_stopping.is_set():
-            await self._save_as_asked()
+            if self._checkpoints.is_requested:
+                await self._join_loading()
+                await self._checkpoints.save_requested(self._step - 1)
             step_input = await self._take_step()
             if step_input is not None:
                 return step_input
             if self._loading is not None and self._loading.done():
                 await self._join_loading()
-            if self._saving is not None and self._saving.done():
-                await self._join_saving()
-            if self._is_commit_due(begun_at):
-                await self._commit_evicted()
+            if self._checkpoints.is_written:
+                await self._checkpoints.join()
+            if self._loading is None and self._checkpoints.is_due(self._step - 1, begun_at):
+                await self._checkpoints.commit_evicted(self._step - 1)
             await self._check_failures(self._handles.queue.failed_groups)
         return None
 
@@ -345,60 +233,6 @@ class Loop:
                 await gate.until_open()
         self._paused_s += watch.lap()
         return None
-
-    async def _save_as_asked(self) -> None:
-        """Begin a requested checkpoint, unless a checkpoint is being written."""
-        if not self._asked_saves or (self._saving is not None and not self._saving.done()):
-            return
-        await self._join_loading()
-        await self._join_saving()
-        done = self._step - 1
-        if self._is_committed(done):
-            self._answer_asked()
-        elif self._asked_saves:
-            await self._begin_save(done)
-            await self._commit_when_written(done)
-
-    def _answer_asked(self) -> None:
-        """Answer the checkpoint requests that the newest checkpoint satisfies."""
-        served = [each for each in self._asked_saves if each.step <= self._committed.step]
-        self._asked_saves = [each for each in self._asked_saves if each not in served]
-        for asked in served:
-            if not asked.answer.done():
-                asked.answer.set_result(self._committed)
-
-    def _is_commit_due(self, begun_at: float) -> bool:
-        """Return whether a waiting service must commit its evictions, by their number or the time.
-
-        Clients may submit any number of rollouts that are evicted; in other runs the failure limits
-        end the run. begun_at: time at which the loop began to wait.
-        """
-        # The last step's record is stored before its checkpoint.
-        is_busy = self._loading is not None or self._saving is not None
-        if is_busy or not self._settings.has_clients:
-            return False
-        factor = 1 if self._is_committed(self._step - 1) else FILES_FACTOR
-        num_evicted = self._handles.recorder.num_evicted
-        waited_s = time.monotonic() - max(begun_at, self._committed_at)
-        if num_evicted and waited_s >= factor * self._settings.commit_after_s:
-            return True
-        return num_evicted >= factor * self._settings.max_uncommitted
-
-    async def _commit_evicted(self) -> None:
-        """Commit the last finished step, or step 0, with the queue's current state.
-
-        Pruning can then remove the evicted rollouts.
-        """
-        done = self._step - 1
-        if self._is_committed(done):
-            await self._commit(self._committed, await self._handles.queue.cut())
-            await self._handles.prune_checkpoints()
-        else:
-            await self._begin_save(done)
-            await self._commit_when_written(done)
-
-    def _is_committed(self, step: int) -> bool:
-        return self._committed.step == step and bool(self._committed.directory)
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
         """Build a step. Returns: the step, and the seconds of the trainer's scoring.
@@ -532,11 +366,11 @@ class Loop:
         stages = replace(stages, evaluate=watch.lap())
         is_due = step % self._settings.run.checkpoint_every == 0
         if is_due:
-            await self._begin_save(step)
+            await self._checkpoints.begin(step)
         stages = replace(stages, checkpoint=watch.lap())
         await self._record(replace(trained, stages=stages), check)
         if is_due:
-            await self._commit_when_written(step)
+            await self._checkpoints.commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
         """Wait until every engine has a step's version, then let the queue admit groups by it.
@@ -602,61 +436,6 @@ class Loop:
         await self._handles.recorder.evaluation(record)
         return summaries
 
-    async def _begin_save(self, step: int) -> None:
-        """Have the ranks copy their state, after the previous checkpoint is committed."""
-        await self._join_saving()
-        self._save_watch = Stopwatch()
-        save = partial(self._handles.trainer.begin_save, step, term=self._settings.term)
-        await self._with_published(save)
-
-    async def _commit_when_written(self, step: int) -> None:
-        """Take the queue's state after the step; commit it with the checkpoint in the next step.
-
-        Later events have higher numbers than this state, and may be stored before it.
-        """
-        version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
-        self._saving = asyncio.create_task(
-            self._commit_written(step, version, snapshot), name="save"
-        )
-
-    async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
-        watch, recorder = self._save_watch, self._handles.recorder
-        try:
-            path = await self._handles.trainer.finish_save()
-        except CheckpointError:
-            recorder.checkpoint_failed()
-            raise
-        if path is None:
-            recorder.checkpoint_failed()
-            recorder.notice(
-                f"step {step}: a rank was lost while its checkpoint was written; the run would "
-                "resume from the earlier checkpoint until the next one is written"
-            )
-            return
-        await recorder.checkpoint_written(path, seconds=watch.lap())
-        await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
-        await self._handles.trainer.committed(step, path)
-        await self._handles.prune_checkpoints()
-
-    async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
-        """Store a written checkpoint with the queue's state: the next term continues from it."""
-        curriculum = self._handles.curriculum
-        await self._handles.recorder.checkpoint(
-            step=commit.step,
-            version=commit.version,
-            directory=commit.directory,
-            snapshot=snapshot,
-            curriculum=None if curriculum is None else curriculum.results,
-        )
-        self._committed, self._committed_at = commit, time.monotonic()
-        self._answer_asked()
-
-    async def _join_saving(self) -> None:
-        """Wait until the checkpoint that was begun last is committed or lost."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await saving
-
     async def _finish(self) -> None:
         """Commit the last finished step.
 
@@ -668,11 +447,4 @@ class Loop:
             if self.is_solved and self._evaluated_step != done:
                 await self._evaluate(step=done)
             await self._handles.queue.cancel_all()
-        await self._join_saving()
-        if is_complete and self._is_committed(done):
-            await self._commit(self._committed, await self._handles.queue.cut())
-        # Repeat if a rank is lost meanwhile; the trainer bounds how often.
-        while self._committed.step < done:
-            await self._begin_save(done)
-            await self._commit_when_written(done)
-            await self._join_saving()
+        await self._checkpoints.finish(done, is_complete=is_complete)

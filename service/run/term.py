@@ -42,6 +42,7 @@ from service.launch.placement import Role, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
 from service.run.actor_pool import GATEWAYS, ActorPool
+from service.run.checkpoint_writer import Commit
 from service.run.engines import Engines, Publisher, watch_board
 from service.run.environment_pool import (
     EnvironmentPool,
@@ -49,8 +50,9 @@ from service.run.environment_pool import (
     start_environment_actor,
 )
 from service.run.evaluation import EvaluationFiles
+from service.run.handles import Handles, LoopSettings
 from service.run.health import FailureLimits, RunFailed
-from service.run.loop import Commit, Handles, Loop, LoopSettings
+from service.run.loop import Loop
 from service.run.pauses import Pauses
 from service.run.recorder import RunRecorder
 from service.run.restartable_merge import RestartableMerge

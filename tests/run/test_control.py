@@ -21,8 +21,8 @@ from service.api.control import (
     RefusalCode,
 )
 from service.report.document import Phase
+from service.run.checkpoint_writer import Commit
 from service.run.control import OVER, policies_view
-from service.run.loop import Commit
 from service.store.lineage import read_history
 from service.store.tables import Pausable
 from service.telemetry.evaluation import evaluation_record, pass_at_k

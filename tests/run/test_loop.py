@@ -17,8 +17,9 @@ from actors.trainer.checkpoint import CheckpointError
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
+from service.run.checkpoint_writer import Commit
 from service.run.health import RunFailed
-from service.run.loop import Commit, Loop
+from service.run.loop import Loop
 from service.run.pauses import Gate, Pauses
 from service.run.task_feed import Curriculum, task_index
 from service.store.controls import Pause

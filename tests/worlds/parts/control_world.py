@@ -18,9 +18,9 @@ from service.access.keys import NamedKey
 from service.api.problems import RunUnavailable
 from service.api.schemas import ReadyAnswer
 from service.launch.run_dir import RunDir
+from service.run.checkpoint_writer import Commit
 from service.run.control import Control
 from service.run.health import readiness
-from service.run.loop import Commit
 from service.run.recorder import RunRecorder
 from service.store.errors import LeaseLost, StoreError
 from service.store.leases import Lease

@@ -28,8 +28,9 @@ from actors.types import Dtype, Outcome, Task, TrajectorySummary
 from actors.weights.logprob_check import LogprobCheck, compare
 from service.config.tree import RunSettings
 from service.inference.settings import InferenceSettings
+from service.run.handles import Handles, LoopSettings
 from service.run.health import FailureLimits, WeightsMoved
-from service.run.loop import Handles, Loop, LoopSettings
+from service.run.loop import Loop
 from service.run.pauses import Pauses
 from service.run.task_feed import ConfiguredTasks, Curriculum
 from service.telemetry.records import EvaluationRecord, StepRecord

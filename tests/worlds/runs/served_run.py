@@ -26,8 +26,8 @@ from service.config.tree import ServiceSettings
 from service.gateway.routes import add_sessions
 from service.gateway.upload_routes import add_uploads
 from service.launch.run_dir import RunDir
+from service.run.checkpoint_writer import Commit
 from service.run.control import Control
-from service.run.loop import Commit
 from service.store.thread import StoreThread
 from worlds.parts.control_world import AskedControl, ScriptedEngines, ScriptedTerm
 from worlds.parts.local_page import LocalPage

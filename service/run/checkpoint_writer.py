@@ -1,0 +1,212 @@
+"""Write a term's checkpoints, and commit each with the queue's state after the same step.
+
+A checkpoint is written during the next step. While a service waits for a step, the newest
+checkpoint is committed again with the queue's newer state, so that evictions become durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from actors.deadline import ActorLost
+from actors.trainer.checkpoint import CheckpointError
+from actors.trajectory_queue.messages import QueueSnapshot
+from service.run.handles import Handles, LoopSettings
+
+# Writing a checkpoint's files costs more than committing existing files again.
+FILES_FACTOR = 10
+ENDED_UNSAVED = "the term ended before its checkpoint was committed"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    """A requested checkpoint that a caller waits for."""
+
+    step: int
+    """The last step that was finished at the request; a later step's checkpoint answers it too."""
+    answer: asyncio.Future[Commit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """The newest checkpoint."""
+
+    step: int
+    version: int
+    directory: str
+    """Name of the checkpoint's directory; empty before the first checkpoint."""
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a term, and commits each with the queue's state after its step."""
+
+    def __init__(
+        self,
+        handles: Handles,
+        settings: LoopSettings,
+        *,
+        call: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
+    ) -> None:
+        """Start from the checkpoint from which the term continues.
+
+        call: calls the trainer, and publishes the weights of its replacement first if they differ.
+        """
+        self._handles, self._settings, self._call = handles, settings, call
+        self.newest = Commit(
+            step=settings.first_step - 1,
+            version=handles.trainer.version,
+            directory=settings.checkpoint,
+        )
+        self._committed_at = self._begun_at = time.monotonic()
+        self._writing: asyncio.Task[None] | None = None
+        """Waits until the last checkpoint is written, then commits it; None if done."""
+        self._requests: list[_Request] = []
+        self._is_over = False
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the last checkpoint is written, but not joined yet."""
+        return self._writing is not None and self._writing.done()
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a checkpoint is requested and none is being written."""
+        return bool(self._requests) and (self._writing is None or self._writing.done())
+
+    async def requested(self, done: int) -> Commit:
+        """Request a checkpoint of step `done` or a later one, and wait until it is committed.
+
+        Raises: ActorLost if the term ends first.
+        """
+        if self._is_over:
+            raise ActorLost(ENDED_UNSAVED)
+        request = _Request(step=done, answer=asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        return await request.answer
+
+    async def save_requested(self, done: int) -> None:
+        """Begin a requested checkpoint of step `done`, unless that step is committed already."""
+        await self.join()
+        if self._is_committed(done):
+            self._answer_requests()
+        elif self._requests:
+            await self._save(done)
+
+    def is_due(self, done: int, begun_at: float) -> bool:
+        """Return whether a waiting service must commit its evictions, by their number or the time.
+
+        Clients may submit any number of rollouts that are evicted; in other runs the failure limits
+        end the run. begun_at: time at which the loop began to wait.
+        """
+        if self._writing is not None or not self._settings.has_clients:
+            return False
+        factor = 1 if self._is_committed(done) else FILES_FACTOR
+        num_evicted = self._handles.recorder.num_evicted
+        waited_s = time.monotonic() - max(begun_at, self._committed_at)
+        if num_evicted and waited_s >= factor * self._settings.commit_after_s:
+            return True
+        return num_evicted >= factor * self._settings.max_uncommitted
+
+    async def commit_evicted(self, done: int) -> None:
+        """Commit the last finished step, or step 0, with the queue's current state.
+
+        Pruning can then remove the evicted rollouts.
+        """
+        if self._is_committed(done):
+            await self._commit(self.newest, await self._handles.queue.cut())
+            await self._handles.prune_checkpoints()
+        else:
+            await self._save(done)
+
+    async def begin(self, step: int) -> None:
+        """Have the ranks copy their state, after the previous checkpoint is committed."""
+        await self.join()
+        self._begun_at = time.monotonic()
+        await self._call(partial(self._handles.trainer.begin_save, step, term=self._settings.term))
+
+    async def commit_when_written(self, step: int) -> None:
+        """Take the queue's state after the step; commit it with the checkpoint in the next step.
+
+        Later events have higher numbers than this state, and may be stored before it.
+        """
+        version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
+        self._writing = asyncio.create_task(
+            self._commit_written(step, version, snapshot), name="save"
+        )
+
+    async def join(self) -> None:
+        """Wait until the checkpoint that was begun last is committed or lost."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def finish(self, done: int, *, is_complete: bool) -> None:
+        """Commit the last finished step. is_complete: whether the run is at its end."""
+        await self.join()
+        if is_complete and self._is_committed(done):
+            await self._commit(self.newest, await self._handles.queue.cut())
+        # Repeat if a rank is lost meanwhile; the trainer bounds how often.
+        while self.newest.step < done:
+            await self._save(done)
+            await self.join()
+
+    async def end(self) -> None:
+        """Give up the checkpoint that is being written, and fail the requests."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        self._is_over = True
+        for request in self._requests:
+            if not request.answer.done():
+                request.answer.set_exception(ActorLost(ENDED_UNSAVED))
+
+    def _is_committed(self, step: int) -> bool:
+        return self.newest.step == step and bool(self.newest.directory)
+
+    async def _save(self, step: int) -> None:
+        await self.begin(step)
+        await self.commit_when_written(step)
+
+    async def _commit_written(self, step: int, version: int, snapshot: QueueSnapshot) -> None:
+        begun_at, recorder = self._begun_at, self._handles.recorder
+        try:
+            path = await self._handles.trainer.finish_save()
+        except CheckpointError:
+            recorder.checkpoint_failed()
+            raise
+        if path is None:
+            recorder.checkpoint_failed()
+            recorder.notice(
+                f"step {step}: a rank was lost while its checkpoint was written; the run would "
+                "resume from the earlier checkpoint until the next one is written"
+            )
+            return
+        await recorder.checkpoint_written(path, seconds=time.monotonic() - begun_at)
+        await self._commit(Commit(step=step, version=version, directory=path.name), snapshot)
+        await self._handles.trainer.committed(step, path)
+        await self._handles.prune_checkpoints()
+
+    async def _commit(self, commit: Commit, snapshot: QueueSnapshot) -> None:
+        """Store a written checkpoint with the queue's state: the next term continues from it."""
+        curriculum = self._handles.curriculum
+        await self._handles.recorder.checkpoint(
+            step=commit.step,
+            version=commit.version,
+            directory=commit.directory,
+            snapshot=snapshot,
+            curriculum=None if curriculum is None else curriculum.results,
+        )
+        self.newest, self._committed_at = commit, time.monotonic()
+        self._answer_requests()
+
+    def _answer_requests(self) -> None:
+        """Answer the checkpoint requests that the newest checkpoint satisfies."""
+        served = [each for each in self._requests if each.step <= self.newest.step]
+        self._requests = [each for each in self._requests if each not in served]
+        for request in served:
+            if not request.answer.done():
+                request.answer.set_result(self.newest)
