@@ -34,13 +34,7 @@ from service.gateway.prompts import Place
 from service.gateway.replies import as_reply
 from service.gateway.sampling import Sampler, Sampling
 from service.gateway.tree import SessionTree, read
-from service.intake.session import (
-    Cut,
-    SessionEnd,
-    SessionStatus,
-    StoredSession,
-    status_of,
-)
+from service.intake.session import Cut, SessionEnd, SessionStatus, StoredSession, status_of
 from service.intake.turns import (
     Change,
     IntentAdded,

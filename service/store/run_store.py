@@ -36,6 +36,7 @@ from service.telemetry.records import EvaluationRecord, StepRecord
 from service.telemetry.totals import RunTotals
 
 log = logging.getLogger("rayloom.store")
+
 _ADD_EVENTS = (
     update(tables.event_totals)
     .where(
