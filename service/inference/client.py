@@ -15,6 +15,7 @@ to one event loop; it is pickled as its application's name.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from actors.deadline import TaskSet, retry
 from actors.environment.policy import (
@@ -52,6 +54,31 @@ Answer = GenerateReply | Failure
 AnswerChunk = list[tuple[int, Answer]]
 
 _Answered = TypeVar("_Answered")
+
+
+class ReplicaAffinityRouter(RequestRouter):
+    """A router that sends a call to the replica in its session id, or otherwise by load.
+
+    If the session id names no live replica, the less busy of two random ones is chosen. So the
+    trajectories of a lost replica are distributed by load; each then stays with the replica that
+    answered it (`GenerateRequest.replica`).
+
+    Serve imports a router by its name in each process that uses a handle. A chosen replica gets the
+    request for which it was chosen, not the oldest waiting request.
+    """
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return groups of candidates in order of preference; in a group Serve takes the shortest
+        queue."""
+        if not candidate_replicas:
+            return []
+        wanted = "" if pending_request is None else pending_request.metadata.session_id
+        named = [each for each in candidate_replicas if each.replica_id.unique_id == wanted]
+        return [named or random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
 def engines_handle(app_name: str) -> DeploymentHandle[Any]:

@@ -11,7 +11,6 @@ A term deploys the engines, publishes its weights, and waits for the first ready
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,13 +24,12 @@ from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ApplicationStatus
 
 from actors.environment.policy import PolicyUnavailable
 from actors.weights.board import BoardStatus
 from service.haproxy import uses_haproxy
-from service.inference.client import DEPLOYMENT_NAME, engines_handle
+from service.inference.client import DEPLOYMENT_NAME, ReplicaAffinityRouter, engines_handle
 from service.inference.replica import RPC_TIMEOUT_S, InferenceReplica, ReplicaDescription
 from service.inference.settings import EngineSettings
 
@@ -42,31 +40,6 @@ SERVE_STATUS_EVERY_S = 2.0
 MAX_FAILURE_CHARACTERS = 600
 # A traceback's last line, "package.module.Name: what happened", which may have more lines.
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:\(\w+\))?: ", re.MULTILINE)
-
-
-class ReplicaAffinityRouter(RequestRouter):
-    """A router that sends a call to the replica in its session id, or otherwise by load.
-
-    If the session id names no live replica, the less busy of two random ones is chosen. So the
-    trajectories of a lost replica are distributed by load; each then stays with the replica that
-    answered it (`GenerateRequest.replica`).
-
-    Serve imports a router by its name in each process that uses a handle. A chosen replica gets the
-    request for which it was chosen, not the oldest waiting request.
-    """
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        """Return groups of candidates in order of preference; in a group Serve takes the shortest
-        queue."""
-        if not candidate_replicas:
-            return []
-        wanted = "" if pending_request is None else pending_request.metadata.session_id
-        named = [each for each in candidate_replicas if each.replica_id.unique_id == wanted]
-        return [named or random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
 def start_serve_for_engines() -> None:

@@ -64,6 +64,7 @@ EXIT_DELAY_S = 0.2
 _SEEDS = 1 << 31
 # An AF_UNIX path has at most 107 bytes; vLLM names its sockets by a UUID.
 MAX_DIRECTORY_BYTES = 107 - len("/") - 36
+
 logger = logging.getLogger(__name__)
 
 

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 import pytest
 
-from service.inference.deployment import MAX_FAILURE_CHARACTERS, ReplicaAffinityRouter, last_failure
+from service.inference.client import ReplicaAffinityRouter
+from service.inference.deployment import MAX_FAILURE_CHARACTERS, last_failure
 from service.inference.replica import MAX_DIRECTORY_BYTES, make_engine_directory
 from service.inference.settings import InferenceSettings
 
