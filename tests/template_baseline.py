@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from worlds.models.published_templates import published, tokenizer_of
-from worlds.models.template_chats import CHATS, Player
+from worlds.models.template_chats import CHATS
+from worlds.models.template_player import Player
 
 TABLE = Path(__file__).parent / "environment" / "template_baseline.json"
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from worlds.models.published_templates import locked, published, tokenizer_of
-from worlds.models.template_chats import CHATS, Chat, Player, Seen
+from worlds.models.template_chats import CHATS, Chat, Seen
+from worlds.models.template_player import Player
 
 pytestmark = [pytest.mark.proof, pytest.mark.templates]
 

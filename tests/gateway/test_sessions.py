@@ -15,7 +15,7 @@ from worlds.parts.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 from actors.environment.policy import GenerateReply, PolicyUnavailable
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
-from actors.types import NO_VERSION, UNDONE, FinishReason, Outcome
+from actors.types import FinishReason, Outcome
 from service.config.sessions import SessionSettings
 from service.gateway.calls import Finish
 from service.gateway.chat import ChatReply, RefusalCode, Refused, StopReason
@@ -464,68 +464,6 @@ async def test_an_engine_that_is_away_is_told_in_time(tmp_path: Path) -> None:
     assert (refused.code.status, refused.retry_after_s) == (503, 5)
 
 
-async def test_a_kill_between_commit_and_answer_loses_no_turn(tmp_path: Path) -> None:
-    """Case 21: the request that is sent on gets the turn that was stored."""
-    gateway = await Gateway(tmp_path).opened()
-    before = await gateway.ask(HI, request_id="one")
-    after = await gateway.restart(NAME)
-    assert await after.ask(HI, request_id="one") == before
-    # An agent's own repetition, too.
-    assert await after.ask(HI, request_id="two", is_retry=True) == before
-    assert len(after.policy.requests) == 1
-    second = await after.ask(HI, said("0"), MORE)
-    assert second.turn_id == "task-0.1"
-    await after.finish(1.0)
-    (sample,) = (await after.trajectory()).samples
-    assert sample.num_trained == 4
-
-
-async def test_a_kill_before_the_commit_has_the_request_sampled_once_more(tmp_path: Path) -> None:
-    """Case 21: what nobody has seen is not stored, and not trained."""
-    gate = asyncio.Event()
-    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
-    lost = asyncio.create_task(gateway.ask(HI, request_id="one"))
-    while (found := gateway.sessions_store.load(NAME)) is None or not found[2]:
-        await asyncio.sleep(0.01)
-    assert len(gateway.policy.requests) == 1
-    after = await gateway.restart(NAME)
-    await asyncio.gather(lost, return_exceptions=True)
-    found = after.sessions_store.load(NAME)
-    assert found is not None and [intent.request_id for intent in found[2]] == ["one"]
-    gate.set()
-    assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"
-    await after.finish(1.0)
-    assert (await after.trajectory()).num_trained == 2
-
-
-async def test_what_a_recovery_has_undone_is_trained_as_it_was_sampled(tmp_path: Path) -> None:
-    """Case 32: the run goes back to an earlier version, and a session goes on."""
-    gateway = await Gateway(tmp_path).opened()
-    before = await gateway.ask(HI)
-    after = await gateway.restart(NAME)
-    assert before.policy_version == 3
-    assert await after.ask(HI, is_retry=True) == before
-    await after.ask(HI, said("0"), MORE)
-    await after.finish(1.0)
-    trajectory = await after.trajectory()
-    (sample,) = trajectory.samples
-    # The second term went on from version 0, and samples with another version 3.
-    trained = sample.versions[sample.versions != NO_VERSION].tolist()
-    assert trained == [UNDONE + 3] * 2 + [3] * 2
-    assert trajectory.versions == (3, 3)
-
-
-async def test_a_finished_session_is_delivered_by_the_next_gateway(tmp_path: Path) -> None:
-    gateway = await Gateway(tmp_path).opened()
-    await gateway.ask(HI)
-    await gateway.finish(0.5)
-    first = await gateway.trajectory()
-    after = await gateway.restart(NAME)
-    again = await after.trajectory()
-    assert (again.attempt, again.episode_return, again.outcome) == (1, 0.5, first.outcome)
-    assert np.array_equal(again.samples[0].token_ids, first.samples[0].token_ids)
-
-
 async def test_a_session_that_is_too_old_for_its_group_is_stale(tmp_path: Path) -> None:
     """Its group was admitted once more, under a number that trains much later."""
     gateway = Gateway(tmp_path)
@@ -553,18 +491,6 @@ async def test_calls_of_tools_are_shown_and_their_faults_kept(tmp_path: Path) ->
     assert [each.stop_reason for each in replies] == ["calls", "stop", "stop", "length"]
     view = await gateway.sessions.view(NAME)
     assert view is not None and view.totals.num_malformed == 2
-
-
-async def test_a_database_that_is_away_shows_no_turn(tmp_path: Path) -> None:
-    gateway = await Gateway(tmp_path, settings=SessionSettings(hold_s=0.3)).opened()
-    with gateway.store._database._writing_connection():
-        # Another writer has the database.
-        refused = await refusal(gateway.ask(HI))
-        assert refused.code is RefusalCode.NOT_AVAILABLE
-    assert (await gateway.ask(HI, is_retry=True)).turn_id == "task-0.0"
-    assert len(gateway.policy.requests) == 1
-    await gateway.finish(1.0)
-    assert len((await gateway.trajectory()).turns) == 1
 
 
 async def test_a_finish_that_is_under_way_is_one_with_its_repetition(tmp_path: Path) -> None:
@@ -620,17 +546,3 @@ async def test_a_late_word_of_a_broken_connection_hides_no_turn_that_a_retry_got
     await gateway.restart()
     found = gateway.sessions_store.load(NAME)
     assert found is not None and [turn.is_unseen for turn in found[1]] == [True, False, False]
-
-
-async def test_a_gateway_that_is_stopped_ends_no_session(tmp_path: Path) -> None:
-    """The request may be sent again, to the next one."""
-    gate = asyncio.Event()
-    gateway = await Gateway(tmp_path, policy=Policy(before=gate.wait)).opened()
-    asked = asyncio.create_task(gateway.ask(HI, request_id="one"))
-    while not gateway.policy.requests:
-        await asyncio.sleep(0.01)
-    after = await gateway.restart(NAME)
-    for refused in (await refusal(asked), await refusal(gateway.ask(HI))):
-        assert refused.code is RefusalCode.NOT_AVAILABLE
-    gate.set()
-    assert (await after.ask(HI, request_id="one")).turn_id == "task-0.0"
