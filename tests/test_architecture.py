@@ -30,6 +30,8 @@ VLLM_FILES = {
     "service/inference/plugin.py",
     "service/inference/weight_transfer.py",
 }
+# A longer file joins unrelated subjects.
+MOST_LINES = 600
 WAITS = ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith
 
 TREES = {
@@ -108,6 +110,16 @@ def test_a_program_starts_after_all_its_definitions() -> None:
         for file, tree in TREES.items()
         for node in tree.body[:-1]
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+    assert not offenders
+
+
+def test_no_file_is_long() -> None:
+    offenders = [
+        f"{path.relative_to(REPOSITORY)} has {num_lines} lines, expected at most {MOST_LINES}"
+        for package in ("service", "deploy", "rayloom", "benchmarks", "tests")
+        for path in sorted((REPOSITORY / package).rglob("*.py"))
+        if (num_lines := path.read_text(encoding="utf-8").count("\n")) > MOST_LINES
     ]
     assert not offenders
 
