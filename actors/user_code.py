@@ -77,6 +77,12 @@ def describe(error: BaseException) -> str:
     return f"{kind}: {text}{note_of_close(error)}" if text else f"{kind}{note_of_close(error)}"
 
 
+def type_of(value: object) -> str:
+    """Return the name of a value's type with its article, such as "a str" or "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 @asynccontextmanager
 async def closing(close: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
     """Call `close` at the end.

@@ -36,7 +36,7 @@ from actors.environment.protocol import ToolSchema
 from actors.environment.reward_functions import RewardFunction, method_as_reward
 from actors.environment.tool_turns import BadArguments
 from actors.environment.user_names import HIDES, BadName, find, hides_arguments
-from actors.user_code import bounded, in_thread
+from actors.user_code import bounded, in_thread, type_of
 
 _NOT_TAKEN = (
     inspect.Parameter.VAR_POSITIONAL,
@@ -325,7 +325,7 @@ def _load(name: str) -> FunctionTool | ToolClass:
         return _read_class(name, made, make=found)
     if not inspect.isroutine(found):
         raise BadTool(
-            f"tool {name} is a {type(found).__name__}, expected a function, or a class whose "
+            f"tool {name} is {type_of(found)}, expected a function, or a class whose "
             "methods are tools; name one"
         )
     return dataclasses.replace(read_function(found, where=f"tool {name}"), target=name)

@@ -29,6 +29,7 @@ from actors.environment.settings import GROUP_REWARD
 from actors.environment.task_data import BadDataSchema, data_schema_of
 from actors.environment.user_names import hides_arguments, missing_module
 from actors.options import BadOptions, is_options_type, read, sections_in, shown_type
+from actors.user_code import type_of
 
 ENTRY_POINT_GROUP = "rayloom.environments"
 
@@ -308,7 +309,7 @@ def _load(point: EntryPoint) -> EnvironmentFactory:
         ) from error
     if not callable(found):
         raise UnknownEnvironment(
-            f"environment {point.name!r}: got a {type(found).__name__}, expected a class or a "
+            f"environment {point.name!r}: got {type_of(found)}, expected a class or a "
             "function that returns an environment; name one"
         )
     factory: EnvironmentFactory = found

@@ -72,6 +72,11 @@ def find(text: str, *, what: str) -> Any:
             owner, found = found, getattr(found, part)
         except AttributeError as error:
             raise BadName(f"{what}: {text}: {error}; {_names_in(found, part)}") from error
+        except Exception as error:
+            raise BadName(
+                f"{what}: {text}: reading {part} raised {describe(error)}, expected a function "
+                "that is defined there; correct the module"
+            ) from error
     is_method = isinstance(owner, type) and inspect.isfunction(found)
     if is_method and not isinstance(inspect.getattr_static(owner, part), staticmethod):
         raise BadName(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import singledispatchmethod
 from typing import Any
 
 from actors.environment.user_names import BadName, find
+from actors.user_code import describe, type_of
 from service.config.file import ConfigError
 from service.config.trackers import OwnTrackerSettings
 
 KEY = "trackers.own.use"
 # The arguments that every tracker's constructor gets.
 _GIVEN = ("run_id", "name", "config", "directory")
-# The arguments of each method, without the tracker itself.
+# The arguments of each method, without `self`.
 _CALLS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
     "write": ((None,), {}),
     "flush": ((), {}),
@@ -32,8 +34,14 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
         raise ConfigError(str(error)) from error
     if not isinstance(found, type):
         raise ConfigError(
-            f"{KEY}: {settings.use} is a {type(found).__name__}, expected a class with the methods "
-            "write, flush and close; name the class"
+            f"{KEY}: {settings.use} is {type_of(found)}, expected a class with the methods write, "
+            "flush and close; name the class"
+        )
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(
+            f"{KEY}: {settings.use} is abstract, expected a class that defines "
+            f"{missing}; define the methods, or name a subclass"
         )
     given = dict.fromkeys(_GIVEN)
     if both := sorted(given.keys() & settings.options.keys()):
@@ -43,12 +51,7 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
         )
     _check_call(found, "the constructor", (), {**given, **settings.options}, use=settings.use)
     for name, (arguments, named) in _CALLS.items():
-        method = getattr(found, name, None)
-        if not callable(method):
-            raise ConfigError(
-                f"{KEY}: {settings.use} has no method {name}, expected write(point), flush() and "
-                "close(*, is_ended); add it"
-            )
+        method = _method(found, name, use=settings.use)
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
             raise ConfigError(
                 f"{KEY}: {settings.use}.{name} is async, expected a plain method, which a thread "
@@ -59,15 +62,31 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
                 f"{KEY}: {settings.use}.{name} is a generator, whose body would never run, "
                 "expected a plain method; remove yield"
             )
-        own = (None,) if _takes_tracker(found, name) else ()
-        _check_call(method, name, (*own, *arguments), named, use=settings.use, num_own=len(own))
+        _check_call(method, name, arguments, named, use=settings.use)
 
 
-def _takes_tracker(kind: type, name: str) -> bool:
-    """Return whether a method, read from its class, takes the tracker as its first argument."""
-    method = inspect.getattr_static(kind, name)
-    # A class method has its class already. An object without `__get__` is never bound.
-    return not isinstance(method, staticmethod | classmethod) and hasattr(type(method), "__get__")
+def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
+    """Return a method as an instance of the class has it. Raises: ConfigError."""
+    try:
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, singledispatchmethod):
+            # Its own signature has `self`, even of an instance.
+            method = method.func
+        if hasattr(type(method), "__get__"):
+            # The signature is the same for every instance, so that none needs to be made.
+            method = method.__get__(object(), kind)
+    except Exception as error:
+        # A metaclass and a descriptor of the user's may raise anything.
+        raise ConfigError(
+            f"{KEY}: the method {name} of {use} cannot be read ({describe(error)}); expected a "
+            "class whose methods are defined in its body; define it there"
+        ) from error
+    if not callable(method):
+        raise ConfigError(
+            f"{KEY}: {use} has no method {name}, expected write(point), flush() and "
+            "close(*, is_ended); add it"
+        )
+    return method
 
 
 def _check_call(
@@ -77,23 +96,17 @@ def _check_call(
     named: Mapping[str, object],
     *,
     use: str,
-    num_own: int = 0,
 ) -> None:
-    """Check that a call would fit the signature.
-
-    num_own: number of leading arguments that Python passes itself. Raises: ConfigError.
-    """
+    """Check that a call would fit the signature. Raises: ConfigError."""
     try:
         signature = inspect.signature(called)
-    except (TypeError, ValueError):
-        # Code in C has no signature.
+    except Exception:  # noqa: BLE001
+        # Code in C has no signature, and a metaclass of the user's may raise anything.
         return
     try:
         signature.bind(*arguments, **named)
     except TypeError as error:
-        shown = ", ".join(
-            [*("point" for _ in arguments[num_own:]), *(f"{name}=…" for name in named)]
-        )
+        shown = ", ".join([*("point" for _ in arguments), *(f"{name}=…" for name in named)])
         raise ConfigError(
             f"{KEY}: {what} of {use} takes {signature}, expected one that can be called with "
             f"({shown}): {error}; change its arguments"

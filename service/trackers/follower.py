@@ -8,6 +8,7 @@ has the record; a failing tracker delays nothing else. Owned by `trackers.Tracke
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.user_code import describe
+from actors.user_code import describe, type_of
 from service.config.file import ConfigError
 from service.store.lineage import Place, Readable, RecordKind, StoredRecord, records_after
 from service.trackers.completions import Completions
@@ -96,7 +97,7 @@ class Follower(threading.Thread):
             if not is_last or self._writes_rest:
                 self._follow(is_last=is_last)
             if is_last and self._tracker is not None:
-                self._tracker.close(is_ended=self._writes_rest)
+                _call(self._tracker.close, is_ended=self._writes_rest)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             # The outermost frame of the thread: code of others may raise anything.
             self._failed(error)
@@ -119,17 +120,16 @@ class Follower(threading.Thread):
         try:
             for stored in waiting:
                 term, newest = stored.place[0], max((at[0] for at in places.values()), default=0)
-                self._tracker.write(
-                    point_of(
-                        stored,
-                        is_first_of_term=term > newest,
-                        completions=self._completions_of(stored),
-                    )
+                point = point_of(
+                    stored,
+                    is_first_of_term=term > newest,
+                    completions=self._completions_of(stored),
                 )
+                _call(self._tracker.write, point)
                 places[stored.kind] = stored.place
         finally:
             if places != begun_with:
-                self._tracker.flush()
+                _call(self._tracker.flush)
                 self._write_places(places)
 
     def _completions_of(self, stored: StoredRecord) -> Sequence[Completion]:
@@ -171,3 +171,17 @@ class Follower(threading.Thread):
         new = self._places_file.with_suffix(".new")
         new.write_text(json.dumps({"target": self._target.address, "places": places}))
         new.replace(self._places_file)
+
+
+def _call(method: Callable[..., object], *arguments: object, **named: object) -> None:
+    """Call a method of a tracker. Raises: TypeError if its body has not run; any error of it."""
+    found = method(*arguments, **named)
+    if inspect.iscoroutine(found):
+        # Python would warn that it was never awaited.
+        found.close()
+    if inspect.iscoroutine(found) or inspect.isgenerator(found) or inspect.isasyncgen(found):
+        name = getattr(method, "__name__", method)
+        raise TypeError(
+            f"{name} returned {type_of(found)}, so that its body has not run; expected a plain "
+            "method, which a thread calls; remove async or yield"
+        )

@@ -306,7 +306,7 @@ async def test_descriptions_stand_in_any_of_three_styles_and_models_arrive_as_su
         ("undocumented", "has no docstring"),
         ("unknown_type", "no JSON schema can be made"),
         ("refers", "no JSON schema can be made"),
-        ("NOT_CALLABLE", "is a int, expected a function, or a class"),
+        ("NOT_CALLABLE", "is an int, expected a function, or a class"),
         ("yielding", "yields, expected a function that returns"),
         ("NeedsMore", "NeedsMore needs url to be made"),
         ("Empty", "has no public method besides reset, close and"),

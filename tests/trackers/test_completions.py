@@ -18,6 +18,8 @@ from service.config.file import ConfigError
 from service.config.preflight import check_trackers
 
 OWN = """
+import abc
+import functools
 import json
 from pathlib import Path
 
@@ -104,7 +106,73 @@ class Generator(Lines):
         yield point
 
 
+def hiding(function):
+    @functools.wraps(function)
+    def wrapper(*given, **named):
+        return function(*given, **named)
+
+    return wrapper
+
+
+class Hidden(Lines):
+    @hiding
+    async def write(self, point): ...
+
+
+class HiddenGenerator(Lines):
+    @hiding
+    def write(self, point):
+        yield point
+
+
+class Partial(Unbound):
+    @classmethod
+    def _write(cls, lines, point):
+        lines.append(point.step)
+
+    write = functools.partialmethod(_write, Unbound.lines)
+
+
+class Abstract(Lines, abc.ABC):
+    @abc.abstractmethod
+    def more(self): ...
+
+
+class Dynamic(type):
+    def __getattr__(cls, name):
+        return function
+
+
+class OnlyOfTheClass(metaclass=Dynamic):
+    def __init__(self, **given): ...
+
+
+class Closed(type):
+    def __getattribute__(cls, name):
+        if name == "__mro__":
+            raise RuntimeError("it is closed")
+        return super().__getattribute__(name)
+
+
+class WithMetaclass(Unbound, metaclass=Closed): ...
+
+
+class Dispatching(Unbound):
+    @functools.singledispatchmethod
+    def write(self, point):
+        Unbound.lines.append(point.step)
+
+
+class Unreadable(Lines):
+    @property
+    def write(self):
+        return self.absent
+
+
 def function(): ...
+
+
+number = 3
 """
 
 
@@ -186,10 +254,11 @@ async def test_a_tracker_of_ones_own_gets_every_point(tmp_path: Path, own: str) 
     assert lines[-1]["is_ended"] is True
 
 
+@pytest.mark.parametrize("name", ["Unbound", "Partial", "WithMetaclass", "Dispatching"])
 async def test_a_tracker_of_ones_own_may_have_static_and_class_methods(
-    tmp_path: Path, own: str
+    tmp_path: Path, own: str, name: str
 ) -> None:
-    settings = {"own": {"use": f"{own}:Unbound"}}
+    settings = {"own": {"use": f"{own}:{name}"}}
     check_trackers(config_with(settings))
     await tracked(tmp_path, settings, steps=2)
     lines = importlib.import_module(own).Unbound.lines
@@ -206,12 +275,27 @@ async def test_a_tracker_of_ones_own_that_raises_or_exits_delays_nothing(
 
 
 @pytest.mark.parametrize(
+    ("name", "found"), [("Hidden", "a coroutine"), ("HiddenGenerator", "a generator")]
+)
+async def test_a_method_of_a_tracker_whose_body_does_not_run_is_a_failure(
+    tmp_path: Path, own: str, name: str, found: str
+) -> None:
+    recorder = await tracked(tmp_path, {"own": {"use": f"{own}:{name}"}}, steps=1)
+    [notice] = recorder.notices.since(0)
+    assert f"TypeError: write returned {found}, so that its body has not run" in notice
+
+
+@pytest.mark.parametrize(
     ("use", "options", "words"),
     [
         ("absent_module:Lines", {}, "No module named 'absent_module'"),
         ("my_trackers:Absent", {}, "no attribute 'Absent'"),
-        ("my_trackers", {}, "expected FILE.py:NAME"),
+        ("my_trackers", {}, "^trackers.own.use: got 'my_trackers', expected FILE.py:NAME"),
         ("my_trackers:function", {}, "is a function, expected a class"),
+        ("my_trackers:number", {}, "is an int, expected a class"),
+        ("my_trackers:Abstract", {}, "is abstract, expected a class that defines more"),
+        ("my_trackers:OnlyOfTheClass", {}, "no method write"),
+        ("my_trackers:Unreadable", {}, "write of .* cannot be read .*no attribute 'absent'"),
         ("my_trackers:NoFlush", {}, "no method flush.*add it"),
         ("my_trackers:OldClose", {}, r"close of .* called with \(is_ended=…\)"),
         ("my_trackers:Async", {}, "write is async, expected a plain method"),
