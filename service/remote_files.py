@@ -10,6 +10,7 @@ credentials in its own usual places.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -67,7 +68,12 @@ class RemoteDirectory:
         if protocol in _LOCAL and not path.startswith("/"):
             raise RemoteError(
                 f"got the address {url}, whose path is relative; expected an absolute one: "
-                f"{protocol}:///{path}"
+                f"{protocol}://{_absolute(path)}"
+            )
+        if protocol in _EXTRAS and path.startswith("/"):
+            raise RemoteError(
+                f"got the address {url}, which names no bucket; expected {protocol}://BUCKET/"
+                f"DIRECTORY, such as {protocol}://{path.strip('/')}"
             )
         # Without the caches, because other processes write to the same place.
         options = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -80,6 +86,13 @@ class RemoteDirectory:
         except ValueError as error:
             raise RemoteError(
                 f"{self.url}: {error}; expected a protocol that fsspec knows, such as s3, gs, file"
+            ) from error
+        except Exception as error:
+            # The package of a protocol may connect at once, or need more than an address.
+            raise RemoteError(
+                f"{self.url} cannot be opened ({_summary(error)}); expected a server that can be "
+                "reached, and a protocol that needs no more than an address; install what "
+                f"{protocol} needs, correct the address, or use another protocol, such as s3"
             ) from error
         self._root = str(root).rstrip("/")
 
@@ -270,12 +283,30 @@ class RemoteDirectory:
             yield
         except Exception as error:
             # Each file system raises the errors of its own packages.
-            first_line, _, _ = str(error).partition("\n")
             raise RemoteError(
-                f"{self.url} cannot be {what} ({type(error).__name__}: {first_line[:200]}); "
-                "expected a bucket or directory that exists, and credentials that may list, read, "
-                "write and delete there; correct the address or the credentials"
+                f"{self.url} cannot be {what} ({_summary(error)}); expected a bucket or directory "
+                "that exists, and credentials that may list, read, write and delete there; correct "
+                "the address or the credentials"
             ) from error
+
+
+def _summary(error: Exception) -> str:
+    first_line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first_line[:200]}"
+
+
+def _absolute(path: str) -> str:
+    """Return the absolute path that the path of a local address probably means."""
+    first, _, rest = path.partition("/")
+    if first == "localhost":
+        return f"/{rest}"
+    if first in (".", ".."):
+        return os.path.abspath(path)
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        # The user is not known.
+        return "/DIRECTORY"
+    return expanded if expanded.startswith("/") else f"/{path}"
 
 
 def measured(file: Path) -> tuple[int, str]:
