@@ -122,7 +122,7 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
             "TYPE_CHECKING`; correct the annotation"
         ) from error
     try:
-        found: Options = adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
+        found: Options = _parsed(adapter, given)
     except ValidationError as error:
         problems = [sentence(kind, each, where) for each in error.errors(include_url=False)]
     except Exception as error:
@@ -137,6 +137,10 @@ def read(kind: type[Options], given: object, *, where: str) -> Options:
         if not problems:
             return found
     raise BadOptions("; ".join(problems))
+
+
+def _parsed(adapter: TypeAdapter[Any], given: object) -> Any:
+    return adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
 
 
 def holding(part: str) -> AfterValidator:
@@ -263,7 +267,10 @@ def sections_in(annotation: Any) -> list[Any]:
 
 def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and (
-        is_dataclass(kind) or issubclass(kind, BaseModel) or hasattr(kind, "__total__")
+        is_dataclass(kind)
+        or issubclass(kind, BaseModel)
+        # A TypedDict, of typing or of typing_extensions.
+        or (issubclass(kind, dict) and hasattr(kind, "__total__"))
     )
 
 
@@ -338,7 +345,7 @@ def _values_of(read: Any, key: Any, given: Any) -> Iterable[Any]:
     types = _types_of(kind)
     if isinstance(types.get(key), InitVar):
         # The argument of a `__post_init__` is not kept.
-        return [adapter_of(types[key].type).validate_python(given)]
+        return [_parsed(adapter_of(types[key].type), given)]
     if key in types:
         return [getattr(read, key, None)]
     kept = [name for name, hint in types.items() if not isinstance(hint, InitVar)]

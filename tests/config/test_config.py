@@ -6,11 +6,13 @@ import ast
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
+from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.builtin.calculator import CalculatorOptions
@@ -425,6 +427,20 @@ def test_the_options_of_the_environment_are_described_too(tmp_path: Path) -> Non
     at = lines.index("    max_malformed: 3")
     expected = "    # Largest number of malformed turns in a row; one more ends the episode."
     assert lines[at - 1] == expected
+
+
+@dataclass
+class Aliased:
+    """Options of a user, with a name of their own in the configuration."""
+
+    high: Annotated[int, Field(alias="max-high", description="The largest number.")] = 3
+
+
+def test_options_with_an_alias_are_described_by_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(describe_config(parse_config(tree(), source="test"), Aliased(5)))
+    assert "    # The largest number.\n    high: 5\n" in file.read_text()
+    assert load_config(file).tasks.options == {"high": 5}
 
 
 def test_a_tree_travels_to_another_process_as_it_is() -> None:
