@@ -2,10 +2,10 @@
 period.
 
 The request reaches the ranks at different times. Between two micro-batches the ranks agree whether
-it has reached any of them, so that no rank enters a collective that another one has left. Until the
-first update of a step the weights are those of the previous step, and a checkpoint of that step can
-be written. Used by `TrainerRank`. The module does not import torch at its top, because the
-supervisor imports the error.
+any rank has received the request, so that no rank enters a collective that another rank skips.
+Until the first update of a step the weights are those of the previous step, and a checkpoint of
+that step can be written. Used by `TrainerRank`. The module does not import torch at its top,
+because the supervisor imports the error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepAbandoned(Exception):
 
 
 class Abandonment:
-    """The request to abandon the step. `check` is collective, over a separate gloo group."""
+    """A request to abandon the step. `check` is collective, over a separate gloo group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -2,8 +2,8 @@
 
 Methods run one at a time, in the order of their calls, so that all ranks enter the same collectives
 in the same order. Only the methods in the two groups of `CONCURRENCY` run concurrently with them.
-Started, watched and killed by `group.TrainerGroup`; never restarted by Ray, because a rank that
-lost its process group cannot join the other ranks again.
+`group.TrainerGroup` starts, watches and kills the actors. Ray never restarts one, because a rank
+that lost its process group cannot join the other ranks again.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from actors.network import LOOPBACK, Rendezvous
 from actors.trainer.settings import RankSettings
 from actors.weights.board import Seat, StaleTerm, WeightGroup
 
-# Imports that take seconds, such as torch, are not needed by processes that start the ranks: a
-# rank's own process makes them in its constructor and in `join`.
+# Slow imports, such as torch, are not at the top, because processes that start the ranks do not
+# need them: a rank's own process imports them in its constructor and in `join`.
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 BOARD_TIMEOUT_S = 30.0
 CONCURRENCY = {"watch": 1, "save": 1}
-# A start's work is in libraries, so its progress is counted in MiB of memory and in this many
-# seconds of processor time.
+# During a start libraries do the work, so progress is measured by memory in MiB and by processor
+# time in units of this many seconds.
 _START_TICK_S = 10.0
 BOARD_PAUSE_S = 1.0
 
@@ -58,11 +58,11 @@ class RankProcess:
 
 
 class TrainerRankActor:
-    """The holder of one `TrainerRank`, which `join` makes; `call` calls its methods."""
+    """The actor of one `TrainerRank`, which `join` makes and whose methods `call` calls."""
 
     def __init__(self, settings: RankSettings, rank: int) -> None:
-        # Read when torch is imported. A thread that waits for another would otherwise occupy a core
-        # that the engine, or the thread for which it waits, needs.
+        # torch reads this when it is imported. Otherwise a thread that waits for another would
+        # occupy a core that the engine, or the thread for which it waits, needs.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         with quick_imports():
             from actors.trainer.process_group import MOVED
@@ -92,7 +92,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:
-        """Return the peak memory of this rank's GPU, or of its process without a GPU, in bytes.
+        """Return the peak memory in bytes: of this rank's GPU or, on CPU, of its process.
 
         Raises: RuntimeError if this rank no longer broadcasts the weights that it keeps.
         """
@@ -106,7 +106,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def abandon(self) -> None:
-        """Request that the current step is abandoned; do nothing before the rank has joined."""
+        """Request that the current step is abandoned; do nothing if the rank has not joined yet."""
         if self._rank is not None:
             self._rank.abandon()
 
@@ -164,16 +164,16 @@ class TrainerRankActor:
     def put_weights(self) -> tuple[WeightGroup, ...]:
         """Gather and pack the weights, and put them into the object store.
 
-        Returns: on rank 0 the groups with references to their buffers, on other ranks ().
+        Returns: on rank 0, the packed groups with references to their buffers; on other ranks, ().
         """
         return tuple(
             replace(group, buffer=ray.put(group.buffer)) for group in self._joined.pack_weights()
         )
 
     def keep_weights(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
-        """Pack the weights, keep them and broadcast them to engines that take a seat on the board.
+        """Pack the weights, keep them and broadcast them to engines that register on the board.
 
-        Returns: on rank 0 the groups without their bytes, on other ranks ().
+        Returns: on rank 0, the packed groups without their bytes; on other ranks, ().
         """
         from actors.weights.collective import Offer, Sender
 
@@ -209,7 +209,7 @@ def _group_former(board: ActorHandle) -> Callable[[Offer, str, float], Seat | No
         except RayTaskError as error:
             raise error.cause from error
         except ACTOR_DEATHS as error:
-            raise StaleTerm("the weight board is gone, and the broadcast with it") from error
+            raise StaleTerm("the weight board is gone, so nothing can be broadcast") from error
         except (GetTimeoutError, ActorUnavailableError):
             time.sleep(BOARD_PAUSE_S)
             return None

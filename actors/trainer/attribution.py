@@ -2,11 +2,11 @@
 
 An update's loss is a sum over its tokens, so its gradient is the sum of its trajectories' own: G =
 sum_i g_i. Two passes each run one backward for each trajectory: the first gives every |g_i| and
-adds up G, the second gives every g_i . G. So only two gradients are kept in addition to the model,
-that of all trajectories and that of the current group. Rejected: keeping every g_i (each as large
-as the model), and random projections of them, which need one pass less but give every dot product
-an error of about |g_i||G| / sqrt(dimensions). Called by `TrainerRank`. Letters: [N] rows of an
-update.
+adds up G, the second gives every g_i . G. So only two gradients are kept in addition to the model:
+the sum over all trajectories and the sum over the current group. Two alternatives were rejected:
+keeping every g_i, because each is as large as the model; and random projections of every g_i, which
+save one pass but give every dot product an error of about |g_i||G| / sqrt(dimensions). Called by
+`TrainerRank`. Letters: [N] rows of an update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Directories and manifests of checkpoints, and the claim of a term to write them.
+"""Directories and manifests of checkpoints, and the claim by which only one term writes them.
 
 A checkpoint is a directory such as `step-000012-t2`: shards of weights and optimiser, and
 `manifest.json`, written last, with a digest of every other file and of itself. Invariants: a
@@ -23,7 +23,8 @@ from typing import Any
 MANIFEST = "manifest.json"
 FORMAT = 3
 """Format of a manifest that may lack digests: an older version or another program wrote it."""
-# `finish` writes this format; a manifest of this format without digests has been changed.
+# `finish` writes this format, always with digests; if the digests are missing, the manifest has
+# been changed.
 _DIGESTED_FORMAT = 4
 _READ_FORMATS = (2, FORMAT, _DIGESTED_FORMAT)
 _DIGEST_FIELDS = ("digests", "digest_s")
@@ -33,7 +34,7 @@ CLAIM = ".term"
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, incomplete, broken, of another model, or claimed by a newer term."""
+    """A checkpoint is missing, incomplete, broken, of another model or claimed by a newer term."""
 
 
 class CheckpointNotWritten(CheckpointError):
@@ -42,12 +43,12 @@ class CheckpointNotWritten(CheckpointError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """The shape of a checkpoint's adapters, and the base model that they belong to."""
+    """The shape of a checkpoint's adapters, and the base model for which they were trained."""
 
     rank: int
     alpha: float
     layers: tuple[str, ...]
-    """The names of the layers with adapters, in transformers' model."""
+    """The names that the layers with adapters have in transformers' model."""
     base: str
     """Digest of the base model's parameters."""
 
@@ -90,7 +91,7 @@ def read_manifest(path: Path) -> Progress:
 
 
 def has_digests(path: Path) -> bool:
-    """Whether a checkpoint has digests, which an older version or another program does not write.
+    """Whether a checkpoint has digests; older versions and other programs write none.
 
     Raises: CheckpointError, as `read_manifest`.
     """
@@ -129,8 +130,8 @@ def check_files(
 def check_adapter(path: Path, stored: Adapter | None, own: Adapter | None) -> None:
     """Raise CheckpointError if a checkpoint's adapters differ from `own` in shape or base model.
 
-    Args: stored: the checkpoint's; None if it has whole weights. own: those of the trainer or the
-    export; None if it trains whole weights.
+    Args: stored: the checkpoint's adapters; None if it has whole weights. own: the adapters of the
+    trainer or the export; None if whole weights are trained.
     """
     if stored == own:
         return
@@ -167,7 +168,7 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
             ) from error
         raise CheckpointError(
             f"checkpoint {path}: got no {MANIFEST}, expected one in a finished checkpoint; it was "
-            "interrupted while being written, use an older one"
+            "interrupted while it was written; use an older one"
         ) from error
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -184,8 +185,8 @@ def _read(path: Path) -> tuple[Progress, Mapping[str, str]]:
     is_whole = written == _digest_of_fields(fields) and "digests" in fields
     if is_digested and not is_whole:
         raise CheckpointError(
-            f"checkpoint {path}: its {MANIFEST} is not what was written; the disk or a copy has "
-            "changed it: use an older one"
+            f"checkpoint {path}: its {MANIFEST} has changed since it was written, on the disk or "
+            "in a copy; use an older one"
         )
     digests = fields.get("digests", {})
     for name in ("format", *_DIGEST_FIELDS):
@@ -239,8 +240,8 @@ def begin(root: Path, progress: Progress) -> None:
 def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest_s: float) -> None:
     """Turn the written shards into a checkpoint, which is on the disk when this returns.
 
-    digests: SHA-256 of each file that the ranks have written, by its name. digest_s: seconds that
-    the slowest rank took to compute them; only for information.
+    digests: SHA-256 of each file that the ranks have written, by the file's name. digest_s: seconds
+    that the slowest rank took to compute its digests; only for information.
     Raises: CheckpointError if a newer term has claimed the directory.
     """
     _claim(root, progress.term)
@@ -252,7 +253,7 @@ def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest
         file.flush()
         os.fsync(file.fileno())
     if final.exists():
-        # The manifest first, so that a half-deleted directory does not count as a checkpoint.
+        # Delete the manifest first, so that a half-deleted directory is not a checkpoint.
         (final / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(final)
     aside.rename(final)
@@ -267,7 +268,7 @@ def finish(root: Path, progress: Progress, *, digests: Mapping[str, str], digest
 def _claim(root: Path, term: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     path = root / CLAIM
-    # A file without a number was left by a power cut, before its content was on the disk.
+    # The file has no number if the power failed before its content was on the disk.
     try:
         newest = int(path.read_text() or term) if path.exists() else term
     except ValueError as error:

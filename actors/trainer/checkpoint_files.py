@@ -1,6 +1,7 @@
 """A writer of torch checkpoints that computes the digest of each file while writing.
 
-Invariant: a digest is of the bytes passed to the file system, not of the bytes that it stored.
+Invariant: a digest is computed from the bytes that the writer passes to the file system, not from
+the bytes that the file system has stored.
 Called by `sharded_model`, in the thread that writes.
 """
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class DigestingWriter(FileSystemWriter):
     """A writer of one rank's files that computes their digests.
 
-    digests: SHA-256 of each file that this rank has written, by its name. seconds: time spent on
-    computing the digests.
+    digests: SHA-256 of each file that this rank has written, by the file's name. seconds: time
+    spent on computing the digests.
     """
 
     def __init__(self, path: Path) -> None:

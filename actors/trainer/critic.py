@@ -1,8 +1,9 @@
 """One rank's critic: a value model with its own optimiser, sharded beside the policy.
 
 Every method is collective: all ranks call it with their own rows, in the same order. As in the
-policy's loss, aggregation is a weight of each token, so that micro-batches and ranks combine by
-adding. Called by `TrainerRank`. Letters: [T] tokens, [M] action tokens of one row.
+policy's loss, the aggregation is expressed by a weight of each token, so the losses of
+micro-batches and ranks only need to be added. Called by `TrainerRank`. Letters: [T] tokens, [M]
+action tokens of one row.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from actors.trainer.sharded_model import Sharding, TrainedModel
 from actors.trainer.statistics import CriticStats
 
 _LOG = logging.getLogger(__name__)
-# Of equal targets, the mean square and the square of the mean differ by the rounding of their sums.
+# If all targets are equal, the mean square and the square of the mean differ only by the rounding
+# of their sums.
 _EQUAL_TOLERANCE = 1e-9
 
 
@@ -76,7 +78,7 @@ def explained_variance(
 
 
 class Critic:
-    """A critic that scores states and learns the returns that followed them."""
+    """A critic that predicts the values of states and learns from the returns that followed."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Critic:
         *,
         max_context_tokens: int | None = None,
     ) -> None:
-        """Load the value model and shard it. Raises: the errors of `load_value_model`.
+        """Load the value model and shard it. Raises: as `load_value_model`.
 
         Args: model, max_context_tokens: as for `load_value_model`. settings: of the critic.
             trainer: settings that its optimiser shares with the policy's.
@@ -117,7 +119,7 @@ class Critic:
         return values
 
     def update(self, shard: ValueShard) -> CriticStats:
-        """Apply one optimiser update towards the targets; without targets no weight changes."""
+        """Apply one optimiser update towards the targets; change no weight if there are none."""
         sums = torch.zeros(7, dtype=torch.float64, device=self.trained.device)
         for number, row in enumerate(shard.rows):
             self.trained.begin_micro_batch(is_last=number == len(shard.rows) - 1)

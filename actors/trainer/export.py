@@ -1,6 +1,6 @@
 """Export a checkpoint as a Hugging Face directory, in one process and without a process group.
 
-The weights, and whether the head is tied to the embedding, come from the checkpoint; configuration,
+The checkpoint determines the weights, and whether the head is tied to the embedding. Configuration,
 tokenizer, processor, chat templates and generation defaults are copied unchanged from the base
 model, so that answers end at the same tokens as in the run. If the run has its own chat template,
 it replaces the base model's. Invariant: the directory appears complete or not at all, and nothing
@@ -57,7 +57,7 @@ _COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
-# Files that describe the base's own weights, or another layout or type of them.
+# Files that describe the base model's own weights, or the same weights in another layout or type.
 _OF_WEIGHTS = (
     "config.json",
     "*.index.json",
@@ -86,7 +86,7 @@ def export_checkpoint(
     Returns: the checkpoint's manifest.
     Raises: FileExistsError if `output` exists; CheckpointError if the checkpoint is broken, changed
         or of another base model, or has no adapters that could be written; OSError (transformers)
-        if the base model is not there.
+        if the base model is missing.
     """
     if output.exists():
         raise FileExistsError(
@@ -172,7 +172,7 @@ def _write_adapters(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Write adapters as `peft` does."""
+    """Write adapters in the format of the package `peft`."""
     tensors = {
         name: tensor.to(dtype).contiguous()
         for layer, pair in halves.items()
@@ -220,13 +220,13 @@ def _load_weights(checkpoint: Path, base: str) -> PreTrainedModel:
 
 
 def _stored_names(checkpoint: Path, *, base: str) -> Container[str]:
-    """Return the names of everything that a checkpoint stores. Raises: CheckpointError."""
+    """Return the names of all entries that a checkpoint stores. Raises: CheckpointError."""
     with _reading(checkpoint, base=base):
         return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 
 def _load_tensors(checkpoint: Path, tensors: dict[str, Tensor], *, base: str) -> None:
-    """Fill tensors with a policy's parameters of the same names. Raises: CheckpointError."""
+    """Fill tensors with the policy's parameters of the same names. Raises: CheckpointError."""
     with _reading(checkpoint, base=base), warnings.catch_warnings():
         # torch warns that there is no process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

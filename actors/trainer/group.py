@@ -1,7 +1,7 @@
 """The trainer's ranks as one object that the supervisor awaits.
 
 Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
-the deadline limits the time without progress of any rank (`Deadlines.idle_s`).
+the deadline limits the time in which no rank makes progress (`Deadlines.idle_s`).
 Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
 effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
 checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group
@@ -44,13 +44,13 @@ from actors.trainer.statistics import StepStats
 from actors.weights.board import WeightGroup
 
 _AGREED = (ShardRefused, PolicyTooOld, CheckpointError, StepAbandoned)
-# Errors of a rank's own code in these calls would be raised again in a new group.
+# If a rank's own code raises in one of these calls, it would raise again in a new group.
 _START_METHODS = ("process", "open_rendezvous", "join", "load")
-# Errors caused by another process that ended or still holds memory; a new group may not meet them.
+# Errors caused by another process that ended or still holds memory; a new group may succeed.
 _CAUSED_ELSEWHERE = (RayError, ConnectionError, TimeoutError, MemoryError)
 _GRACE_S = 10.0
 _BLAME_S = 2.0
-# Time for the ranks to find one node with room for all; then they are spread over several.
+# Time to wait for one node that has room for all ranks; after that they are spread over several.
 _ONE_NODE_S = 5.0
 _LOOK_EVERY_S = 2.0
 _Result = TypeVar("_Result")
@@ -78,9 +78,7 @@ class TrainerRankLost(_RankFailure, ActorLost):
 
 
 class ShardLost(TrainerRankLost):
-    """The data that a rank was to train on is gone from the object store; the group has been
-    killed.
-    """
+    """A shard to be trained is no longer in the object store; the whole group has been killed."""
 
     sentence = "trainer: rank {rank} could not fetch its shard for {method} ({reason})"
 
@@ -101,8 +99,8 @@ class Deadlines:
     place_s: float = 300.0
     """Time to wait until the cluster has room for the ranks."""
     idle_s: float = 300.0
-    """Time without progress of any rank during a start, a load, a checkpoint or a publish, or
-    without progress of the weight board while it copies the weights."""
+    """Longest time in which no rank makes progress during a start, a load, a checkpoint or a
+    publish, or in which the weight board makes none while it copies the weights."""
     check_s: float = 60.0
     stop_s: float = 10.0
 
@@ -115,8 +113,8 @@ def reservation_name(run_id: str, term: int) -> str:
 def remove_reservations(run_id: str, *, before_term: int) -> None:
     """Remove the placement groups that older terms of a run have left.
 
-    Ray keeps a placement group while the job of its creator lives, even if the creator was killed.
-    It would hold the CPUs and GPUs that the next term's actors wait for.
+    Ray keeps a placement group as long as the job of its creator runs, even if the creator was
+    killed. The group would hold the CPUs and GPUs that the next term's actors wait for.
     """
     older = {reservation_name(run_id, term) for term in range(1, before_term)}
     for group in placement_group_table().values():
@@ -143,7 +141,7 @@ class TrainerGroup:
         """Create a group; `start` starts its ranks.
 
         Args: resources: resources that a rank requests besides its CPU and its GPUs. reservation:
-        the name of its placement group (`reservation_name`); empty for no name.
+        the name of the group's placement group (`reservation_name`); empty for no name.
         """
         self.settings = settings
         self._reservation = reservation
@@ -169,7 +167,7 @@ class TrainerGroup:
             return
         num_ranks, timeout_s = self.settings.trainer.num_ranks, self.deadlines.place_s
         bundle = {"CPU": 1, **self._resources, **self._gpus}
-        # On one node if it has room for all: else gradients cross the network at each step.
+        # Prefer one node for all ranks: otherwise gradients cross the network at each step.
         if await self._reserve(bundle, "STRICT_PACK", min(_ONE_NODE_S, timeout_s)):
             return
         log.warning(
@@ -190,7 +188,7 @@ class TrainerGroup:
         """
         self._check_not_killed()
         await self.reserve()
-        # The group may have been killed meanwhile; nothing would end ranks started now.
+        # If the group was killed in the meantime, nothing would end ranks that are started now.
         self._check_not_killed()
         options = {
             "num_cpus": 1,
@@ -215,7 +213,7 @@ class TrainerGroup:
         return self.settings.weight_backend is WeightBackend.COLLECTIVE
 
     async def check_alive(self) -> tuple[int, ...]:
-        """Check that every rank is alive; a rank answers during its other work too.
+        """Check that every rank is alive; a rank also answers while it works on another call.
 
         Returns: the peak memory of each rank in bytes; () before the start.
         Raises: TrainerRankLost if a rank is dead or no longer broadcasts its weights.
@@ -294,7 +292,7 @@ class TrainerGroup:
     async def _hand_over(
         self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
     ) -> None:
-        """Publish on the board, and wait until it is done or the board makes no progress."""
+        """Publish on the board, and wait until that is done or the board makes no progress."""
 
         async def progress() -> dict[int, int]:
             with suppress(RayError, TimeoutError):
@@ -321,7 +319,7 @@ class TrainerGroup:
         return logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Copy the ranks' state and start to write it; a step may start before it is written.
+        """Copy the ranks' state and start to write it; a step may start before the write ends.
 
         Raises: TrainerRankLost.
         """
@@ -336,7 +334,7 @@ class TrainerGroup:
         return Path((await self._join("finish_save", self._saves, None))[0])
 
     async def fingerprint(self) -> tuple[int, ...]:
-        """Return a hash of each rank's weights and optimiser; equal if they are bitwise equal.
+        """Return a hash of each rank's weights and optimiser; equal states have equal hashes.
 
         Raises: TrainerRankLost.
         """
@@ -430,14 +428,14 @@ class TrainerGroup:
     async def _call_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every `TrainerRank`. timeout_s: None to wait while there is progress."""
+        """Call a method of every `TrainerRank`. timeout_s: None to wait while a rank progresses."""
         calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
     async def _on_all(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every actor. timeout_s: None to wait while there is progress."""
+        """Call a method of every actor. timeout_s: None to wait while a rank progresses."""
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         return await self._join(method, calls, timeout_s)
 
@@ -465,7 +463,7 @@ class TrainerGroup:
             _ignore_results(answers)
             raise
         if any(answer.done() and _agreed_error(answer) is not None for answer in answers):
-            # The others raise the same error.
+            # The ranks agree on such an error: wait until the others have raised it too.
             await asyncio.wait(answers, timeout=_GRACE_S)
             errors = [_agreed_error(answer) if answer.done() else None for answer in answers]
             if errors[0] is not None and all(errors):
@@ -473,7 +471,7 @@ class TrainerGroup:
         if all(answer.done() and answer.exception() is None for answer in answers):
             return [answer.result() for answer in answers]
         if not any(_has_died(answer) for answer in answers):
-            # A peer's broken connection often shows before the death that broke it.
+            # A broken connection to a peer is often noticed before the death of that peer.
             await asyncio.wait(answers, timeout=_BLAME_S)
         limit = f"progress for {self.deadlines.idle_s:g} s"
         lost = _blame(
@@ -510,7 +508,7 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
     """Return the error of the rank to blame: one that died, else one that failed, else a late one.
 
-    limit: the limit that a late rank exceeded, as the words after "no" in the error's text.
+    limit: words for the limit that a late rank exceeded; they follow "no" in the error's text.
     """
     failed = [
         (rank, error)
@@ -530,7 +528,7 @@ def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> T
 def _start_failure(
     method: str, answers: Sequence[asyncio.Future[Any]]
 ) -> TrainerStartFailed | None:
-    """Return the first error that a rank itself raised, if no rank died."""
+    """Return the first error that a rank raised itself; None if there is none or a rank died."""
     errors = [answer.exception() if answer.done() else None for answer in answers]
     if any(isinstance(error, ACTOR_DEATHS) for error in errors):
         return None
@@ -548,7 +546,7 @@ def _is_caused_elsewhere(cause: BaseException) -> bool:
     import torch.distributed as dist
 
     kinds = (*_CAUSED_ELSEWHERE, dist.DistError, torch.OutOfMemoryError)
-    # Gloo has no type of its own for a lost peer.
+    # Gloo has no exception type for a lost peer.
     return isinstance(cause, kinds) or "gloo" in str(cause).lower()
 
 
@@ -568,7 +566,7 @@ def _ignore_results(answers: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def _ignore_result(answer: asyncio.Future[Any]) -> None:
-    """Read the error of a call that is no longer awaited: asyncio logs unread ones."""
+    """Read the error of a call that is no longer awaited, because asyncio logs unread errors."""
     if not answer.cancelled():
         answer.exception()
 

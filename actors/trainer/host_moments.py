@@ -1,8 +1,8 @@
-"""AdamW whose moments are in the memory of the machine between two updates.
+"""AdamW that keeps its moments in the memory of the machine between two updates.
 
-An update takes one parameter after the other: its moments are copied to the parameter's device,
+An update processes one parameter after the other: the parameter's moments are copied to its device,
 AdamW is computed there, and the moments are copied back. So the device holds the moments of one
-parameter at a time. The result has the same bits as that of `torch.optim.AdamW`. On the CPU nothing
+parameter at a time. The result is bitwise equal to that of `torch.optim.AdamW`. On the CPU nothing
 is copied. Created by `sharded_model.build_optimizer`.
 """
 
@@ -19,7 +19,7 @@ _NAMES = ("exp_avg", "exp_avg_sq", "step")
 
 
 class HostMomentsAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with its state in pinned memory of the machine."""
+    """`torch.optim.AdamW` with its moments in pinned memory of the machine."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; torch copies it to the parameters' device, so move it back to the host."""
@@ -76,7 +76,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor in pinned memory; a sharded one keeps its mesh, with its shard there."""
+    """Return a tensor in pinned memory; a sharded tensor keeps its mesh, and its shard is moved."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         if local.device.type == "cpu":

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
 
-The output head is applied to a few tokens at a time, in both directions: of a chunk's logits only
-the normalisers are kept, and the backward pass computes the logits again. So at most two chunks
-[C, V] are in memory at a time, for any number of trained tokens. Each step over a chunk works in
-place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
+The output head is applied to a few tokens at a time, in the forward and the backward pass. Only the
+normalisers of a chunk's logits are kept, and the backward pass computes the logits again. So at
+most two chunks [C, V] are in memory at a time, for any number of trained tokens. Each step over a
+chunk works in place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
 Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D] hidden.
 """
 
@@ -83,8 +83,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad if temperatures is None else grad / temperatures for grad in grads
         )
         grad_hidden = torch.empty_like(hidden)
-        # Chunks add up here: in bfloat16 the later ones would be rounded away.
-        # A frozen head, as beside adapters, needs no gradient.
+        # The gradients of all chunks are added here: in bfloat16 later ones would be rounded away.
+        # A frozen head, such as that of a model with adapters, needs no gradient.
         grad_weight, grad_bias = (
             torch.zeros(each.shape, dtype=torch.float32, device=each.device) if is_needed else None
             for each, is_needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
@@ -109,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(slopes.t(), hidden[part])
             else:
                 grad_weight.add_(slopes.t() @ hidden[part])
-            del slopes  # otherwise it stays alive during the next chunk
+            del slopes  # free its memory before the next chunk
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -134,7 +134,7 @@ def _logits(
     """Return the logits of a chunk, [C, V] float32, in new memory. Args: temperatures: [C, 1]."""
     logits = nn.functional.linear(hidden, weight, bias).float()
     if bias is not None:
-        # A bias can exclude a token by -inf, and 0 times infinity is not 0 in the entropy.
+        # A bias can exclude a token by -inf; in the entropy, 0 times infinity would be NaN.
         logits.clamp_(min=_LEAST_LOGIT)
     return logits if temperatures is None else logits.div_(temperatures)
 
@@ -142,7 +142,7 @@ def _logits(
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return normalisers, log-probabilities and entropies, [C] each; overwrites logits [C, V]."""
     peaks = logits.amax(-1, keepdim=True)
-    # Relative to the largest logit: small numbers, so that the entropy keeps its digits.
+    # Subtract the largest logit: with small numbers the entropy loses fewer digits.
     logits.sub_(peaks)
     exponentials = logits.exp()
     totals = exponentials.sum(-1)

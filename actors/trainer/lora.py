@@ -8,8 +8,8 @@ A starts random and B at 0, so the first policy is the base model.
     with adapters_off(causal_lm):                                 # the base model: the reference
         causal_lm(...)
 
-Invariants: only adapters are trainable after `attach_adapters`; every adapted layer takes part in a
-forward pass, otherwise the model is refused. Called by `TrainerRank` and by the export.
+Invariants: only adapters are trainable after `attach_adapters`; a model is refused if its forward
+pass does not call an adapted layer. Called by `TrainerRank` and by the export.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from actors.trainer.model_check import hidden_states
 from actors.trainer.process_group import gather_texts
 from actors.trainer.settings import LoraSettings
 
-# Layers that choose experts: a small change of theirs sends tokens elsewhere, and no engine serves
-# an adapter of them.
+# Layers that choose experts. A small change of such a layer routes tokens to other experts, and
+# engines do not support adapters in it.
 _ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
-# The experts of a mixture: those that no token of a short row is routed to are not called.
+# The experts of a mixture. An expert is not called if no token of a short row is routed to it.
 _EXPERT = re.compile(r"\.experts\.")
 _PREFIX = "base_model.model."
 
@@ -89,7 +89,7 @@ def attach_adapters(causal_lm: PreTrainedModel, settings: LoraSettings, *, seed:
 
 
 def target_names(config: PretrainedConfig, settings: LoraSettings) -> list[str]:
-    """Return the last parts of the adapted layers' names, such as q_proj, from the configuration.
+    """Return the last part of each adapted layer's name, such as q_proj, from the configuration.
 
     Raises: NotImplementedError if a target is not the name of a linear layer, or if an engine
     cannot load a layer's adapter (`checkpoint_names`).
@@ -117,7 +117,8 @@ def num_adapter_parameters(config: PretrainedConfig, settings: LoraSettings) -> 
 def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Linear]:
     """Return the layers to adapt, by name.
 
-    Raises: NotImplementedError if there is none, or if a target is not the name of a linear layer.
+    Raises: NotImplementedError if the model has no linear layer, or if a target is not the name of
+    one.
     """
     found = {
         name: module
@@ -145,7 +146,7 @@ def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Li
 def _check_called(body: nn.Module) -> None:
     """Raise NotImplementedError if a short row does not call an adapted layer.
 
-    Such a model reads the layer's weight itself, and its adapter would have no effect.
+    Such a model reads the layer's weight directly, so the layer's adapter would have no effect.
     """
     called: set[str] = set()
     layers = dict(adapted_layers(body))
@@ -179,7 +180,7 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Leave the adapters out of forward passes within the block: the model is its base model."""
+    """Leave the adapters out of forward passes within the block, so that the base model runs."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.is_adapted = False
@@ -191,9 +192,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def freeze_in(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Store the frozen parameters in the type that they are computed in, which saves memory.
+    """Store the frozen parameters in the type of the computation, which saves memory.
 
-    The results do not change, because a forward pass rounds them to that type anyway.
+    The results do not change, because a forward pass rounds the parameters to that type anyway.
     """
     for parameter in causal_lm.parameters():
         if not parameter.requires_grad:
@@ -219,10 +220,10 @@ def peft_names(module: str) -> tuple[str, str]:
 
 
 def checkpoint_names(causal_lm: PreTrainedModel) -> dict[str, str]:
-    """Return the name in the model's files of every adapted layer, by its name in the model.
+    """Return the name that each adapted layer has in the model's files, by its name in the model.
 
-    Raises: NotImplementedError if a layer's weight is a part of a larger tensor there, because an
-        engine cannot load an adapter of such a layer.
+    Raises: NotImplementedError if a layer's weight is a part of a larger tensor in the files,
+        because an engine cannot load an adapter of such a layer.
     """
     return {
         name: _checkpoint_name(causal_lm, name, layer) for name, layer in adapted_layers(causal_lm)
@@ -245,8 +246,8 @@ def _checkpoint_name(causal_lm: PreTrainedModel, name: str, layer: nn.Linear) ->
 def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> str:
     """Return a digest of the frozen parameters, by which a checkpoint recognises its base model.
 
-    is_collective: each rank reads a part of the parameters; False: this process reads all. The
-    model must not be sharded yet.
+    is_collective: whether each rank reads only a part of the parameters; False: this process reads
+    all. The model must not be sharded yet.
     """
     frozen = [item for item in causal_lm.named_parameters() if not is_of_adapter(item[0])]
     if is_collective:

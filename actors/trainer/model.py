@@ -149,7 +149,7 @@ def scoring_row(token_ids: Int32s) -> MicroBatch:
 class PolicyModel(nn.Module):
     """A causal model whose forward returns log-probabilities and entropies instead of logits.
 
-    mixture: the shape of its routing if recorded experts can be replayed, otherwise None.
+    mixture: the shape of the model's routing if recorded experts can be replayed, otherwise None.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, logprob_chunk: int):
@@ -204,7 +204,7 @@ class ValueModel(nn.Module):
             token t. The state in which a token was sampled ends one position before the token.
         """
         hidden = hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
-        # A sum over an axis of size 1, because FSDP2 warns of a module that returns a view.
+        # Sum over an axis of size 1, because FSDP2 warns about a module that returns a view.
         values: Tensor = self.head(hidden).sum(-1).float()
         return values
 
@@ -241,7 +241,8 @@ def load_policy(
 def _check_complete(model: str, missing: Iterable[str]) -> None:
     """Raise NotImplementedError if the files lack parameters.
 
-    transformers would initialise them at random, and an engine would have other values or none.
+    transformers would initialise the missing parameters at random, and an engine would have other
+    values or none.
     """
     if names := sorted(missing):
         raise NotImplementedError(
@@ -273,7 +274,7 @@ def load_value_model(
 
 
 def _check_configuration(model: str, max_context_tokens: int | None) -> int:
-    """Check the architecture; return the longest context."""
+    """Check that an architecture can be trained packed; return the longest context."""
     config = AutoConfig.from_pretrained(model)
     check_architecture(config, max_context_tokens=max_context_tokens)
     return max_context_tokens or longest_context(config)
@@ -282,7 +283,8 @@ def _check_configuration(model: str, max_context_tokens: int | None) -> int:
 def _prepare(model: PreTrainedModel, *, max_context_tokens: int) -> None:
     """Make a model compute the same in training, in scoring and in the engine, and check it.
 
-    It is never in training mode, in which some layers apply dropout and some routers add noise.
+    The model is never in training mode, in which some layers apply dropout and some routers add
+    noise.
     """
     model.config.use_cache = False
     model.eval()
@@ -301,7 +303,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = True
             layer.register_forward_pre_hook(_evaluate)
-            # Also if the second computation ends early, which torch does with an exception.
+            # Do this also if the second computation ends early, which torch does by an exception.
             layer.register_forward_hook(_ask_again, always_call=True)
 
 

@@ -1,9 +1,10 @@
 """Check that a model's packed rows equal transformers' results on each path.
 
-`check_architecture` looks at the architecture in seconds, before anything starts: a copy of the
-configuration with a few narrow layers, short windows and random weights is run on rows longer than
-each of its windows. `check_packing` and `check_output_head` look at the loaded weights. Invariant:
-a refusal is a NotImplementedError with a sentence. Called by `model` and by the command line.
+`check_architecture` checks the architecture in seconds, before anything starts: it runs a small
+model on rows that are longer than each of its windows. The small model has the configuration with a
+few narrow layers, short windows and random weights. `check_packing` and `check_output_head` check
+the loaded model. Invariant: a refusal is a NotImplementedError that says why. Called by `model` and
+by the command line.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from actors.trainer.attention.forest import PackedLayout, build_layout
 from actors.trainer.attention.interface import register_packed_attention
 from actors.trainer.rope import fix_rope, longrope_table
 
-# Two ways through the same model add in different orders. The tolerance decides on the kind of
-# model; training does not depend on it.
+# Packed and separate rows of one model add numbers in different orders. The tolerance only decides
+# whether a model is refused; training does not depend on it.
 _HEAD_TOLERANCE = 1e-4
 # Relative to the largest hidden state. Measured in float32: at most 7e-6 over 28 layers of random
 # weights; layers that mix tokens outside of attention give 1e-1, and 2e-4 with weights near 0.
@@ -30,11 +31,12 @@ _PACKING_TOLERANCE = 1e-4
 # If a router is near a tie, rounding may route a token to other experts. A second and a third row
 # do not meet the same tie, while a model that mixes samples does so in every row.
 _PACKING_ATTEMPTS = 3
-# Sizes of the narrow copy. Its windows and its switch of RoPE are shorter than its rows.
+# Sizes of the narrow copy. Its windows, and the length at which its RoPE switches, are shorter than
+# its rows.
 _SHORT_SEGMENTS, _LONG_SEGMENTS = (6, 5, 7), (9, 11, 13)
 _COPY_WINDOW, _COPY_SWITCH, _COPY_CONTEXT = 5, 12, 64
 _COPY_VOCABULARY, _COPY_WIDTH, _COPY_HEADS, _MAX_COPY_LAYERS = 256, 64, 4, 12
-# With weights near 0 a convolution, or a head's cap, changes next to nothing.
+# The weights must not be near 0: a convolution, or a head's cap, would then change almost nothing.
 _COPY_WEIGHTS = 0.2
 _WINDOWS = ("sliding_window", "attention_chunk_size", "sliding_window_size", "window_size")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -87,8 +89,8 @@ def check_architecture(config: PreTrainedConfig, *, max_context_tokens: int | No
     for name in _WINDOWS if getattr(config, "use_sliding_window", True) else ():
         if getattr(config, name, None) == 0:
             raise NotImplementedError(
-                f"trainer: {name} is 0 in config.json, in which no token sees any; expected a "
-                "number of tokens, or null for no window"
+                f"trainer: {name} is 0 in config.json, a window in which no token sees another; "
+                "expected a number of tokens, or null for no window"
             )
     longest = max_context_tokens or longest_context(config)
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
@@ -135,7 +137,7 @@ def _check_copy(plain: PreTrainedModel, *, max_context_tokens: int) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Raise NotImplementedError instead of the errors that a model raises with packed attention."""
+    """Turn the errors that a model raises with packed attention into NotImplementedError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -161,7 +163,7 @@ def longest_context(config: PreTrainedConfig) -> int:
 
 
 def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTrainedConfig, int]:
-    """Return a copy with few and narrow layers, and the context that it is checked for.
+    """Return a copy with few and narrow layers, and the context for which to check the copy.
 
     A window or a switch of RoPE is kept if the run's context never reaches it.
     """
@@ -242,7 +244,8 @@ def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
         return max_context_tokens
     if max_context_tokens <= original:
         return max_context_tokens
-    # The quotient of the two is a scale, and stays; it was compared with the engine's before.
+    # Keep the quotient of the two lengths, because it is a scale that was compared with the
+    # engine's before.
     longest = narrow.max_position_embeddings * _COPY_SWITCH // original
     kept = {
         name: value
@@ -329,6 +332,6 @@ def _run(body: nn.Module, segments: list[Tensor], *, parents: list[int]) -> Tens
 
 
 def _alone(body: nn.Module, token_ids: Tensor) -> Tensor:
-    """Return the hidden states that transformers computes with its own attention and masks."""
+    """Return the hidden states that transformers' own attention and masks give a single sample."""
     hidden: Tensor = body(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
     return hidden

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from actors.network import Rendezvous, gloo_interface
 from actors.trainer.settings import Device
 
-# The parameters' numbers in glibc's malloc.h, and the largest values it takes.
+# The numbers of the parameters in glibc's malloc.h, and the largest values that glibc accepts.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
 _NEVER_TRIM = 2**31 - 1
 
 
 class ByteCounter:
-    """A counter of the bytes that this process has moved; others read it as its progress."""
+    """A counter of the bytes that this process has moved, from which others see its progress."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -34,16 +34,16 @@ class ByteCounter:
         self.total += num_bytes
 
 
-# A process has one rank.
+# One counter is enough, because a process has only one rank.
 MOVED = ByteCounter()
 
 
 def keep_freed_memory() -> bool:
     """Make this process's C allocator keep the memory that it frees; return whether it can.
 
-    Every activation of a packed row is larger than the size from which glibc takes memory directly
-    from the kernel, so each step would map, fault in, zero and unmap all of them again. With this
-    setting a step took 5 to 20 % less processor time on two cores.
+    glibc takes large blocks of memory directly from the kernel, and every activation of a packed
+    row is larger than its limit. So each step would map, fault in, zero and unmap all activations
+    again. With this setting a step took 5 to 20 % less processor time on two cores.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -56,8 +56,8 @@ def keep_freed_memory() -> bool:
 def rank_device(device: Device, *, rank: int, num_visible: int) -> torch.device:
     """Return a rank's device; on CUDA with an index, which torch needs to set the device.
 
-    Args: num_visible: GPUs that this process sees. Ray shows each rank only its own, which is then
-        number 0; if a rank sees all GPUs, ranks take them in turn.
+    Args: num_visible: number of GPUs that this process sees. Ray shows each rank only its own GPU,
+        which is then number 0; if a rank sees all GPUs, ranks take them in turn.
     Raises: RuntimeError if the device is CUDA and no GPU is visible.
     Example: rank 3 on CUDA with 2 visible -> cuda:1
     """
@@ -103,7 +103,7 @@ def join_group(
 ) -> DeviceMesh:
     """Initialise this process's group and return its one-dimensional mesh.
 
-    address: the address at which other ranks reach this one; loopback if all are on one machine.
+    address: the address at which other ranks reach this one; loopback if all ranks share a machine.
     """
     os.environ.update(gloo_interface(address))
     if device.type == "cuda":

@@ -4,7 +4,7 @@ Invariant: names and tensors are those of the model's checkpoint, each once (a t
 only as the embedding). A model with adapters is sent with the adapters merged into its weights, or
 only its adapters are sent, under PEFT's names. If transformers holds a layer's experts as one
 tensor, or names a module differently, the engine still receives what it would read from a file.
-Gathering is collective: every rank iterates to the end, also ranks that keep nothing. Called by
+Gathering is collective: every rank iterates to the end, even if it keeps nothing. Called by
 `TrainerRank`.
 """
 
@@ -39,8 +39,8 @@ def gather_groups(causal_lm: PreTrainedModel, *, dtype: torch.dtype) -> Iterator
 
     Adapters are merged into the weights.
 
-    Args: dtype: type of the sent parameters: the one that the trainer computes in, so that trainer
-        and engine round the weights in the same way.
+    Args: dtype: type of the sent parameters. It is the type in which the trainer computes, so that
+        trainer and engine round the weights in the same way.
     """
     parameters = {
         name: parameter
@@ -92,8 +92,8 @@ def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) ->
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, such as a router's bias.
 
-    They must be sent, because an engine that loads a layer again would leave them unset. They keep
-    their type, because the trainer does not round them either.
+    Buffers must be sent, because an engine that loads a layer again would leave them unset. They
+    keep their type, because the trainer does not round them either.
     """
     saved = causal_lm.state_dict()
     return {name: buffer for name, buffer in causal_lm.named_buffers() if name in saved}
@@ -113,7 +113,8 @@ def pack_weights(
     """Gather the weights layer by layer on every rank, and pack them on ranks that keep them.
 
     Args: only_adapters: send the adapters instead of the weights.
-    Yields: a packed group for each layer if is_kept; otherwise nothing, but all are gathered.
+    Yields: a packed group for each layer if is_kept; otherwise nothing, but the rank still takes
+    part in gathering all layers.
     """
     gather = gather_adapters if only_adapters else gather_groups
     for named in gather(causal_lm, dtype=dtype):

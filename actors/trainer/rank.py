@@ -1,9 +1,9 @@
 """One rank of the trainer: FSDP2 over `torch.distributed`, without Ray.
 
-Every public method but `close` and `abandon` is collective: all ranks call it with the same
-arguments (each its own shard) in the same order. Invariant: all ranks take every decision (refuse,
-skip, clip) from the same gathered numbers, so that no rank waits in a collective that another one
-skips. Called by `actor.py`.
+Every public method except `close` and `abandon` is collective: all ranks call it in the same order
+and with the same arguments, except that each has its own shard. Invariant: all ranks take every
+decision (refuse, skip, clip) from the same gathered numbers, so that no rank waits in a collective
+that another one skips. Called by `actor.py`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredMinibatch:
-    """An update's rows, with log-probabilities of their targets from before the step: [M], nats."""
+    """An update's rows, and their targets' log-probabilities before the step: [M], nats, each."""
 
     minibatch: Minibatch
     old: Sequence[Tensor | None]
-    """Log-probabilities by the old policy; None if the loss does not need them, or if the current
-    policy is still the old one."""
+    """Log-probabilities under the old policy; None if the loss does not need them, or if the
+    current policy is still the old one."""
     reference: Sequence[Tensor | None]
-    """Log-probabilities by the reference; None if the loss does not need them."""
+    """Log-probabilities under the reference; None if the loss does not need them."""
 
 
 class TrainerRank:
@@ -103,7 +103,7 @@ class TrainerRank:
             timeout_s=settings.collective_timeout_s,
             address=address,
         )
-        # For checkpoints, which are written while the main group trains.
+        # A second group for checkpoints, which are written while the main group trains.
         self._side_group = join_side_group()
         self._abandonment = Abandonment(join_side_group())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -166,7 +166,7 @@ class TrainerRank:
         return Reference(ShardedModel(policy, policy.causal_lm, sharding))
 
     def score_rows(self, shard: RankShard) -> tuple[RowScores, ...]:
-        """Score rows by the critic and the reference, before their rewards are shaped.
+        """Score rows by the critic and the reference, before the rows' rewards are shaped.
 
         Returns: the scores of each row, in the order of rows.
         Raises: ShardRefused or PolicyTooOld on every rank if any rank refuses its shard;
@@ -227,7 +227,7 @@ class TrainerRank:
     def abandon(self) -> None:
         """Abandon every later step, and the current one unless one of its updates was applied.
 
-        May be called from any thread, on any rank: the other ranks then abandon the step too.
+        Any thread of any rank may call this: the other ranks then abandon the step too.
         """
         self._abandonment.ask()
 
@@ -280,7 +280,7 @@ class TrainerRank:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Type of forward and backward computations, and of the weights that engines receive."""
+        """The type of forward and backward computations, and of weights that engines receive."""
         dtype: torch.dtype = getattr(torch, self.settings.trainer.dtype)
         return dtype
 
@@ -331,14 +331,15 @@ class TrainerRank:
         return self._writing.result()
 
     def save(self, step: int, term: int) -> Path:
-        """Write a checkpoint and return its directory; `begin_save` followed by `finish_save`."""
+        """Write a checkpoint and return its directory: call `begin_save`, then `finish_save`."""
         self.begin_save(step, term)
         return self.finish_save()
 
     def load(self, path: Path) -> Progress:
         """Load weights, optimiser and progress from a checkpoint, written by any number of ranks.
 
-        Raises: CheckpointError if it is incomplete, broken, of another model or other adapters.
+        Raises: CheckpointError if the checkpoint is incomplete or broken, or has another model or
+        other adapters.
         """
         check_adapter(path, read_manifest(path).lora, self._adapter)
         progress = load_checkpoint(
@@ -363,12 +364,12 @@ class TrainerRank:
         )
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Set the version number of the weights, and `republished`; the weights do not change."""
+        """Set `republished` and the version number of the weights; the weights do not change."""
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
-        """Return a hash of this rank's shards of weights and optimiser; equal if they are bitwise
-        equal.
+        """Return a hash of this rank's shards of weights and optimiser; shards that are bitwise
+        equal have equal hashes.
         """
         of_critic = () if self._critic is None else self._critic.trained.fingerprint()
         return zlib.crc32(repr((self._policy.fingerprint(), of_critic)).encode())
@@ -389,7 +390,7 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[ScoredMinibatch]:
-        """Score the step's tokens by the old policy and the reference, if the loss needs them."""
+        """Score the step's tokens under the old policy and the reference, if the loss needs it."""
         nothing = [[None] * len(each.micro_batches) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing
@@ -494,7 +495,8 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     return f"its inputs are in {path}"
 
 
-# Log-probabilities of a step's trained tokens without gradient, by the old policy or a reference.
+# Log-probabilities of a step's trained tokens under the old policy or a reference, without
+# gradient.
 #
 # Collective: all ranks score minibatches with the same numbers of rows, in the same order. Called
 # by `TrainerRank` before and at the start of a step, only if the loss or the rewards need them.
@@ -537,12 +539,12 @@ def score_minibatches(
 class Reference:
     """The frozen policy of KL terms, used only for scoring.
 
-    Recorded experts are not replayed in it: they are another policy's choice, and a KL term is
-    measured against the reference with its own routing.
+    Recorded experts are not replayed in the reference, because another policy chose them. A KL term
+    is measured against the reference with its own routing.
     """
 
     def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
-        """Create a reference. policy: if it has adapters, they are off while it scores."""
+        """Create a reference. policy: its adapters, if it has any, are off while it scores."""
         self._policy = policy
 
     def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
@@ -561,11 +563,11 @@ def _without_experts(minibatch: Minibatch) -> Minibatch:
 #
 # mfu = 6 N T / (seconds · ranks · peak) Source: PaLM (Chowdhery et al. 2022, appendix B), without
 # its term for attention scores, so that the true share is somewhat higher. N: number of parameters
-# that a token is multiplied with; T: tokens of packed rows, counted in each epoch. A computation
+# by which a token is multiplied; T: tokens of packed rows, counted in each epoch. A computation
 # that gradient checkpointing repeats counts once. Called by `TrainerRank`; there is no MFU if the
 # device's peak is not known.
-# Dense bfloat16 with float32 sums, FLOP/s, from NVIDIA's data sheets; by the start of the name that
-# CUDA gives the device, longer ones first.
+# Peak FLOP/s for dense bfloat16 with float32 sums, from NVIDIA's data sheets, by the start of the
+# name that CUDA gives the device; longer names come first.
 _BFLOAT16_PEAKS = {
     "NVIDIA A100": 312e12,
     "NVIDIA B200": 2250e12,
@@ -599,13 +601,13 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
-    """Return the number of parameters that a token is multiplied with.
+    """Return the number of parameters by which a token is multiplied.
 
-    The input embedding is not counted unless it is tied to the head, because its rows are only
-    looked up. Of the experts only those count to which a token is routed. A frozen parameter counts
-    as two thirds.
+    The input embedding is counted only if it is tied to the head, because its rows are only looked
+    up. Only the experts to which a token is routed are counted. A frozen parameter counts as two
+    thirds.
 
-    Returns: the number; None if the model has experts and its mixture is not known.
+    Returns: the number; None if the model has experts and the shape of its routing is not known.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding

@@ -1,9 +1,9 @@
 """Give a model one table of rotary positions for all rows.
 
 In transformers, the table of some kinds of RoPE depends on the longest position of each forward
-pass: packing would then change the scores of samples, and they would differ from those of the
+pass. Packing would then change the scores of samples, and these would differ from the scores of the
 engine, which keeps one table for all requests. Invariant: after `fix_rope` the table is the
-engine's, chosen by the longest context of the run. Called when a model is loaded.
+engine's, which the longest context of the run determines. Called when a model is loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Replay recorded routing, so that a mixture uses the experts that the engine chose.
 
-Rounding can make the trainer's router choose other experts than the engine's, which gives the token
-another probability. Only the choice is replayed; the weights are the router's own, so that the
-gradient reaches the router. Invariant: a forward pass gets its records in its keyword
+Rounding can make the trainer's router choose other experts than the engine's router, which gives
+the token another probability. Only the choice is replayed; the weights are the router's own, so
+that the gradient reaches the router. Invariant: a forward pass gets its records in its keyword
 `replayed_experts`. Each decoder layer passes them to its router when it begins, also when gradient
 checkpointing computes the layer again. So two models or two passes share nothing, and a pass
 without records uses the model's own routing. Called by `PolicyModel`.

@@ -1,7 +1,7 @@
 """The schedule of the learning rate: a pure function of the update's number.
 
-A scheduler object would have a state, which checkpoints would have to hold. With a pure function, a
-resumed run computes the same rate for its next update as an uninterrupted run. Called by
+A scheduler object would have a state, which checkpoints would have to store. With a pure function,
+a resumed run computes the same rate for its next update as an uninterrupted run. Called by
 `sharded_model.TrainedModel`, for the policy and for a critic. The module does not import torch.
 """
 

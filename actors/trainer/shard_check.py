@@ -3,8 +3,8 @@
 A shard can be made for another version than the trainer holds (after a recovery), have tokens that
 are too old (an error of admission), or differ from the other ranks' shards (an error of the
 supervisor). The packing of rows is not checked here; the packer's property tests do that.
-Collective: if one rank refuses its shard, all do, so that no rank waits for another in a later
-collective. Called by `TrainerRank`.
+The check is collective: if one rank refuses its shard, all ranks do, so that no rank waits for
+another in a later collective. Called by `TrainerRank`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def agree_on(
     Args: trainer_version, max_policy_age, republished: as for `check_versions`.
     Raises: ShardRefused or PolicyTooOld, with the reason of the first rank that refuses.
     """
-    # Not at the top: the supervisor imports this module's errors and must not import torch.
+    # Import torch only here: the supervisor imports this module's errors and must not import torch.
     import torch
 
     from actors.trainer.process_group import gather_rows, gather_texts

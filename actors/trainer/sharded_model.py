@@ -1,9 +1,10 @@
 """A model sharded over the ranks by FSDP2: its weights, its optimiser and its checkpoint.
 
-`ShardedModel` is only for scoring; `TrainedModel` also has AdamW: gradients are clipped by their
+`ShardedModel` is only for scoring. `TrainedModel` also has AdamW: gradients are clipped by their
 global norm, and an update that is not finite is never applied. Invariants: all ranks decide from
-the same gathered numbers; the optimiser's state exists from the start, so that a checkpoint written
-before the first update resumes exactly. Used for policy, critic and reference; collective.
+the same gathered numbers; the optimiser's state exists from the start, so that a run resumes
+exactly even from a checkpoint that was written before the first update. Policy, critic and
+reference use these classes, whose methods are collective.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from actors.trainer.process_group import MOVED, gather_rows, gather_texts
 from actors.trainer.schedule import learning_rate_at
 from actors.trainer.settings import TrainerSettings
 
-# Number of attempts to write to a full disk; not a time, because each rank has its own clock.
+# Number of attempts to write to a full disk. A number is used instead of a time limit, because
+# each rank has its own clock.
 _WRITE_ATTEMPTS, _WRITE_PAUSE_S = 13, 5.0
 _CRITIC = "critic"
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True)
@@ -101,8 +103,8 @@ class ShardedModel(Generic[Model]):
         layers = [module for module in model.modules() if type(module).__name__ in names]
         for module in layers:
             if sharding.compiles:
-                # Before `fully_shard`, whose hooks run outside of the compiled code. Rows have any
-                # number of tokens.
+                # Compile before `fully_shard`, so that its hooks run outside of the compiled code.
+                # Sizes are dynamic, because rows have any number of tokens.
                 module.compile(dynamic=True)
             fully_shard(
                 module,
@@ -116,7 +118,7 @@ class ShardedModel(Generic[Model]):
             # One rank's mean is its sum; with a factor, FSDP2 would copy each gradient once more.
             if sharding.mesh.size() > 1:
                 group.set_gradient_divide_factor(1.0)
-            # With a factor of one there is nothing to scale, and gloo knows only plain sums.
+            # Force plain sums: with factor 1 nothing is scaled, and gloo supports no other kind.
             group.set_force_sum_reduction_for_comms(True)
             # A rank whose tokens used no weight of an expert must still join the reduction.
             group.set_reduce_scatter_unused_params(True, recurse=False)
@@ -169,8 +171,8 @@ class TrainedModel(ShardedModel[Model]):
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """Prepare FSDP2 for a micro-batch.
 
-        Gradients are reduced and gathered weights freed only after the last micro-batch of an
-        update, or after each if `Sharding.shard_between_micro_batches` is set.
+        If `Sharding.shard_between_micro_batches` is set, gradients are reduced and gathered weights
+        freed after each micro-batch, otherwise only after the last one of an update.
         """
         is_synced = is_last or self._shards_between_micro_batches
         root = self._groups[-1]
@@ -189,7 +191,7 @@ class TrainedModel(ShardedModel[Model]):
         return rows[:, :-1], math.sqrt(float(rows[:, -1].sum()))
 
     def finish_update(self, *, grad_norm: float, is_applied: bool) -> None:
-        """Clip and apply the gradients if is_applied; then drop them.
+        """Clip and apply the gradients if is_applied; drop them in any case.
 
         Args: grad_norm: from `gather`. is_applied: False if the update is not finite or has no
             tokens.
@@ -226,7 +228,7 @@ class TrainedModel(ShardedModel[Model]):
         self.num_updates = num_updates
 
     def fingerprint(self) -> tuple[int, ...]:
-        """Return hashes of this rank's shards of weights and moments, and the number of updates."""
+        """Return hashes of this rank's shards of weights and of moments, and the update count."""
         hashes = [self.num_updates]
         for parameter in self._trainable:
             moments = self._optimizer.state[parameter]
@@ -270,7 +272,7 @@ def build_optimizer(
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
             if isinstance(optimizer, HostMomentsAdamW):
-                # After each parameter, so that the device never holds all moments.
+                # Move the moments after each parameter, so that the device never holds all of them.
                 optimizer.move_to_host(parameter)
     return optimizer
 
@@ -308,7 +310,7 @@ def squared_norm(shards: list[Tensor], *, device: torch.device) -> Tensor:
 def stage_checkpoint(
     *, policy: TrainedModel[Any], critic: TrainedModel[Any] | None = None
 ) -> dict[str, Any]:
-    """Copy this rank's part of a checkpoint to the CPU, so that training may continue."""
+    """Copy this rank's part of a checkpoint to the CPU, so that training can continue."""
     staged: dict[str, Any] = BlockingAsyncStager().stage(_state(policy, critic))
     return staged
 
@@ -316,9 +318,9 @@ def stage_checkpoint(
 def write_checkpoint(
     root: Path, progress: Progress, state: dict[str, Any], *, group: dist.ProcessGroup
 ) -> Path:
-    """Write a checkpoint under a temporary name, and rename it after it is complete.
+    """Write a checkpoint under a temporary name, and rename it when it is complete.
 
-    It runs in a thread during training, so its collectives use a separate group. An older
+    This runs in a thread during training, so its collectives use a separate group. An older
     checkpoint of the same name (a step repeated in the same term) is replaced. If the disk refuses
     a write, all ranks try again together for a minute.
 
@@ -378,9 +380,9 @@ def load_checkpoint(
 
     The checkpoint's critic is ignored if no critic is given.
 
-    Raises: CheckpointError if it is incomplete, changed, broken or of another model, or if it has
-        no critic and one is given. The weights may then be partly loaded: load another checkpoint
-        before you continue.
+    Raises: CheckpointError if the checkpoint is incomplete, changed, broken or of another model, or
+        if it has no critic although one is given. The weights may then be partly loaded: load
+        another checkpoint before you continue.
     """
     progress = checkpoint.read_manifest(path)
     if critic is not None and progress.critic_updates is None:

@@ -1,9 +1,9 @@
 """The statistics of a step, combined from partial results of micro-batches, ranks and updates.
 
-Every statistic of the loss is made of partial results that combine in any order: sums are added,
-maxima compared. So all tokens count equally in any micro-batch, rank or update, and every rank gets
-the same numbers, because each combines the same gathered rows in the same order. Called by
-`TrainerRank`, which returns `StepStats`.
+Every statistic of the loss is made of partial results that can be combined in any order: sums are
+added, maxima compared. So all tokens count equally, in whichever micro-batch, rank or update they
+are. Every rank gets the same numbers, because each combines the same gathered rows in the same
+order. Called by `TrainerRank`, which returns `StepStats`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(StrEnum):
     SQUARES = "squares"
     COUNT = "count"
     MAX = "max"
-    # The maximum of the negated values, so that a minimum combines like a maximum.
+    # The maximum of the negated values, so that minima can be combined like maxima.
     NEGATED_MIN = "negated_min"
 
 
@@ -34,16 +34,18 @@ _PARTS: Mapping[Reduction, tuple[Part, ...]] = {
     Reduction.UPDATE_SUM: (Part.SUM,),
     Reduction.MAX: (Part.MAX,),
     Reduction.MIN: (Part.NEGATED_MIN,),
-    # The rank computes these itself.
+    # The rank computes these statistics itself.
     Reduction.UPDATE: (),
 }
 _COMPARED = (Part.MAX, Part.NEGATED_MIN)
 _OF_LOSS = tuple(statistic for statistic in STATISTICS if statistic.source is Source.LOSS)
 _NEEDED = dict.fromkeys((each.values, part) for each in _OF_LOSS for part in _PARTS[each.reduction])
-# Counts that are no statistics: trained tokens, tokens of packed rows, losses not finite.
+# Counts besides the statistics: trained tokens, tokens of packed rows, and losses that are not
+# finite.
 _COUNTS = tuple((name, Part.SUM) for name in ("num_trained", "num_packed", "num_nonfinite"))
 
-# The places of an update's row: (name of the values, partial result), first those that add.
+# The places of an update's row: (name of the values, partial result). Partial results that are
+# added come first.
 ADDED = (*(key for key in _NEEDED if key[1] not in _COMPARED), *_COUNTS)
 COMPARED = tuple(key for key in _NEEDED if key[1] in _COMPARED)
 _PLACES = {key: place for place, key in enumerate((*ADDED, *COMPARED))}

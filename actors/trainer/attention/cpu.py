@@ -5,10 +5,10 @@ their normalisers: lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out
 lse_b are the output and the normaliser of attention to block b only.   Source: Milakov and
 Gimelshein 2018, section 3, as used in FlashAttention (Dao et al. 2022, section 3.1). The gradient
 of a block needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines 14 to 20). So
-torch's own kernel computes each block once in each direction, and gradients of shared keys add up
-block by block, in the plan's order and without an atomic scatter-add. The kernel is the one that
-`scaled_dot_product_attention` runs on the CPU; it is called directly because that function does not
-return the normalisers. Called by `interface`.
+torch's own kernel computes each block once in each direction, and the gradients of shared keys are
+added block by block, in the plan's order and without an atomic scatter-add. This kernel is the one
+that `scaled_dot_product_attention` runs on the CPU; it is called directly because that function
+does not return the normalisers. Called by `interface`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from actors.trainer.attention.forest import AttentionPlan, Block, Bucket
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # In bfloat16, torch's backward kernel spends most of its time on preparing small matrix products.
-# Up to this number of keys it is faster in float32, with both conversions: 2 to 7 times at 16 to 64
-# keys, equal at 256, slower at 512.
+# Up to this number of keys float32 is faster, including the conversions to and from float32: 2 to 7
+# times at 16 to 64 keys, equal at 256, slower at 512.
 _FLOAT32_KEYS = 256
 
 
@@ -60,7 +60,8 @@ class _ForestAttention(torch.autograd.Function):
         scaling: float | None,
     ) -> Tensor:
         out, normalizer = _attend_to_self(query, key, value, plan, scaling)
-        # Several roundings to a short type would add up; one block is rounded by the kernel.
+        # The errors of several roundings to a short type would add up. A single block may be
+        # rounded by the kernel.
         out = out.to(normalizer.dtype) if plan.blocks else out
         for block in plan.blocks:
             part, part_normalizer = _KERNEL(
@@ -113,7 +114,7 @@ class _ForestAttention(torch.autograd.Function):
 def _attend_to_self(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each piece causally to itself; a padded key comes after every real query."""
+    """Attend causally within each piece; padded keys follow all real queries, so none sees them."""
     padded = [_pad(rows, plan) for rows in (query, key, value)]
     outs, normalizers = [], []
     for start, bucket in _slots(plan):
@@ -136,7 +137,7 @@ def _self_gradients(
 ) -> list[Tensor]:
     """Compute a piece's gradients for its attention to itself.
 
-    A padded query has gradient 0 and normaliser 0, so that it adds exp(0) * 0 to its keys.
+    A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     """
     padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]
     padded_normalizer = _pad(normalizer, plan)
@@ -168,7 +169,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from torch's backward kernel.
 
-    They are computed in the normaliser's type if there are at most _FLOAT32_KEYS keys.
+    The kernel computes in the type of the normaliser if there are at most _FLOAT32_KEYS keys.
 
     Args: inputs: gradient of out, query, key, value and out, [N, H, L, D] each.
     """
@@ -182,7 +183,7 @@ def _backward(
 
 
 def _slots(plan: AttentionPlan) -> list[tuple[int, Bucket]]:
-    """Return each bucket and its first slot."""
+    """Return each bucket with the index of its first slot."""
     starts, start = [], 0
     for bucket in plan.buckets:
         starts.append((start, bucket))

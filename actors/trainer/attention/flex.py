@@ -82,5 +82,5 @@ def flex_forest_attention(
 
 @cache
 def _compiled() -> Any:
-    # Rows differ in length; one kernel for all of them.
+    # Rows differ in length; compile one kernel for all lengths.
     return torch.compile(flex_attention, dynamic=True)

@@ -4,12 +4,13 @@ A row is a forest of segments in preorder (`actors.batch.MicroBatch`); a row wit
 is the forest whose segments are all roots. A token attends to the tokens before it on its path.
 Because of the preorder one comparison decides: query q sees key k if k <= q < subtree_end[k].
 
-The plan computes it in blocks. Each piece (a segment, or a part of one) attends causally to itself;
-pieces of similar length are padded together into buckets. Then all descendants of a piece attend to
-its keys at once: in preorder they are one contiguous block of queries. So no key is copied for a
-path, and every pair of query and key is in exactly one block. With a sliding window, segments are
-first cut into pieces no longer than the window, so that the window hides nothing within a piece,
-and a block keeps only the queries that are near enough to see its last key.
+The plan splits the attention into blocks. Each piece (a segment, or a part of one) attends causally
+to itself; pieces of similar length are padded together into buckets. Then all descendants of a
+piece attend to its keys at once: in preorder the descendants are one contiguous block of queries.
+So no key is copied for a path, and every pair of query and key is in exactly one block. With a
+sliding window, segments are first cut into pieces no longer than the window, so that the window
+hides nothing within a piece, and a block keeps only the queries that are near enough to see its
+last key.
 
 Invariant: layout and plan hold for all layers of the row's forward and backward. Pure; called by
 `model`, `interface` and `cpu`.
@@ -137,7 +138,8 @@ class Block:
     keys: slice
     """[K] row positions."""
     visible: Tensor | None
-    """[Q, K] bool, whether a query sees a key, true at least once in each row; None if all do."""
+    """[Q, K] bool, whether a query sees a key, true at least once in each row; None if every query
+    sees every key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

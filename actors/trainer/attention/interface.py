@@ -19,7 +19,8 @@ from actors.trainer.attention.flex import flex_forest_attention
 from actors.trainer.attention.forest import PackedLayout, plan_for
 
 PACKED_ATTENTION = "rayloom_packed"
-# Extra inputs of architectures whose attention is more than softmax(QK)V: refused, never ignored.
+# Extra inputs of architectures whose attention is more than softmax(QK)V. They are refused, because
+# ignoring them would change the result.
 _UNSUPPORTED_INPUTS = ("softcap", "s_aux", "position_bias", "sinks")
 
 
@@ -65,8 +66,8 @@ def packed_attention(
 
 def register_packed_attention() -> str:
     """Register `packed_attention` with transformers; return its name for `attn_implementation`."""
-    # Not compiled with a layer (`trainer.compile`): each row has another layout, which would be
-    # compiled again, and on a GPU flex attention compiles itself.
+    # Attention is not compiled with its layer (`trainer.compile`): each row has another layout, for
+    # which it would be compiled again, and on a GPU flex attention compiles itself.
     AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
     return PACKED_ATTENTION
 

@@ -2,15 +2,15 @@
 
 Three policies, three names. *behaviour*: the engine that sampled the token. *old*: the trainer at
 the step's start. *current*: the trainer now. A ratio compares current with one of the other two,
-its denominator.
+which is its denominator.
 
 Weights and masks are separate values, without gradient. Both are computed from log-ratio = trainer
-- behaviour, the difference that the engine's arithmetic and the data's age make for a token. The
-weight rescales a token's loss; the mask takes the token out of the loss but leaves it in the
-denominator, so that its weight in the aggregation is not given to other tokens.
+- behaviour: how much a token's log-probability differs because of the engine's arithmetic and the
+data's age. The weight rescales a token's loss. The mask takes the token out of the loss but leaves
+it in the denominator, so that its weight in the aggregation is not given to other tokens.
 
-A trajectory is all trained tokens of a row with the same trajectory_index, in one or several
-samples, so that values computed over it do not change if turns are merged. Pure; called by
+A trajectory consists of all trained tokens of a row that have the same trajectory_index, in one or
+several samples. So values of a trajectory do not change if turns are merged. Pure; called by
 `micro_batch` and `divergence`. Letters: [M] trained tokens of one micro-batch.
 """
 
@@ -31,7 +31,7 @@ def trajectory_sum(values: Tensor, trajectory_index: Tensor) -> Tensor:
     Returns: [M] float, the sum of the token's own trajectory.
     Example: values [1, 2, 4], index [0, 1, 0] -> [5, 2, 5]
     """
-    # A slot for each token: the number of trajectories is known on the device only.
+    # Use one slot for each token, because only the device knows the number of trajectories.
     sums = torch.zeros_like(values).index_add(0, trajectory_index, values)
     return sums.index_select(0, trajectory_index)
 
@@ -103,7 +103,7 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def truncated_token_weight(log_ratio: Tensor, *, cap: float) -> Tensor:
-    """Weigh each token by its own ratio, at most cap.
+    """Weight each token by its own ratio, at most cap.
 
     w_t = min(exp(log_ratio_t), cap).   Source: Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training" (truncated importance sampling); Espeholt et al.
@@ -116,7 +116,7 @@ def truncated_token_weight(log_ratio: Tensor, *, cap: float) -> Tensor:
 
 
 def truncated_sequence_weight(log_ratio: Tensor, trajectory_index: Tensor, *, cap: float) -> Tensor:
-    """Weigh each token by the ratio of its whole trajectory, at most cap.
+    """Weight each token by the ratio of its whole trajectory, at most cap.
 
     w_i = min(exp(sum_t log_ratio_t), cap), over all trained tokens t of trajectory i.
     Source: Liu et al. 2025, "When speed kills stability" (sequence-level truncated importance

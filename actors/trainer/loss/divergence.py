@@ -18,8 +18,8 @@ from actors.trainer.loss.corrections import bounded_ratio
 
 
 class Divergence(StrEnum):
-    """The divergence that DPPO measures on {the sampled token, all others}: total variation, or
-    KL.
+    """The divergence that DPPO measures over two outcomes, the sampled token or any other: total
+    variation, or KL.
     """
 
     BINARY_TV = "binary_tv"
@@ -27,7 +27,7 @@ class Divergence(StrEnum):
 
 
 def kl_k1(delta: Tensor) -> Tensor:
-    """Estimate KL(q || p) from samples of q, unbiased: k1 = -delta, delta = log p - log q.
+    """Estimate KL(q || p) from samples of q without bias: k1 = -delta, delta = log p - log q.
 
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     """
@@ -35,7 +35,7 @@ def kl_k1(delta: Tensor) -> Tensor:
 
 
 def kl_k2(delta: Tensor) -> Tensor:
-    """Estimate KL(q || p) from samples of q, biased, of low variance: k2 = delta^2 / 2.
+    """Estimate KL(q || p) from samples of q with bias and low variance: k2 = delta^2 / 2.
 
     Its unweighted gradient for log q is that of KL(q || p) in expectation over q.
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
@@ -45,7 +45,7 @@ def kl_k2(delta: Tensor) -> Tensor:
 
 
 def kl_k3(delta: Tensor) -> Tensor:
-    """Estimate KL(q || p) from samples of q, unbiased and never negative.
+    """Estimate KL(q || p) from samples of q without bias; the estimate is never negative.
 
     k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
     divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
@@ -92,7 +92,7 @@ def corrected_reference_kl(
     """Estimate KL(current || reference) from tokens that another policy sampled.
 
     r k, r = exp(current - behaviour). With k1 and k3 gradient flows through r too, and value and
-    gradient are unbiased. k2 is used for its gradient, so it is weighed by sg[r].
+    gradient are unbiased. k2 is used for its gradient, so its weight is sg[r], without gradient.
     Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
     denominator is the behaviour policy).
 

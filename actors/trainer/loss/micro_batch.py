@@ -2,9 +2,9 @@
 
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w the aggregation's weight of the token, m the
 rejection mask, c the importance weight, L the objective's loss, k the KL term with coefficient b,
-H the entropy with coefficient e. The loss is not divided by anything, so the micro-batches' losses
-add up to the update's loss, however turns are merged, packed and distributed to ranks. A masked
-token keeps its weight in w.
+H the entropy with coefficient e. The loss is not divided by anything, so the sum of the
+micro-batches' losses is the update's loss, for any merging, packing and distribution to ranks. A
+masked token keeps its weight w.
 
 Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch.
 """
@@ -30,7 +30,7 @@ from actors.trainer.loss.objectives import scale_negative, token_losses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTerms:
-    """The trained tokens of one forward with their recorded values; all [M], on one device."""
+    """The trained tokens of one forward pass with their recorded values; all [M], on one device."""
 
     current_logprobs: Tensor
     """float32, nats, of the current policy, with gradient."""
@@ -79,7 +79,7 @@ class RejectionMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLoss:
-    """A micro-batch's share of the loss, and values for statistics; all [M] except the loss."""
+    """A micro-batch's share of the loss, and values for statistics, which are [M] each."""
 
     loss: Tensor
     """Scalar float32, with gradient; no other field has a gradient."""
@@ -116,7 +116,7 @@ def micro_batch_loss(terms: MicroBatchTerms, settings: LossSettings) -> MicroBat
         is_masked = is_masked | rule
     log_ratio = _log_ratio(terms, denominator, settings)
     objective = token_losses(
-        # Masked before the exponential, so that a masked token's ratio has no gradient.
+        # Mask before the exponential, so that the ratio of a masked token has no gradient.
         bounded_ratio(torch.where(is_masked, 0.0, log_ratio)),
         scale_negative(terms.advantages, negative_weight=settings.negative_weight),
         current_logprobs=terms.current_logprobs,
@@ -199,7 +199,7 @@ def _kl(terms: MicroBatchTerms, is_masked: Tensor, settings: LossSettings) -> Te
     estimator = settings.kl.estimator
     if not settings.kl.corrected:
         return reference_kl(current, reference, estimator=estimator)
-    # A masked token has a ratio that is not trusted, so it has no part in this term either.
+    # The ratio of a masked token is not trusted, so the token is left out of this term too.
     behaviour = torch.where(is_masked, current.detach(), terms.behaviour_logprobs)
     kl = corrected_reference_kl(current, reference, behaviour, estimator=estimator)
     return torch.where(is_masked, 0.0, kl)

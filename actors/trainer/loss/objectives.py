@@ -1,10 +1,11 @@
 """The policy objectives, which compute a loss for each token from its ratio and advantage.
 
-All of them raise a token's probability if its advantage is positive and lower it if negative; they
-differ in the limit. At ratio 1, each has the gradient -A of the plain policy gradient for the
-token's log-probability. `token_losses` applies the objective that the settings name and marks the
-*clipped* tokens: the objective removed their gradient or, in the objectives that bound a detached
-weight (cispo, reinforce), bounded their weight; high for a high ratio, low for a low one.
+All objectives raise a token's probability if its advantage is positive and lower it if the
+advantage is negative; they differ in how they limit the change. At ratio 1, each has the gradient
+-A of the plain policy gradient for the token's log-probability. `token_losses` applies the
+objective that the settings name and marks the *clipped* tokens: the objective removed their
+gradient or, in the objectives that bound a detached weight (cispo, reinforce), bounded their
+weight. A token is clipped high at a high ratio, and clipped low at a low ratio.
 Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
 p the token's probability.
 """

@@ -32,7 +32,7 @@ def micro_batch_statistics(
     is_same_version = terms.sampled_versions == terms.trainer_version if with_mismatch else nothing
     delta = terms.current_logprobs.double() - terms.behaviour_logprobs.double()
     # By the name in the table: the values of all tokens, or values with a mask of the tokens that
-    # have one. None: the loss does not need them.
+    # have a value. None: the loss does not need these values.
     values: dict[str, Tensor | tuple[Tensor | None, Tensor] | None] = {
         "policy_logprob": terms.current_logprobs,
         "policy_logprob_positive": (terms.current_logprobs, positive),
@@ -73,7 +73,7 @@ def micro_batch_statistics(
 
 
 def no_statistics(device: torch.device | None = None) -> Tensor:
-    """Return the neutral row: combined with another row it changes nothing."""
+    """Return the neutral row, which changes nothing if it is combined with another row."""
     added = torch.zeros(len(ADDED), dtype=torch.float64, device=device)
     return torch.cat([added, added.new_full((len(COMPARED),), -torch.inf)])
 
@@ -92,7 +92,7 @@ def _or(rule: Tensor | None, nothing: Tensor) -> Tensor:
 def _reduced(
     values: Tensor | tuple[Tensor | None, Tensor] | None, part: Part, neutral: Tensor
 ) -> Tensor:
-    """Return the partial result; the neutral number if there are no values."""
+    """Reduce values to a partial result; to its neutral number if there are no values."""
     found, where = values if isinstance(values, tuple) else (values, None)
     if found is None or found.numel() == 0:
         return neutral

@@ -1,6 +1,6 @@
-"""Directories of tiny models that were built before: their marker, and copies of them.
+"""Recognise directories of tiny models that were built before, and copy them.
 
-This module imports neither torch nor transformers, so that a start that copies a model needs
+This module imports neither torch nor transformers, so a start that only copies a model needs
 neither of them.
 """
 
@@ -20,7 +20,7 @@ from actors.environment.builtin import calculator, guessing
 
 WARMUP_STEPS = 60
 MARKER = "tiny_model.json"
-# Besides the settings, these packages and the sources of the build determine the weights.
+# The weights depend on the settings, on these packages and on the sources of the build.
 _PACKAGES = ("torch", "transformers", "tokenizers")
 
 
@@ -41,9 +41,9 @@ class TinyModelReport:
 
 
 def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> str:
-    """Return a name for the model that a build with these settings makes here.
+    """Return a name for the model that a build with these settings makes in this installation.
 
-    Builds of other sources or with other packages have other names.
+    The name changes with the sources of the build and the versions of its packages.
     """
     digest = hashlib.sha256(repr((seed, tie_word_embeddings, warmup_steps)).encode())
     digest.update(repr([(package, version(package)) for package in _PACKAGES]).encode())

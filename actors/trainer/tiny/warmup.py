@@ -1,8 +1,8 @@
 """A short supervised warm-up that teaches the tiny policy the form of an answer, never its content.
 
 Invariant: every target is drawn independently of the question, the hints and the tool's results
-(guesses are uniform over the stated range, operands and final answers are uniform), so that a
-policy learns to win only by reinforcement. Only assistant tokens are in the loss. A share
+(guesses are uniform over the stated range, operands and final answers are uniform), so that only
+reinforcement teaches a policy to win. Only assistant tokens are in the loss. A share
 MALFORMED_SHARE of the tool calls is malformed on purpose, so that training can reduce it. The texts
 are those of the environments. Called by `model.build_tiny_model`.
 """
@@ -62,8 +62,8 @@ class WarmupConfig:
 class Decks:
     """Decks of cards for uniform choices with less variance than independent draws.
 
-    Each deck is dealt completely before it is shuffled again. There is a deck for each range and
-    turn, so that the guesses of a game are independent of each other.
+    A deck is shuffled again only after all its cards are dealt. Each range and turn has its own
+    deck, so that the guesses of a game are independent of each other.
     """
 
     def __init__(self) -> None:
@@ -151,11 +151,12 @@ def encode(
     role_ids = set(tokenizer.convert_tokens_to_ids(list(ROLE_TOKENS.values())))
     labels = [IGNORED] * len(ids)
     starts = [position for position, token in enumerate(ids) if token in role_ids]
-    # A tool list puts a system turn, which is not a message, before the first.
+    # If there are tools, the template renders a system turn, which is not a message, before the
+    # first message.
     for message, start in enumerate(starts[-len(conversation.messages) :]):
         is_answer = conversation.messages[message][0] == "assistant"
         if is_answer and message not in conversation.untrained:
-            # The role's token belongs to the prompt.
+            # The token of the role belongs to the prompt, so it is not trained.
             first, end = start + 1, ids.index(end_id, start) + 1
             labels[first:end] = ids[first:end]
     return ids, labels
