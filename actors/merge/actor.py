@@ -1,8 +1,9 @@
 """The merge actor, which fetches a step's payloads, builds the batch and stores the shards.
 
-The loop calls `plan` (only with a critic or a reference) and then `build`, once a step. Payloads
-are read without a copy (as views of shared memory), and the reply holds references. If payloads are
-gone, `PayloadsLost` names their rollouts, which the loop then gives back to the queue.
+In each step the loop calls `build` once, and before it `plan` if the run has a critic or a
+reference. Payloads are read without a copy (as views of shared memory), and the reply holds
+references. If payloads are lost, `PayloadsLost` names their rollouts, and the loop reports these to
+the queue.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from actors.trajectory_queue.ledger import EvictionReason, RolloutOutcome, Token
 from actors.trajectory_queue.messages import StepInput
 
 FETCH_DEADLINE_S = 60.0
-# Used after one payload was found lost: the others were waited for FETCH_DEADLINE_S already, or are
-# local.
+# Shorter deadline after a fetch has failed: the other payloads are local, or FETCH_DEADLINE_S has
+# passed for them already.
 PROBE_DEADLINE_S = 5.0
 
 
@@ -80,10 +81,10 @@ class BuiltStep:
 
 @ray.remote
 class MergeActor:
-    """The actor that builds batches. It keeps no state from one call to the next."""
+    """The actor that builds batches. It keeps no state between two calls."""
 
     def __init__(self, settings: StepSettings, journal: JournalSettings | None = None) -> None:
-        """Create the actor. journal: settings of the journal; None: steps are not recorded."""
+        """Create the actor. journal: settings of the journal; None if steps are not recorded."""
         self._settings = settings
         self._journal = Journal(journal) if journal is not None else None
 
@@ -154,9 +155,7 @@ class MergeActor:
 
 
 def _fetch(blocks: Sequence[Any]) -> list[TrajectoryBlock | None]:
-    """Fetch the blocks in their order, with None for one that is lost or does not arrive in
-    time.
-    """
+    """Fetch the blocks in their order; return None for a block that is lost or late."""
     references = list(blocks)
     try:
         return list(ray.get(references, timeout=FETCH_DEADLINE_S))

@@ -1,14 +1,16 @@
-"""The advantage of each trained token: from its trajectory's return, from its turn, or by a critic.
+"""Compute the advantage of each trained token from its trajectory's return, its turn or a critic.
 
-`credit_group` is the entry; it chooses by baseline and turn_discount. baseline and scale are
-separate choices. Statistics are over trajectories, never over rows, so that the way in which turns
-were cut into samples changes no advantage. With a group baseline a return is compared with the
-returns of its group, once for each trajectory or (turn_discount) once for each turn. With baseline
-none a KL in the reward counts from each token onwards. With the baseline critic GAE runs over the
-action tokens of one trajectory, as they were played: values and the decay by lambda step from one
-action token to the next and skip observations, so that an environment's long answer does not dilute
-credit. If a trajectory branched (a sub-agent, a compacted history), each token's state is the one
-that it was sampled in, in its own sample. Called by `step`.
+Start with `credit_group`, which chooses the method by the settings baseline and turn_discount.
+baseline and scale are independent settings. Statistics are over trajectories, never over rows, so
+that advantages do not depend on how turns were cut into samples.
+
+With a group baseline a return is compared with the returns of its group, once for each trajectory
+or, with turn_discount, once for each turn. With baseline none, a token's advantage includes the KL
+in the reward only from that token onwards. With baseline critic, GAE runs over the action tokens of
+one trajectory in the order of play: values and the decay by lambda pass from one action token to
+the next and skip observations, so that an environment's long answer does not reduce credit. If a
+trajectory branched (a sub-agent, a compacted history), the state of a token is the one in its own
+sample, in which it was sampled. Called by `step`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class GroupAdvantages:
     values: Float64s
     """[G] float64, in the order of the returns."""
     no_signal: EvictionReason | None = None
-    """The reason if all values are 0 (zero_variance or negative_return), otherwise None."""
+    """The reason why all values are 0 (zero_variance or negative_return); None if they are not."""
 
 
 def credit_group(
@@ -96,8 +98,8 @@ def group_advantages(
 
     A_i = (r_i - b_i) / s, b: mean of the group (mean), mean of the others (leave_one_out), 0
     (none); s: 1 (none), sqrt(sum (r_i - mean)^2 / (G - 1)) + 1e-6 (std), mean of the group (mean).
-    All are 0 if the returns are all equal (also in a group of one), or, under scale mean, if a
-    return is negative.
+    With a baseline, all advantages are 0 if all returns are equal (also in a group of one) or, with
+    scale mean, if a return is negative.
     Source: mean, std: GRPO, arXiv 2402.03300, 4.1.2; leave_one_out: RLOO, arXiv 2402.14740, 3;
         scale mean: MaxRL; scale none: Dr.GRPO, arXiv 2503.20783, 3.2 (deviation: n - 1 in std).
 
@@ -120,10 +122,10 @@ def group_advantages(
         case Baseline.MEAN:
             differences = values - mean
         case Baseline.LEAVE_ONE_OUT:
-            # Unequal returns are at least two, so the divisor is not 0.
+            # Returns that differ are at least two, so the divisor is not 0.
             differences = values - (values.sum() - values) / (values.size - 1)
         case Baseline.CRITIC:
-            raise AssertionError("advantages: a critic's are per token")
+            raise AssertionError("advantages: baseline critic has no group advantages")
     match scale:
         case Scale.NONE:
             return GroupAdvantages(values=differences)
@@ -136,8 +138,8 @@ def group_advantages(
 def discounted_suffix_sums(values: Float64s, factor: float) -> Float64s:
     """Sum the discounted values from each index onwards: S_t = sum_k factor^k x_{t+k}.
 
-    Computed by doubling: after a pass with shift s each entry holds the first 2s terms, so that N
-    values take log2(N) passes.
+    The sums are computed by doubling: after a pass with shift s each entry holds the sum of its
+    first 2s terms, so N values need log2(N) passes.
 
     Args: values: [N] float. factor: in [0, 1].    Returns: [N] float64.
     Example: discounted_suffix_sums([1, 2, 4], .5) -> [3, 4, 4]
@@ -159,9 +161,9 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t every member of the group counts with R_{i,
-    min(t, last turn of i)}: a member that has ended counts with the value of its last turn.
-    `group_advantages` is applied to these values, separately for each t.
+    R_{i,t} = sum_k discount^k r_{i,t+k}. At turn t the value of each member i of the group is
+    R_{i, min(t, last turn of i)}: that of its last turn if it has ended. `group_advantages` is
+    applied to these values, separately for each t.
     Source: discounted return-to-go of turns within a group: Kevin, arXiv 2507.11948, 3 (deviation,
         ours: a turn is compared with the same turn of the others; Kevin compares with all turns of
         the group, which penalises the first turns of a won game for their distance from the reward
@@ -183,7 +185,7 @@ def turn_advantages(
         )
         for t in range(max(num_turns))
     ]
-    # Columns beyond a member's own last turn serve only the other members.
+    # Columns after a member's last turn are needed only for the other members.
     table = np.stack([column.values for column in columns])
     advantages = [table[:length, i] for i, length in enumerate(num_turns)]
     reasons = {column.no_signal for column in columns}
@@ -201,10 +203,11 @@ def state_advantages(
     baseline: Baseline = Baseline.MEAN,
     scale: Scale = Scale.STD,
 ) -> list[Float64s]:
-    """Compare each turn of a group with the group's turns that met the same state.
+    """Compare each turn of a group with the group's turns that started from the same state.
 
     R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied to the R_{i,t} of all turns
-    with the same key, also to several turns of one trajectory. A state that was met once gives 0.
+    with the same key, even if several are of one trajectory. A turn whose state has no other turn
+    gets 0.
     Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. The episode's advantage plus a weight
         times this value is its equation 8.
 
@@ -232,7 +235,7 @@ def kl_to_go(advantage: float, kl_rewards: Float64s) -> Float64s:
     """Remove the KL of earlier tokens from each token's advantage.
 
     A_t = A - sum_{i<t} k_i with k_i = -beta KL_i. A includes every k_i, so A_t is the reward minus
-    beta times the KL from token t onwards: a token cannot change what was sampled before it.
+    beta times the KL from token t onwards: a token cannot change the tokens before it.
     Source: REINFORCE++, arXiv 2501.03262, equation 8.
 
     Args: advantage: A, the return (algorithm.baseline: none). kl_rewards: [N], k_i.
@@ -250,11 +253,11 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the rewards of the turns [K], including their tokens' KL; [1] for a member without
-    turns.
+    """Return the rewards of the turns, including the KL of their tokens, [K]; [1] for a member
+    without turns.
     """
     if not member.trajectory.turns:
-        # Trajectories without turns count in the baseline but contribute no tokens.
+        # A trajectory without turns counts in the baseline, but has no tokens to train.
         return np.array([member.baseline_return], np.float64)
     if member.kl_rewards is None:
         return member.rewards
@@ -265,8 +268,8 @@ def _turn_rewards(member: Member) -> Float64s:
 def _state_keys(member: Member) -> list[Hashable]:
     """Return the key of each turn's state: the environment's text, or the observation's tokens.
 
-    The observation before the first turn of a sample is the whole prompt. A text and tokens are
-    never equal: one is str, the other bytes.
+    The observation before the first turn of a sample is the whole prompt. The key of a text is str
+    and that of tokens is bytes, so the two are never equal.
     """
     keys: list[Hashable] = [b""] * len(member.trajectory.turns)
     for sample in member.samples:
@@ -295,8 +298,8 @@ def _credit_turns(member: Member, of_turns: Float64s) -> Member:
 def end_value(final_value: float, *, is_truncated: bool, truncation: Truncation) -> float:
     """Return the value of the state after the last action token.
 
-    V(s_T) for a trajectory that was cut off, under bootstrap; otherwise 0: truncated is not
-    terminated.
+    With bootstrap, the value is V(s_T) for a trajectory that was cut off (truncated, not
+    terminated). Otherwise it is 0.
 
     Args: final_value: V(s_T); s_T ends with the last observation, or with the last action if no
     observation followed. is_truncated: read from the recorded outcome, not guessed from token ids.
@@ -331,7 +334,7 @@ def token_advantages(
 
 
 def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
-    """Compute a member's advantages by GAE, from a critic's values of the states of its tokens."""
+    """Compute a member's advantages by GAE, from a critic's values of its tokens' states."""
     bounds = turn_bounds(member)
     numbers = [token_numbers(sample, bounds) for sample in member.samples]
     old_values = np.empty(int(bounds[-1]), np.float32)
@@ -343,8 +346,8 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
         # The state in which a token was sampled ends with the token before it.
         old_values[own] = scores.values[np.flatnonzero(sample.mask) - 1]
         if sample.turns[-1].index == last_turn:
-            # s_T ends with the sample: with the observation after the last action, or with the
-            # action itself.
+            # The state s_T ends where the sample ends: with the observation after the last action
+            # or, if there is none, with the action itself.
             final_value = float(scores.values[-1])
     values = old_values.astype(np.float64)
     advantages = token_advantages(

@@ -1,13 +1,14 @@
 """The first stage of a step: decode its closed groups, shape rewards, classify members; pure.
 
-The result decides both what is scored and what is trained. A member that is not in the loss has a
-reason. The rules are data (`actors.outcomes`), one set for each environment. Called by the merge
-actor.
+The result decides which members are scored and which are trained. A member that is not in the loss
+has a reason. The rules are data (`actors.outcomes`), one set for each environment. Called by the
+merge actor.
 
 Each adjustment of the rewards changes the last turn's reward, except the KL penalty, which is per
-token. Group statistics use the adjusted rewards; the trajectory keeps the environment's own. Order:
-clip the return, overlong and missing-end penalties (`shaped_rewards`), then the outcome's rule
-(`classify`), then, once a reference has scored the samples, KL (`charge_kl`, called by `step`).
+token. Group statistics use the adjusted rewards; the trajectory keeps the environment's own
+rewards. The order of adjustments: clip the return and subtract the overlong and missing-end
+penalties (`shaped_rewards`); apply the outcome's rule (`classify`); after a reference has scored
+the samples, subtract the KL (`charge_kl`, called by `step`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ GroupMembers = tuple[Member, ...]
 
 
 class ScoresLost(Exception):
-    """The ranks' scores are gone from the object store: the plan must be scored again."""
+    """The ranks' scores are no longer in the object store: the plan must be scored again."""
 
 
 class PayloadsLost(Exception):
-    """Payloads of finished rollouts are gone; report them to the queue (`lost`) and take the step
-    again.
+    """Payloads of finished rollouts are lost; report the rollouts (`lost`) to the queue, and take
+    the step again.
     """
 
     def __init__(self, rollout_ids: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ def classify_groups(
     """Shape the rewards of every trajectory and apply its outcome's rule.
 
     Args: groups: for each group, the trajectories that the queue kept.
-    Raises: ValueError if two trajectories are of one rollout: the ledger counts a rollout once.
+    Raises: ValueError if two trajectories belong to one rollout, which the ledger counts once.
     """
     rollouts = Counter(each.rollout_id for group in groups for each in group)
     repeated = [rollout_id for rollout_id, count in rollouts.items() if count > 1]
@@ -111,7 +112,8 @@ def _classify_group(group: Sequence[Trajectory], settings: StepSettings) -> Grou
     )
 
 
-# Largest number of notices of a step: many trajectories usually share one fault.
+# Largest number of notices of a step. It is small, because one fault usually affects many
+# trajectories.
 MAX_NOTICES = 3
 _DEFAULT_POLICY = OutcomePolicy()
 _NO_SHAPING = RewardSettings()
@@ -128,11 +130,14 @@ def classify(
 ) -> Member:
     """Shape a trajectory's rewards and apply the environment's outcome policy to it.
 
-    train: unchanged; train_clamped: with return min(r, 0, worst_completed); train_penalised: r -
-    penalty; score: unchanged if it was graded, else as mask; mask: in the baseline if it was
-    graded, not in the loss; drop: in neither. A trajectory is in neither if it does not fit the
-    model, or if its rewards are not finite or exceed MAX_REWARD after shaping. A trajectory with no
-    tokens to train is not in the loss. Each trajectory that is not in the loss has a reason.
+    The policies, for a trajectory of return r: train leaves it unchanged. train_clamped trains it
+    with return min(r, 0, worst_completed), train_penalised with r - penalty. score leaves it
+    unchanged if it was graded, and otherwise does the same as mask. mask keeps it out of the loss,
+    but in the baseline if it was graded. drop keeps it out of both.
+
+    A trajectory is also out of both if it does not fit the model, or if its rewards are not finite
+    or exceed MAX_REWARD after shaping. A trajectory without tokens to train is not in the loss.
+    Each trajectory that is not in the loss has a reason.
 
     Args: misfit: why its tokens do not fit the trained model; None if they fit. worst_completed:
     `worst_completed_return` of its group.
@@ -204,8 +209,8 @@ def _nothing_to_train(trajectory: Trajectory) -> EvictionReason | None:
 
 
 def problem_notices(members: Sequence[Member], *, step: int) -> tuple[str, ...]:
-    """Describe each trajectory that was left out because of a fault, in at most MAX_NOTICES
-    sentences.
+    """Describe the trajectories that were left out because of a fault, one sentence each, in at
+    most MAX_NOTICES sentences.
     """
     found = [member for member in members if member.problem]
     notices = [
@@ -265,8 +270,8 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     each reward; groups compare returns, which do not depend on the distribution of rewards over
     turns).
 
-    If the rewards are so large that rounding would swallow the difference, the last turn gets the
-    whole clipped return, and the others 0.
+    If the rewards are so large that the difference would be lost in rounding, the last turn gets
+    the whole clipped return, and the other turns get 0.
 
     Args: rewards: [K] float.    Returns: [K] float64.
     Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
@@ -335,8 +340,7 @@ def kl_rewards(
 
     -beta k, d = log p_ref - log p: k1 = -d; k3 = exp(d) - 1 - d, d at most 20.   Source: Ziegler et
     al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL divergence" (k3;
-    deviation: the bound). Added to the rewards, their gradient is not the KL's own: k1 in the
-    reward gives the gradient of the KL, k3 does not.
+    deviation: the bound). In the reward, k1 gives the policy the gradient of the KL; k3 does not.
 
     Args: logprobs: [M] float32, nats, of the penalised policy (behaviour or current).
     reference_logprobs: [M] float32, nats, of the same tokens.

@@ -1,10 +1,10 @@
-"""The steps of supervised training: which chats a step has, their loss and their packed rows.
+"""The steps of supervised training: choose the chats of a step and pack them into rows.
 
 The loss of a step is the mean of -log p over the trained tokens of its chats, over all ranks and
-micro-batches. The trainer computes it with settings that it has: objective reinforce with advantage
-1, and a ratio against the policy at the step's start, which is 1 because a step has one update.
-Pure: a step depends only on the seed, its number and the chats, so that a resumed run trains the
-same steps. Called by `service.run.sft`.
+micro-batches. The trainer needs no other loss for it: it uses the objective reinforce with
+advantage 1 and a ratio against the policy at the step's start, which is 1 because a step has one
+update. Pure: a step depends only on the seed, its number and the chats, so that a resumed run
+trains the same steps. Called by `service.run.sft`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.merge.packing import WeightedSample, pack_minibatch
 from actors.merge.settings import StepSettings
 from actors.types import NO_VERSION, Sample
 
-# The trainer's loss is then -log p for each token.
+# With these settings the trainer's loss is -log p for each token.
 IMITATION = AlgorithmSettings(
     loss=LossSettings(objective=Objective.REINFORCE, denominator=Denominator.OLD)
 )
@@ -32,7 +32,7 @@ def steps_per_epoch(num_chats: int, chats_per_step: int) -> int:
 
 
 def chats_of_step(step: int, *, num_chats: int, chats_per_step: int, seed: int) -> list[int]:
-    """Return the numbers of a step's chats; each epoch has another order and contains each once.
+    """Return the numbers of a step's chats. Each epoch contains each chat once, in a new order.
 
     Args: step: counted from 1.
     """

@@ -1,4 +1,7 @@
-"""Write a built step to the journal, and read it back as members. Called by the merge actor."""
+"""Write a built step to the journal, and make its members again from the record.
+
+Called by the merge actor.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ class JournalSettings:
     """Limit on the size of all files, above which the oldest are removed."""
     max_policy_age: int
     group_rule: GroupRule | None
-    """The rule of the run's advantages; None if they depend on more than a group's returns. It and
-    max_policy_age are written into each file.
+    """The rule of the run's advantages; None if they depend on more than a group's returns. Each
+    file stores the rule and max_policy_age.
     """
 
 

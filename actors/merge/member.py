@@ -3,8 +3,7 @@
 The same record is used from the queue to the journal: each stage takes members and returns new ones
 with more fields set (`groups`: reason, rewards, returns; `scoring`: scores;
 `groups.charge_kl`: KL rewards; `advantages`: advantages, values; `step`: reason and no_signal).
-The trained tokens of a trajectory, N in all, are numbered in the order in which they were played,
-in whatever sample they are.
+The N trained tokens of a trajectory are numbered in the order of play, across its samples.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from actors.types import Outcome, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A trajectory as a member of its group. It has K turns and N trained tokens; each sample has M
-    of these.
+    """A trajectory as a member of its group. It has K turns and N trained tokens, of which each
+    sample has M.
     """
 
     trajectory: Trajectory
     reason: EvictionReason | None
-    """The reason why it is not in the loss; None if it is in the loss."""
+    """The reason why the trajectory is not in the loss; None if it is in the loss."""
     problem: str = ""
     """A sentence on a trajectory that cannot be used, with a remedy; empty for a usable one."""
     rewards: Float64s = field(default_factory=lambda: np.empty(0))
@@ -34,14 +33,14 @@ class Member:
     the last reward.
     """
     baseline_return: float | None = None
-    """Its return in the group's baseline; None if it is not in the baseline."""
+    """The return in the group's baseline; None if the trajectory is not in the baseline."""
     shaped_return: float
-    """Its return after shaping, before the outcome's rule."""
+    """The return after shaping, before the outcome's rule is applied."""
     scores: tuple[RowScores, ...] = ()
     """The scores of each sample; empty if no reference or critic has scored the samples."""
     kl_rewards: Float64s | None = None
-    """[N], the negated KL penalties of the trained tokens, added to their rewards; None without
-    them.
+    """[N], the negated KL penalties of the trained tokens, which are added to the rewards; None if
+    the settings have no KL penalty in the reward.
     """
     advantages: tuple[Float64s, ...] = ()
     """The advantages of each sample's trained tokens, [M]; empty if the member is not in the
@@ -50,7 +49,7 @@ class Member:
     no_signal: EvictionReason | None = None
     """The reason why all advantages of its group are 0; None if the group has a training signal."""
     old_values: tuple[Float32s, ...] = ()
-    """For each sample, [M]: the critic's values of the states that the tokens were sampled in."""
+    """For each sample, [M]: the critic's values of the states in which the tokens were sampled."""
     value_targets: tuple[Float32s, ...] = ()
     """For each sample, [M]: the values that the critic is trained to predict."""
 
@@ -64,7 +63,7 @@ class Member:
 
     @property
     def is_malformed_rewarded(self) -> bool:
-        """Whether the outcome is malformed although the environment rewarded it; the cause of an
+        """Whether the environment rewarded a trajectory whose outcome is malformed, which raises an
         alarm.
         """
         is_malformed = self.trajectory.outcome is Outcome.MALFORMED_TOOL_CALL

@@ -4,9 +4,9 @@ Invariants: every trained token is in exactly one row; all samples of a trajecto
 because some losses need whole trajectories; a row has at most `budget` tokens, counted after
 sharing, unless a single trajectory is longer. Trajectories that share a prefix are packed together
 as long as the ranks' costs stay equal: balance has priority over sharing, because a step waits for
-the slowest rank. A rank with fewer rows gets padding rows, which train nothing, so that collectives
-stay aligned. Rows to be scored, and a critic's rows, are dealt more simply (`deal_rows`). Called by
-`step` and `scoring`.
+the slowest rank. A rank with fewer rows gets padding rows, which train nothing, so that all ranks
+enter the same collectives. Rows to be scored, and a critic's rows, are distributed by a simpler
+rule (`deal_rows`). Called by `step` and `scoring`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from actors.types import Sample, TokenIds
 
 BALANCED = 1.05
 """Ranks count as balanced if the costliest is at most this many times the mean."""
-# Bounds on the work of `_even_out`: moves in all, and trajectories tried for each move.
+# Bounds on the work of `_even_out`: the number of all moves, and of trajectories tried per move.
 _MAX_MOVES = 64
 _CANDIDATES = 16
 _Number = TypeVar("_Number", bound=np.generic)
@@ -56,7 +56,7 @@ class WeightedSample:
     loss_weight: float
     """The weight of each trained token (`trajectory_weights`); 0 in rows that are not trained."""
     temperature: float = 1.0
-    """Temperature at which its tokens were sampled."""
+    """Temperature at which the sample's tokens were sampled."""
     old_values: Float32s = field(default_factory=_no_floats)
     """[M] float32, the critic's values of the states; [0] without a critic."""
     value_targets: Float32s = field(default_factory=_no_floats)
@@ -66,11 +66,12 @@ class WeightedSample:
 def split_trajectories(
     group_ids: Sequence[str], *, num_minibatches: int, seed: int, step: int
 ) -> list[list[int]]:
-    """Deal a step's trajectories out to its updates, each group evenly over all of them.
+    """Distribute a step's trajectories to its updates, each group evenly over all updates.
 
     Args: group_ids: [N], the group of each trajectory.
-    Returns: indices for each update, ascending in it. There are fewer updates than requested if
-        there are fewer trajectories, but at least one. The same seed and step give the same split.
+    Returns: ascending indices for each update. If there are fewer trajectories than requested
+        updates, there are as many updates as trajectories, but at least one. The same seed and step
+        give the same split.
     """
     rng = np.random.default_rng([seed, step])
     members: dict[str, list[int]] = {}
@@ -139,7 +140,7 @@ def pack_values(
 
 
 def _value_row(weighted: Sequence[WeightedSample], *, weight: float) -> ValueRow:
-    # Padding has no samples.
+    # A padding row has no samples.
     none = _no_floats()
     return ValueRow(
         row=pack_row([unrouted(each.sample, loss_weight=weight) for each in weighted]),
@@ -241,8 +242,8 @@ def _number_trajectories(
 def deal_rows(lengths: Sequence[int], *, num_ranks: int, budget: int) -> list[list[list[int]]]:
     """Put samples into rows of at most `budget` tokens, longest first, and deal the rows to ranks.
 
-    Used for rows without a policy loss: they are not split into updates, and a trajectory need not
-    stay together. A sample longer than the budget gets a row of its own.
+    Used for rows without a policy loss, which are not split into updates and may separate the
+    samples of a trajectory. A sample longer than the budget gets a row of its own.
 
     Args: lengths: tokens of each sample.
     Returns: [num_ranks][rows][samples of the row]; the same number of rows for each rank, some

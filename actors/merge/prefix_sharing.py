@@ -2,10 +2,10 @@
 
 Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
 trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
-Invariants: a token of the forest represents one distinct prefix, so T is their number; children of
-one segment (and the roots) begin with different tokens; segments are in preorder, so that a
-segment's descendants follow it without a gap. Cost: one sort of the samples, then each token is
-read once. Called by `packing`.
+Invariants: each token of the forest represents a different prefix, so T is the number of distinct
+prefixes; children of one segment (and the roots) begin with different tokens; segments are in
+preorder, so that a segment's descendants follow it without a gap. Building a forest sorts the
+samples once and then reads each token once. Called by `packing`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from actors.branches import common_prefix
 from actors.expert_records import ExpertIndices, ExpertRecords
 from actors.types import Sample, TokenIds
 
-# Token ids are not negative, so these bytes are greater than any id's: a sample sorts after its
-# extensions.
+# Token ids are not negative, so these bytes are greater than those of any id. A sample that ends
+# with them sorts after its extensions.
 _BEHIND_ALL_IDS = b"\xff\xff\xff\xff"
 
 
@@ -46,8 +46,8 @@ class PrefixForest:
 
 
 def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
-    """Sort samples by their ids, each after all that extend it, so that equal prefixes are
-    adjacent.
+    """Sort samples by their ids, so that equal prefixes are adjacent. A sample comes after all
+    samples that extend it.
 
     Example: [[1, 2], [0], [1, 2, 3]] -> [1, 2, 0]
     """
@@ -58,8 +58,8 @@ def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
 def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
     """Share every common prefix of the samples.
 
-    In prefix order a sample adds to the forest the tokens after its common prefix with the previous
-    sample, and branches off that sample's path there.
+    The samples are added in prefix order. Each adds the tokens after its common prefix with the
+    previous sample, and branches off that sample's path at the end of the common prefix.
 
     Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
     Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2,
@@ -118,11 +118,11 @@ def row_experts(
 ) -> tuple[ExpertRecords | None, int]:
     """Put the samples' routing records at the positions of their tokens in the row.
 
-    A record belongs to a token that was processed (`actors.expert_records`), so it holds wherever
-    that token follows the same tokens. If several samples have a record of one position of the
-    row's prefix forest, the first of these samples decides for all samples that contain the
-    position. Flat rows follow the same rule, so that sharing prefixes changes no number, and a
-    token that is context in one sample is replayed there as in the sample that it was sampled in.
+    A record belongs to a token that was processed (`actors.expert_records`), so it is valid in
+    every sample in which that token follows the same tokens. If several samples have a record of
+    one position of the row's prefix forest, the first of these samples decides for all samples that
+    contain the position. Flat rows follow the same rule. So sharing prefixes changes no number, and
+    a token that one sample has as context is replayed as in the sample in which it was sampled.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of records whose experts,
@@ -133,8 +133,8 @@ def row_experts(
     recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
     if not recorded:
         return None, 0
-    # For each sample [L_b]: numbers that are equal for equal tokens with the same tokens before
-    # them.
+    # For each sample [L_b]: numbers that are equal for two tokens if the tokens, and all tokens
+    # before them, are equal.
     is_flat = forest.token_ids.shape[0] == sum(sample.num_tokens for sample in samples)
     nodes = (build_forest([s.token_ids for s in samples]) if is_flat else forest).paths
     indices = np.concatenate([experts.indices for _, experts in recorded])

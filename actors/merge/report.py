@@ -1,6 +1,6 @@
-"""A step's counts and statistics, made from the same members and rows as its batch.
+"""Compute a step's counts and statistics from the same members and rows as its batch.
 
-A statistic that is not known (no return, nothing trained) is absent, never 0. Called by `step`.
+A statistic that is not known (no return, nothing trained) is absent, not 0. Called by `step`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actors.trajectory_queue.ledger import (
 )
 from actors.types import BranchReason, Outcome, Trajectory
 
-# Limits for a step: environments choose the names, and may use any number of them.
+# Limits for a step are needed because environments choose the names, in any number.
 MAX_COMPONENTS = 32
 MAX_COMPONENT_NAME = 64
 
@@ -84,7 +84,7 @@ class EnvironmentReport:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward if the environment knows the best return, else the plain reward."""
+        """The reward divided by the best return if the environment knows it, else the reward."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -126,8 +126,8 @@ class StepReport:
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
     """The report of each environment, by name; empty if the step has only one environment."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
-    """Sampled tokens, counted by whether or why not they were trained: those of the step's
-    trajectories and, in a stored record, those of attempts that ended since the previous step and
+    """Counts of trained tokens, and of untrained tokens by cause, among the sampled tokens of the
+    step's trajectories. A stored record also counts attempts that ended since the previous step and
     are in no step."""
 
 
@@ -145,7 +145,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         if member.trajectory.is_graded and abs(member.shaped_return) <= MAX_REWARD
     ]
     advantages = [np.concatenate(member.advantages) for member in members if member.is_trained]
-    # The reasons found in each group. Members left out of the loss for another reason have None.
+    # The reasons in each group why it has no signal. A member that is out of the loss for another
+    # reason has None.
     reasons = [{member.no_signal for member in group} for group in groups]
     return StepReport(
         step=first.step,
@@ -162,8 +163,8 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
         merge=report_merge(trajectories),
         statistics=_statistics(
             {
-                # The returns before the outcome's rule changes them: what the policy earned, not
-                # what is trained.
+                # Use the returns before the outcome's rule changes them, because they are the
+                # returns that the policy earned.
                 "reward": shaped,
                 "scaled_reward": _scaled(graded),
                 "trajectory_advantage": [float(values.mean()) for values in advantages],
@@ -187,7 +188,7 @@ def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard])
 
 
 def count_tokens(members: Sequence[Member]) -> TokenCounts:
-    """Count the members' sampled tokens by whether, or why not, they are trained.
+    """Count the members' sampled tokens: the trained ones, and the untrained ones by cause.
 
     Example: two members of 3 and 5 tokens, the second cut off and masked -> 3 trained, 5
     truncated_tokens
@@ -196,7 +197,7 @@ def count_tokens(members: Sequence[Member]) -> TokenCounts:
     for member in members:
         trajectory, reason = member.trajectory, member.reason
         if reason is None:
-            # A token without a finite log-probability is out of the loss by itself.
+            # A token without a finite log-probability is not in the loss, whatever its trajectory.
             num_unfit = trajectory.num_sampled - trajectory.num_trained
             untrained: dict[TokenCause, int] = {EvictionReason.TOKEN_MISALIGNED: num_unfit}
             untrained.update(trajectory.left_out_tokens.items())
@@ -293,8 +294,8 @@ def report_merge(trajectories: Sequence[Trajectory]) -> MergeReport:
         samples_before=len(turns),
         samples_after=len(samples),
         branches=dict(Counter(each.branch_reason for each in samples if each.branch_reason)),
-        # In a separate row a turn would hold its prompt and reply: all tokens up to its end. The
-        # tokens of a sample after its last turn are in neither count.
+        # A turn in a separate sample would have its prompt and reply, which are all tokens up to
+        # its end. Neither count includes the tokens of a sample after its last turn.
         num_saved_tokens=sum(turn.end for turn in turns) - sum(s.turns[-1].end for s in samples),
         num_masked_tokens=num_sampled - sum(sample.num_trained for sample in samples),
     )

@@ -1,7 +1,7 @@
-"""The rows that a reference or a critic scores before advantages, and their scores by sample.
+"""Pack the rows that a reference or a critic scores before advantages, and read the scores.
 
 Used only if the settings need a reference's log-probabilities or a critic's values. Rows are packed
-separately from the training rows, because it is not known yet what is trained; every sample whose
+separately from the training rows, because the trained samples are not known yet. Every sample whose
 trajectory is in its group's baseline is in exactly one row, and each rank gets the same number of
 rows. The layout depends only on the groups and the settings, so `read_scores` computes it again.
 Pure; called by the merge actor.
@@ -33,7 +33,7 @@ def plan_scores(
             step=step,
             trainer_version=trainer_version,
             minibatches=(
-                # There is a value for every token, so each sample has its own: nothing is shared.
+                # Share no prefixes, because each sample needs a value for every token of its own.
                 Minibatch(
                     micro_batches=tuple(
                         pack_row([weighted[i] for i in row], share_prefixes=False) for row in rows
@@ -69,7 +69,7 @@ def score_rows(
 def read_scores(
     groups: Sequence[GroupMembers], settings: StepSettings, answers: Sequence[Sequence[RowScores]]
 ) -> tuple[GroupMembers, ...]:
-    """Give each member the scores of its samples.
+    """Return the members with the scores of their samples.
 
     Args: groups, settings: as for `plan_scores`. answers: for each rank, the scores of each row of
     its shard; those of padding rows are ignored.
@@ -103,9 +103,9 @@ def _split(answer: RowScores, samples: Sequence[Sample]) -> list[RowScores]:
     trained = [sample.num_trained for sample in samples]
     tokens = [sample.num_tokens for sample in samples]
     logprobs = _parts(
-        answer.reference_logprobs, trained, f"trajectory {name} has log-probabilities"
+        answer.reference_logprobs, trained, f"log-probabilities for the row of trajectory {name}"
     )
-    values = _parts(answer.values, tokens, f"trajectory {name} has values")
+    values = _parts(answer.values, tokens, f"values for the row of trajectory {name}")
     return [
         RowScores(reference_logprobs=own_logprobs, values=own_values)
         for own_logprobs, own_values in zip(logprobs, values, strict=True)
@@ -119,12 +119,12 @@ def _parts(
         return [None] * len(lengths)
     if scores.shape != (sum(lengths),):
         raise ValueError(
-            f"scoring: the row of {subject} of shape {scores.shape}, expected ({sum(lengths)},); "
-            "score the rows in the order of their shard"
+            f"scoring: got {subject} of shape {scores.shape}, expected ({sum(lengths)},); score "
+            "the rows in the order of their shard"
         )
     if not np.isfinite(scores).all():
         raise ValueError(
-            f"scoring: the row of {subject} that are not finite; look at the last updates of the "
-            "model that gave them"
+            f"scoring: got {subject} that are not finite, expected finite numbers; look at the "
+            "last updates of the model that computed them"
         )
     return np.split(scores, np.cumsum(lengths)[:-1])

@@ -19,7 +19,7 @@ class StepSettings:
     algorithm: AlgorithmSettings
     trainer: TrainerSettings
     max_context_tokens: int
-    """The divisor of aggregation constant if `algorithm.loss.constant_tokens` is not set."""
+    """The divisor of the aggregation `constant` if `algorithm.loss.constant_tokens` is null."""
     seed: int
     """Seed of the split into minibatches."""
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class StepSettings:
     temperatures: Mapping[str, float] = field(default_factory=dict)
     """Training temperature by environment; 1 for an environment that is absent."""
     shape: ModelShape | None = None
-    """Vocabulary and routing of the trained model, for `find_misfit`; None: nothing is checked."""
+    """Vocabulary and routing of the trained model, for `find_misfit`; None to check nothing."""
     attention_tokens: int = 8192
     """Sample length at which attention costs as much as all other computation; balances the
     ranks.
@@ -39,5 +39,5 @@ class StepSettings:
 
     @property
     def constant_tokens(self) -> int:
-        """The divisor of each trajectory's tokens with aggregation constant."""
+        """The divisor of each trajectory's tokens in the aggregation `constant`."""
         return self.algorithm.loss.constant_tokens or self.max_context_tokens

@@ -6,10 +6,10 @@ advantages (`advantages`), loss weights, packing (`packing`) and the report.
 Invariant: every trajectory gets exactly one outcome, which is `trained` exactly if its tokens are
 in the batch.
 
-A group without a signal (equal returns, one member, or a negative return under scale mean) has
-advantage 0. It is trained if the loss has an entropy bonus or a KL term. If not, it is left out of
-the rows but counts in the loss weights, because otherwise the few groups whose returns differ would
-be weighted as if they were the whole step. Called by the merge actor.
+A group without a signal (equal returns, one member, or a negative return with scale mean) has
+advantage 0. It is trained if the loss has an entropy bonus or a KL term. Otherwise it is left out
+of the rows but counts in the loss weights; without it, the few groups whose returns differ would be
+weighted as if they were the whole step. Called by the merge actor.
 
 The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
 merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
@@ -43,13 +43,13 @@ class StepResult:
     """A built step."""
 
     shards: tuple[RankShard, ...]
-    """One for each rank."""
+    """The shard of each rank."""
     value_shards: tuple[ValueShard, ...]
-    """One for each rank if there is a critic, otherwise empty."""
+    """The critic's shard of each rank; empty without a critic."""
     members: tuple[Member, ...]
-    """Every trajectory of the step with its disposition and advantages; for the journal."""
+    """Every trajectory of the step with its reason and its advantages, for the journal."""
     outcomes: tuple[RolloutOutcome, ...]
-    """One for each member, in their order."""
+    """The outcome of each member, in the order of the members."""
     report: StepReport
 
 
@@ -119,14 +119,14 @@ def _check_members(
         if needs_scores and is_counted and len(member.scores) != len(member.samples):
             raise ValueError(
                 f"merge: trajectory {trajectory.trajectory_id} has scores of {len(member.scores)} "
-                f"of its {len(member.samples)} samples; ask the trainer to score the samples of "
-                "this step first"
+                f"of its {len(member.samples)} samples, expected scores of all; ask the trainer to "
+                "score the samples of this step first"
             )
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Compute the advantages of the members in a group's baseline, or exclude all members with a
-    reason.
+    """Compute the advantages of the members in a group's baseline, or exclude the whole group: if
+    too few members are in the baseline, or if it has no signal and such groups are not trained.
     """
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
@@ -151,12 +151,12 @@ def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
 
 
 def _exclude(member: Member, reason: EvictionReason) -> Member:
-    """Take a member out of the loss; a member that is out already keeps its reason."""
+    """Take a member out of the loss; keep the reason of a member that is already out."""
     return replace(member, reason=reason) if member.is_trained else member
 
 
 def _normalise(groups: Sequence[GroupMembers]) -> list[GroupMembers]:
-    """Normalise the advantages over the step, without those of groups without a signal."""
+    """Normalise the advantages over the step, except for groups without a signal."""
 
     def takes_part(member: Member) -> bool:
         return member.is_trained and member.no_signal is None
@@ -290,7 +290,7 @@ def trajectory_weights(
     without_signal: UpdateSize,
     constant_tokens: int,
 ) -> NDArray[np.float64]:
-    """Weigh each trained token of each trajectory of one update.
+    """Weight each trained token of each trajectory of one update.
 
     token_mean: 1 / D, D all tokens of the update (Yu et al. 2025, DAPO, equation 8).
     trajectory_mean: 1 / (N n_i), n_i tokens of trajectory i (Shao et al. 2024, GRPO, equation 3).

@@ -90,7 +90,10 @@ def check_address(config: Config, run_dir: RunDir | None = None) -> None:
     leases: Mapping[int, str] = {}
     try:
         if url.startswith("memory:"):
-            raise RemoteError(f"{url} ends with its process, expected an address outside of it")
+            raise RemoteError(
+                f"got {url}, which is lost when the process ends; expected an address of lasting "
+                "storage, such as s3:// or file://"
+            )
         if run_dir is not None:
             with run_dir.looked_into(may_be_older=True) as store:
                 leases = lease_digests(store)

@@ -465,7 +465,7 @@ def test_what_is_trained_without_a_signal_keeps_advantage_zero_when_normalised()
     ],
 )
 def test_missing_scores_are_refused_with_the_trajectory_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"g000000\.0-0\.a0 has scores of 0 of its 1 samples; ask"):
+    with pytest.raises(ValueError, match=r"g000000\.0-0\.a0 has scores of 0 of its 1 samples, exp"):
         build(group_of(play(0, [1.0]), play(1, [0.0])), scores={}, **fields)
 
 

@@ -216,7 +216,7 @@ def test_a_run_continues_its_own_first_upload_that_was_interrupted(
         ("s3:///bucket/x", "names no bucket; expected .*, such as s3://bucket/x$"),
         ("ftp://127.0.0.1:1/x", "cannot be opened .* install what ftp needs, correct the address"),
         ("github://x/y", "cannot be opened .* a protocol that needs no more than an address"),
-        ("memory://run", "ends with its process"),
+        ("memory://run", "got memory://run, which is lost when the process ends; expected"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_refused(value: str, message: str) -> None:
