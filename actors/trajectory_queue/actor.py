@@ -1,14 +1,14 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
-Metadata stays in the actor; payloads are in the object store. The actor owns them: Ray frees the
-objects of a dead process, and a finished trajectory must outlive the environment actor that played
-it, so `put` takes the block by value (large blocks come through shared memory) and stores it as the
-queue's own object. Readers get references. Every wait has a deadline; an empty answer means that
-nothing was available before it.
+Metadata stays in the actor; payloads are in the object store, and the actor owns them. Ray frees
+the objects of a dead process, and a finished trajectory must outlive the environment actor that
+played it. So `put` receives the block by value (large blocks come through shared memory) and stores
+it as the queue's own object. Readers get references. Every wait has a deadline; an empty answer
+means that nothing was available before the deadline.
 
-Ray restarts a queue that died, with the same handles and without its state; calls wait until the
-supervisor has opened it. Every answer to the training loop has a cut (`QueueCut`): the next queue
-is opened from the newest cut, so that loop and queue agree.
+If a queue dies, Ray restarts it with the same handles but without its state, and calls wait until
+the supervisor has opened it. Every answer to the training loop has a cut (`QueueCut`). The next
+queue is opened from the newest cut, so that loop and queue agree.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TrajectoryQueue:
     async def open(
         self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
     ) -> bool:
-        """Start from a snapshot, or empty if it is None; every other call waits for this one.
+        """Start from a snapshot, or empty without one; every other call waits for this one.
 
         Args: opening: number of the opening in the term, from 0. keeps_taken: whether the groups of
             taken steps stay taken.
@@ -83,7 +83,7 @@ class TrajectoryQueue:
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give tasks to group numbers; all or none. Raises: ValueError (`QueueState.admit`)."""
+        """Give tasks to group numbers, to all or none. Raises: ValueError (`QueueState.admit`)."""
         await self._opened.wait()
         self._state.admit(groups)
         return self._cut()
@@ -115,8 +115,8 @@ class TrajectoryQueue:
     ) -> list[bool]:
         """Accept ended attempts: summaries[i] describes row i of the block.
 
-        Returns: for each attempt whether it was accepted; a late result is not, and changes
-            nothing.
+        Returns: for each attempt, whether it was accepted. A late result is not accepted and
+            changes nothing.
         Raises: ValueError if rows and summaries differ in number.
         """
         await self._opened.wait()
@@ -192,7 +192,8 @@ class TrajectoryQueue:
     ) -> tuple[TokenCounts, QueueCut]:
         """Record the outcome with which each rollout of a step leaves the ledger.
 
-        Returns: the tokens of attempts that no step took, since the previous step was finalised.
+        Returns: the tokens of attempts that ended since the previous step was finalised and that no
+            step took.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()
@@ -268,11 +269,11 @@ class TrajectoryQueue:
         """
         if block.num_rows != num_summaries:
             raise ValueError(
-                f"queue: a block of {block.num_rows} rows with {num_summaries} summaries, "
-                "expected one for each row"
+                f"queue: got a block of {block.num_rows} rows with {num_summaries} summaries, "
+                "expected one summary for each row"
             )
         async with self._storing:
-            # In a thread, because copying a large block would block every other call.
+            # Copy in a thread, because copying a large block would block every other call.
             reference = await asyncio.to_thread(ray.put, block)
         num_bytes, arrived_at = int(block.data.nbytes), time.monotonic()
         return [
@@ -281,8 +282,8 @@ class TrajectoryQueue:
         ]
 
     def _cut(self) -> QueueCut:
-        """Make a cut. It must be called directly after a change, without an await between the two,
-        so that no event is lost.
+        """Make a cut. Call this directly after a change, without an await between the two, so that
+        no event is lost.
         """
         self._notify()
         assert self._opening is not None
@@ -316,7 +317,7 @@ class TrajectoryQueue:
     ) -> Found | None:
         """Call `find` now and after each change, until it returns a value or timeout_s has passed.
 
-        note_wait: called with the seconds of each wait between two calls, before the second one.
+        note_wait: called after each wait for a change, with the seconds of the wait.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -331,8 +332,7 @@ class TrajectoryQueue:
 
 
 def start_queue(settings: QueueStateSettings, *, strategy: Any = "DEFAULT") -> ActorHandle:
-    """Start a queue, which must be opened. Ray restarts it if it dies; it must then be opened
-    again.
+    """Start a queue that is not open yet. If it dies, Ray restarts it, and it must be opened again.
 
     strategy: Ray's scheduling strategy for the actor.
     """

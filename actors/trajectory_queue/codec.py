@@ -1,8 +1,8 @@
 """The storage format of trajectories in object store and journal: one MessagePack message each.
 
 msgspec encodes the dataclasses directly, and an array as its type, shape and bytes. A sample that
-branched off another one is stored without the tokens that both share, so that the size grows with
-the new tokens of the branches and not with their whole length. Invariant:
+branched off another one is stored without the tokens that both share. So the size grows with the
+new tokens of the branches, and not with their whole length. Invariant:
 decode(encode(trajectories), row) equals trajectories[row]. Called by environment actors (encode),
 the merge actor (decode) and the journal.
 """
@@ -25,7 +25,7 @@ class TrajectoryBlock:
     """R encoded trajectories."""
 
     data: NDArray[np.uint8]
-    """Their messages, concatenated in one buffer that Ray passes on without a copy."""
+    """The encoded messages, concatenated in one buffer, which Ray passes on without a copy."""
     offsets: tuple[int, ...]
     """[R + 1], the start of each message in `data`, and the end of the last one."""
 
@@ -86,7 +86,7 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Prepend the shared tokens, which are prompt in this sample: log-probability 0, no version."""
+    """Prepend the shared tokens, as part of the prompt: with log-probability 0 and no version."""
     number, rewards = own.num_shared, own.token_rewards
     zeros = np.zeros(number, np.float32)
     return replace(

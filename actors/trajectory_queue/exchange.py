@@ -1,8 +1,8 @@
-"""The part of the queue in a playing actor: it takes assignments and sends finished trajectories.
+"""Take assignments from the queue and send it finished trajectories, in an actor that plays.
 
 Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
 raises, and the supervisor then gives this actor's rollouts to another one. A slot is free again
-only after its trajectory has been sent, so a full queue slows the player down. If the queue dies,
+only after its trajectory has been sent, so a full queue slows down the actor. If the queue dies,
 the exchange drops its assignments and trajectories, and the next queue hands the rollouts out
 again. Called by the actors that play: environment actors and the gateway.
 """
@@ -31,7 +31,7 @@ Play = Callable[[RolloutAssignment], Awaitable[Trajectory]]
 
 
 ScoreGroup = Callable[[GroupToScore, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
-# The number of groups that one actor scores at once.
+# Number of groups that one actor scores at the same time.
 MAX_GROUPS_IN_SCORING = 16
 
 
@@ -59,12 +59,13 @@ class RolloutExchange:
     ) -> None:
         """Create an exchange; `run` starts it.
 
-        Args: play: plays one rollout to its end; if it raises, the rollout is an infrastructure
-        error. It is cancelled by a stop, and after the queue has died; the same rollout may then be
-        played again, as a later attempt, before the cancelled one has ended. queue: handle of the
-        trajectory queue actor. environments: names of the environments whose tasks are taken.
-        num_slots: number of rollouts held at a time, >= 1. is_durable: whether a play that a stop
-        cancels is dropped, so that another actor delivers it; otherwise it is sent as cancelled.
+        Args: play: function that plays one rollout to its end; if it raises, the rollout is an
+        infrastructure error. A stop cancels it, and so does the death of the queue; in the second
+        case a later attempt at the same rollout may begin before the cancelled one has ended.
+        queue: handle of the trajectory queue actor. environments: names of the environments whose
+        tasks are taken. num_slots: number of rollouts held at a time, >= 1. is_durable: whether a
+        rollout that a stop cancels is dropped, so that another actor delivers it; otherwise it is
+        sent as cancelled.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -103,7 +104,7 @@ class RolloutExchange:
             self._is_running = False
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
-        """Take no more rollouts, give plays drain_s to end, cancel the rest, and send the results.
+        """Take no more rollouts, wait drain_s for the current ones, cancel the rest, send results.
 
         Returns after `run` has ended, or limit_s after the drain.
         """
@@ -147,7 +148,7 @@ class RolloutExchange:
         return self._num_slots - held
 
     async def _take(self, max_count: int) -> list[RolloutAssignment]:
-        # Not repeated, because a lost answer may have contained assignments.
+        # The call is not repeated, because a lost answer may have contained assignments.
         settings = self._settings
         call = self._queue.take_rollouts.remote(
             self._actor_id, max_count, settings.poll_s, self._environments
@@ -162,7 +163,7 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Cancel all plays, drop their trajectories, and give the rollouts back to the new queue.
+        """Cancel all rollouts, drop their trajectories, and return the rollouts to the new queue.
 
         Raises: QueueUnreachable.
         """
@@ -188,7 +189,7 @@ class RolloutExchange:
         self, assignment: RolloutAssignment, num_deaths: int, task: asyncio.Task[None]
     ) -> None:
         self._plays.discard(task)
-        # The play re-raised its cancellation, or was cancelled before it started.
+        # A cancelled task either raised its cancellation again or had not started.
         if not task.cancelled():
             return
         if self._is_durable:
@@ -242,7 +243,7 @@ class RolloutExchange:
         settings = self._settings
 
         async def put() -> None:
-            # By value: the queue stores its own copy, which outlives this actor.
+            # Pass the block by value: the queue stores its own copy, which outlives this actor.
             call = self._queue.put.remote(self._actor_id, encoded, summaries)
             try:
                 await within(settings.queue_deadline_s, call)
@@ -295,8 +296,7 @@ class GroupExchange:
         self._scoring = TaskSet()
 
     async def run(self) -> None:
-        """Take, score and return groups until cancelled. A call of the queue that fails is
-        repeated."""
+        """Take, score and return groups until cancelled; repeat calls of the queue that fail."""
         try:
             while True:
                 await self._take()
@@ -312,7 +312,7 @@ class GroupExchange:
         try:
             group = await within(settings.poll_s + settings.queue_deadline_s, call)
         except (RayError, TimeoutError) as error:
-            # If the queue is lost for good, the exchange of rollouts ends, which cancels this one.
+            # If the queue is lost permanently, the exchange of rollouts ends and cancels this one.
             logger.warning("take_group: %s", describe(error))
             await asyncio.sleep(settings.poll_s)
             return
@@ -343,7 +343,7 @@ class GroupExchange:
             call = self._queue.put_group.remote(self._actor_id, group.group_id, block, summaries)
             await within(limit_s, call)
 
-        # The queue accepts a group once, even if it is put twice.
+        # The call may be repeated, because the queue accepts a group only once.
         with suppress(RayError, TimeoutError):
             await retry(put, on=(RayError, TimeoutError), limit_s=limit_s, first_pause_s=0.5)
 
@@ -353,6 +353,6 @@ async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:
     try:
         return await play(assignment)
     except Exception as error:
-        # The outermost frame of a play: an error here must cost only one rollout, not a slot.
+        # Catch every error of a rollout, so that it costs only the rollout and not its slot.
         logger.exception("rollout %s: playing it raised", assignment.rollout_id)
         return Trajectory.of(assignment, Outcome.INFRASTRUCTURE_ERROR, detail=describe(error))

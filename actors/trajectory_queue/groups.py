@@ -1,7 +1,7 @@
 """Groups and their rollouts: attempts, retries, and the closing and replacement of groups.
 
-Attempt numbers only grow: a retry, a lost payload and a restart each take a new number, so that a
-late result is never mistaken for a newer one. Only failures use up the retry budget. Pure; the
+Attempt numbers only grow: each retry gets a new number, also after a lost payload or a restart, so
+that a late result is never mistaken for a newer one. Only failures use the retry budget. Pure; the
 queue state calls these methods and records the changes in the ledger.
 """
 
@@ -54,7 +54,7 @@ class BlockRow:
     num_bytes: int
     """Size of the whole block, which is kept while any of its rows is needed."""
     arrived_at: float = 0.0
-    """Time at which the queue accepted it, by the monotonic clock of its process."""
+    """Time at which the queue accepted the trajectory, by the monotonic clock of its process."""
 
 
 # The location of a payload that was lost with the queue that owned it.
@@ -97,7 +97,7 @@ class Rollout:
     attempt: int = -1
     """Number of the newest attempt that was handed out; -1 before the first."""
     actor_id: str = ""
-    """The actor that plays it; empty unless it is handed out."""
+    """The actor that plays the rollout; empty unless it is handed out."""
     summary: TrajectorySummary | None = None
     payload: BlockRow | None = None
     num_sampled: int = 0
@@ -164,12 +164,12 @@ class Group:
 
     @property
     def is_closed(self) -> bool:
-        """Whether none of its rollouts is pending or handed out."""
+        """Whether all rollouts have ended: none is pending or handed out."""
         return not self.unfinished()
 
     @property
     def has_enough(self) -> bool:
-        """Whether min_usable_samples is reached, so that the group need not wait for the rest."""
+        """Whether min_usable_samples is reached, so that the group can close without the rest."""
         return self.min_usable_samples is not None and self.num_usable >= self.min_usable_samples
 
     @property
@@ -210,7 +210,7 @@ class Group:
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
         """Count the tokens of a finished attempt that no step takes, under the eviction's reason.
 
-        If its outcome's rule masks the trajectory, the tokens count under the outcome instead.
+        If the rule of the attempt's outcome masks it, its tokens count under the outcome instead.
         """
         summary = rollout.summary
         if summary is None:
@@ -244,7 +244,7 @@ class Group:
         return self._baseline_return(rollout) is not None
 
     def baseline_returns(self) -> list[float]:
-        """Return the finished rollouts' values in the baseline, after the outcomes' rules."""
+        """Return the returns of finished rollouts in the baseline, after the outcomes' rules."""
         found = map(self._baseline_return, self.rollouts.values())
         return [value for value in found if value is not None]
 
@@ -300,8 +300,8 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
     """Restore a group from its snapshot; rollouts that are not gone are pending again.
 
-    is_taken: whether a step has taken the group, so that its batch may be built already. Rollouts
-    that are not gone are then finished instead of pending, and their payloads are lost.
+    is_taken: whether a step has taken the group, so that its batch may be built already. If so,
+    rollouts that are not gone are finished instead of pending, and their payloads count as lost.
     """
     group = Group(
         number=snapshot.number,
@@ -333,7 +333,7 @@ class FailedGroups:
     """
 
     num_usable_before: int
-    """Number of the term's usable groups before these failures, which identifies the series."""
+    """Number of usable groups in the term before these failures; it identifies this series."""
 
     num_groups: int
 
@@ -347,8 +347,8 @@ class FailedGroups:
 
     @property
     def main_outcome(self) -> Outcome:
-        """The most frequent outcome. Of several equally frequent ones, the last attempt's outcome
-        if it is among them, otherwise the first that occurred.
+        """The most frequent outcome. If several are equally frequent, the last attempt's outcome if
+        it is one of them, otherwise the one that occurred first.
         """
         most = max(self.outcomes.values())
         if self.outcomes.get(self.last_outcome) == most:
@@ -397,9 +397,9 @@ class FailureCounter:
 class Refills:
     """Dynamic sampling: groups whose returns are all equal are replaced, at most `limit` times.
 
-    If all members of a closed group have equal values in the baseline, its advantages would be 0,
-    and its number gets another task. Reward shaping is not considered here, because the merge actor
-    applies it later.
+    If all members of a closed group have equal returns in the baseline, the advantages would be 0,
+    so the group's number gets another task. Reward shaping is not considered here, because the
+    merge actor applies it later.
     Source: DAPO, arXiv 2503.14476, equation 11 (deviations: only this group is replaced instead of
         the whole batch; a number that was refilled `limit` times keeps the next group, so that a
         solved task set leads to weak updates instead of a blocked step).
@@ -410,7 +410,7 @@ class Refills:
         self._counts = dict(counts or {})
 
     def claim(self, number: int, returns: Sequence[float]) -> bool:
-        """Return whether a closed group must be replaced; if so, count a refill of its number."""
+        """Decide whether a closed group must be replaced; if so, count a refill of its number."""
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):
             return False

@@ -2,11 +2,11 @@
 
 Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
 flight from its admission until it is trained or evicted; its attempts are not counted here. Events
-are numbered; the caller drains and stores them, and an event that was drained but not stored before
-a crash is drained again with the same number. Only ids in flight are kept, so that the ledger does
-not grow with the run. The ledger also counts the sampled tokens of attempts that no step took,
-which the record of the next step holds. Called by the queue state; the merge actor uses the same
-reasons for the rollouts of a step.
+are numbered; the caller drains and stores them. If an event was drained but not stored before a
+crash, it is drained again with the same number. Only the ids of rollouts in flight are kept, so
+that the ledger does not grow with the run. The ledger also counts the sampled tokens of attempts
+that no step took; the record of the next step includes these counts. Called by the queue state; the
+merge actor uses the same reasons for the rollouts of a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from actors.types import LeftOutReason, Outcome, Trajectory, TrajectorySummary
 
 
 class EvictionReason(StrEnum):
-    """The reason why a rollout left untrained; it concerns its group, its step or its outcome."""
+    """The reason why a rollout left untrained: its group, its step or its outcome."""
 
     MASKED = "masked"
     ZERO_VARIANCE = "zero_variance"
@@ -54,7 +54,7 @@ class EvictionReason(StrEnum):
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
     """Return the cause under which the tokens of an untrained trajectory are counted.
 
-    It is the reason of the eviction or, for a masked trajectory, its outcome.
+    The cause is the reason of the eviction or, for a masked trajectory, its outcome.
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
     return EvictionReason.of(outcome) if is_masked else reason
@@ -68,8 +68,8 @@ TokenCause = EvictionReason | LeftOutReason
 class TokenCounts:
     """Counts of sampled tokens; each token is trained, or untrained for exactly one cause.
 
-    The cause is the first one that kept the token out of the loss: that of its turn, then of its
-    trajectory, then of its group, then of its step.
+    A token may have several causes: that of its turn, its trajectory, its group or its step. The
+    first of them in this order counts.
     """
 
     trained: int = 0
@@ -86,7 +86,7 @@ class TokenCounts:
         return self.trained / self.sampled if self.sampled else None
 
     def known(self) -> TokenCounts:
-        """Return the counts without the causes that did not occur."""
+        """Return the counts without causes whose count is 0."""
         occurred = {cause: count for cause, count in self.untrained.items() if count}
         return TokenCounts(trained=self.trained, untrained=occurred)
 
@@ -102,8 +102,8 @@ class TokenCounts:
         return TokenCounts(trained=self.trained + other.trained, untrained=sums)
 
     def without_training(self, cause: EvictionReason) -> TokenCounts:
-        """Return the counts for a step without an applied update: its trained tokens move to
-        `cause`.
+        """Return the counts for a step without an applied update, in which the trained tokens count
+        as untrained by `cause`.
         """
         if not self.trained:
             return self
@@ -115,7 +115,7 @@ class TokenCounts:
 def untrained_tokens(attempt: Trajectory | TrajectorySummary, cause: EvictionReason) -> TokenCounts:
     """Count the sampled tokens of an attempt that is not trained.
 
-    Tokens of a session's turns that are left out of training keep their own causes.
+    If turns of a session are left out of training, their tokens keep the causes of these turns.
     """
     untrained: dict[TokenCause, int] = {cause: attempt.num_sampled}
     untrained.update(attempt.left_out_tokens.items())
@@ -131,7 +131,7 @@ class LedgerEventKind(StrEnum):
 
 
 class LedgerError(ValueError):
-    """A rollout would be admitted twice, or leave without being in flight."""
+    """A rollout was to be admitted twice, or to leave although it is not in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +153,8 @@ class LedgerEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOutcome:
-    """The way in which a rollout of a taken step leaves the ledger, unlike `Outcome`, which is the
-    end of a trajectory.
+    """The way in which a rollout of a taken step leaves the ledger: trained, or evicted for a
+    reason. (`Outcome` is the end of a trajectory.)
     """
 
     rollout_id: str
@@ -168,8 +168,8 @@ def check_outcomes(step: int, expected: set[str], outcomes: Sequence[RolloutOutc
     wrong = expected.symmetric_difference(named)
     if wrong or len(named) != len(expected):
         raise ValueError(
-            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} outcomes; "
-            f"expected each once, wrong or missing: {sorted(wrong)[:8]}"
+            f"queue: step {step} has {len(expected)} rollouts, got {len(named)} outcomes; expected "
+            f"one outcome for each rollout; wrong or missing: {sorted(wrong)[:8]}"
         )
 
 
@@ -206,8 +206,8 @@ class LedgerSnapshot:
 
 
 class Ledger:
-    """The ledger's state machine; its only transitions are absent -> in flight -> trained or
-    evicted.
+    """The state machine of the ledger. A rollout is absent, then in flight, then trained or
+    evicted; there are no other transitions.
     """
 
     def __init__(self, *, snapshot: LedgerSnapshot | None = None) -> None:
@@ -223,7 +223,10 @@ class Ledger:
     def admit(self, rollout_id: str) -> None:
         """Admit a rollout. Raises: LedgerError if it is in flight already."""
         if rollout_id in self._in_flight:
-            raise LedgerError(f"ledger: rollout {rollout_id} admitted twice, it is in flight")
+            raise LedgerError(
+                f"ledger: cannot admit rollout {rollout_id}, which is already in flight; admit "
+                "each rollout once"
+            )
         self._in_flight[rollout_id] = None
         self._admitted += 1
         self._record(rollout_id, LedgerEventKind.ADMITTED)
@@ -276,8 +279,8 @@ class Ledger:
     def _leave(self, rollout_id: str, kind: LedgerEventKind) -> None:
         if rollout_id not in self._in_flight:
             raise LedgerError(
-                f"ledger: rollout {rollout_id} {kind} but not in flight: it was never admitted or "
-                "has left already"
+                f"ledger: rollout {rollout_id} cannot be {kind}, because it is not in flight: it "
+                "was never admitted or has left already"
             )
         del self._in_flight[rollout_id]
 

@@ -1,4 +1,4 @@
-"""Arguments and results of the queue's methods: frozen values, without Ray and without tokens."""
+"""Arguments and results of the queue's methods: frozen values without Ray and without tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepInput:
     """The step's number, counted from 1."""
 
     groups: tuple[tuple[StepTrajectory, ...], ...]
-    """For each group, its finished members."""
+    """The finished members of each group."""
 
     blocks: tuple[Any, ...]
     """References to the blocks (TrajectoryBlock), each once."""
@@ -79,7 +79,7 @@ class GroupToScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStats:
-    """The queue's numbers. Counts are numbers of rollouts unless the name says groups."""
+    """Statistics of the queue. Counts are of rollouts unless the field's name says groups."""
 
     num_handed_out: int
 
@@ -90,7 +90,7 @@ class QueueStats:
     num_replaced_groups: int
 
     num_refused: int
-    """Late results, which were refused."""
+    """Number of late results, which were refused."""
 
     num_retries: int
     """Number of repeated attempts."""
@@ -118,7 +118,8 @@ class Drained:
     summaries: tuple[TrajectorySummary, ...]
     """The summary of every accepted attempt."""
     failed_groups: FailedGroups | None = None
-    """The failed groups since the last usable one, not since the last drain; None without any."""
+    """The groups that have failed since the last usable one, also before the last drain; None if
+    none has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,12 +142,12 @@ class QueueSnapshot:
         return self.ledger.next_seq - 1
 
     def without_task_data(self) -> QueueSnapshot:
-        """Return the snapshot with the tasks' ids but without their data, for a cut."""
+        """Return a snapshot for a cut, which has the ids of the tasks but not their data."""
         groups = (replace(group, task=replace(group.task, data={})) for group in self.groups)
         return replace(self, groups=tuple(groups))
 
     def with_tasks(self, tasks: Mapping[int, Task]) -> QueueSnapshot:
-        """Restore the tasks. tasks: by group number, the tasks with which groups were admitted."""
+        """Restore the data of the tasks. tasks: the task of each group, by group number."""
         groups = tuple(replace(group, task=tasks[group.number]) for group in self.groups)
         assert [group.task.task_id for group in groups] == [g.task.task_id for g in self.groups]
         return replace(self, groups=groups)

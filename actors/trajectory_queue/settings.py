@@ -1,4 +1,4 @@
-"""The queue's part of the configuration, and the settings of its actor and of its players."""
+"""The queue's part of the configuration, and the settings of the queue and the playing actors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class QueueSettings:
     __pydantic_config__ = STRICT
 
     max_items: Positive | None = None
-    """Largest number of rollouts handed out or buffered; null: the rollouts of A + 2 steps, A the
-    largest policy age."""
+    """Largest number of rollouts handed out or buffered; null: the rollouts of A + 2 steps, where A
+    is the largest policy age."""
     max_mib: Positive = 1024
     """Largest size of the buffered payloads, in MiB."""
 
@@ -46,8 +46,8 @@ class QueueStateSettings:
     policies: Mapping[str, OutcomePolicy] = field(default_factory=dict)
     """Outcome rules by environment; an environment that is absent has the defaults."""
     durable: frozenset[str] = frozenset()
-    """Names of the environments whose turns are stored when they are sampled: the death of an actor
-    loses no turn, so its rollouts are handed out again without counting a failed attempt."""
+    """Names of the environments whose turns are stored when they are sampled. If an actor dies, no
+    turn is lost, so its rollouts are handed out again without counting a failed attempt."""
     scores_groups: frozenset[str] = frozenset()
     """Names of the environments whose groups are scored as a whole after all their rollouts have
     ended."""
@@ -63,7 +63,7 @@ class QueueStateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeSettings:
-    """The times and limits of a player's exchange with the queue."""
+    """The times and limits of the exchange between an actor that plays and the queue."""
 
     poll_s: float = 1.0
     """Longest time that a request for assignments waits in the queue, in seconds."""

@@ -1,10 +1,9 @@
 """The queue as one pure state machine, with window, groups, ledger and bounds.
 
 Invariants: the ledger balances after every call; a rollout is handed out to one actor at a time,
-and only a result of the attempt that this actor plays is accepted (a late one is refused and
-counted); the bounds never stop a rollout of the step that is being collected, which could
-deadlock.
-Called only by the queue actor.
+and only a result of the attempt that this actor plays is accepted (a late result is refused and
+counted); the bounds never hold back a rollout of the step that is being collected, because that
+could cause a deadlock. Called only by the queue actor.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from actors.trajectory_queue.window import AdmissionWindow
 from actors.types import Outcome, RolloutAssignment, TrajectorySummary
 
 _DEFAULT_POLICY = OutcomePolicy()
-# Outcomes that a hold can cause: no turn is sampled while it lasts, so a deadline may pass.
+# Outcomes that a hold can cause: no turn is sampled during a hold, so a deadline may pass.
 HELD_UP = frozenset({Outcome.WALL_TIMEOUT, Outcome.INFRASTRUCTURE_ERROR})
 
 
@@ -66,7 +65,7 @@ class QueueState:
     ) -> None:
         """Start from a snapshot; every rollout that was in flight is pending again.
 
-        keeps_taken: whether the groups of taken steps stay taken, for a trainer that continues.
+        keeps_taken: whether the groups of taken steps stay taken, because the trainer has them.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -141,7 +140,7 @@ class QueueState:
         ]
 
     def admit(self, requests: Sequence[GroupRequest]) -> None:
-        """Give tasks to group numbers; all or none.
+        """Give tasks to group numbers: to all or to none.
 
         Raises: ValueError if a number is not free or a group could never be trained.
         """
@@ -228,7 +227,7 @@ class QueueState:
     def put_group(
         self, actor_id: str, group_id: str, scored: Sequence[tuple[TrajectorySummary, BlockRow]]
     ) -> bool:
-        """Accept the usable members of a group with their rewards from scoring the whole group.
+        """Accept the usable members of a group, with the rewards that the group's scoring gave.
 
         Returns: whether they were accepted; False if this actor does not score the group now, or if
             the group now has other members or attempts.
@@ -281,12 +280,12 @@ class QueueState:
             self._failures.add_attempt(summary.outcome, detail=summary.detail, task=group.task)
 
     def _drop_tokens(self, summary: TrajectorySummary) -> None:
-        """Count the tokens of an attempt that ended without a usable result."""
+        """Add the tokens of an attempt without a usable result to those that no step takes."""
         cause = EvictionReason.of(summary.outcome)
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _tell(self, rollout: Rollout) -> None:
-        """Add a rollout's summary, which waited until its group was scored, to the next drain."""
+        """Add a rollout's summary to the next drain; it has waited until its group was scored."""
         if (summary := self._untold.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -295,7 +294,7 @@ class QueueState:
 
         Rollouts of a durable environment do not fail: they are pending again, as if they had never
         been handed out.
-        Returns: the number of rollouts that it held.
+        Returns: the number of rollouts that the actor held.
         """
         self._released.add(actor_id)
         return self._take_back(actor_id, detail="its environment actor died")
@@ -321,14 +320,17 @@ class QueueState:
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: Sequence[RolloutOutcome]) -> TokenCounts:
-        """Let a step's rollouts leave the ledger; all or none. Steps are finalised in order.
+        """Make all rollouts of a step leave the ledger, or none. Steps are finalised in order.
 
-        Returns: the tokens of attempts that no step took, since the previous step was finalised.
+        Returns: the tokens of attempts that ended since the previous step was finalised and that no
+            step took.
         Raises: ValueError if a rollout is missing, named twice or not in the step, if the step is
         not taken, or after cancel_all.
         """
         if self._is_ended:
-            raise ValueError(f"queue: step {step} finalised after cancel_all, which ended the run")
+            raise ValueError(
+                f"queue: step {step} cannot be finalised after cancel_all, which ended the run"
+            )
         groups = [self._groups[number] for number in self._window.taken_groups(step)]
         check_outcomes(step, {rollout.rollout_id for rollout in _finished(groups)}, outcomes)
         self._window.finalise(step)
@@ -347,8 +349,8 @@ class QueueState:
         """Have the rollouts whose payloads were lost played again; each counts as an infrastructure
         error, except in a durable environment.
 
-        The first step that has such a rollout and all later steps are rolled back and must be taken
-        again. Rollouts that have no payload in the queue are ignored.
+        The first step with such a rollout is rolled back and must be taken again, and so are all
+        later steps. Rollouts without a payload in the queue are ignored.
         Returns: the steps that were rolled back, ascending.
         """
         rollouts = [r for r in map(self._find, rollout_ids) if r and r.payload is not None]
@@ -358,7 +360,7 @@ class QueueState:
         # The payloads of a step that an earlier queue took are all lost.
         lost = {r.rollout_id: r for r in rollouts}
         for group in {id(g): g for g in map(self._group_of, rollouts) if g.is_scored}.values():
-            # Their returns include rewards for a whole group that no longer exists.
+            # The returns of these rollouts include rewards of a whole group that no longer exists.
             lost |= {r.rollout_id: r for r in group.finished()}
         for rollout in map(self._find, list(self._waiting)):
             if rollout is not None and rollout.payload is LOST_ROW:
@@ -389,7 +391,7 @@ class QueueState:
         self._num_changes += 1
 
     def cancel_group(self, group_id: str) -> bool:
-        """Evict a group as cancelled. Returns: False if it has left or a step has taken it."""
+        """Evict a group as cancelled; return False if it has left or a step has taken it."""
         group = next((g for g in self._groups.values() if g.group_id == group_id), None)
         if group is None or self._window.is_taken(group.number):
             return False
@@ -425,7 +427,7 @@ class QueueState:
         return is_any_pending and next(self._candidates(environments), None) is None
 
     def stats(self, *, now: float = 0.0) -> QueueStats:
-        """Count rollouts by state. now: the current time by the clock of `BlockRow.arrived_at`."""
+        """Return the statistics. now: the current time by the clock of `BlockRow.arrived_at`."""
         arrived_at = min((row.arrived_at for row in self._waiting.values()), default=None)
         return QueueStats(
             num_handed_out=len(self._handed_out),
@@ -494,7 +496,7 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
-        """Yield pending rollouts of these environments in the order of handing out.
+        """Yield pending rollouts of these environments in the order in which to hand them out.
 
         If a bound is reached, only rollouts of the step that is being collected are yielded, so
         that the step can be completed.
@@ -550,7 +552,7 @@ class QueueState:
             self._waiting_bytes -= payload.num_bytes
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
-        """Roll back the steps from `first` on; their trajectories wait for a step again."""
+        """Roll back step `first` and all later steps; their trajectories wait for a step again."""
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):
@@ -571,7 +573,7 @@ class QueueState:
         return len(held)
 
     def _fail(self, rollouts: Iterable[Rollout], *, detail: str) -> None:
-        """End attempts whose results are lost, or repeat them if their environment is durable."""
+        """End attempts whose results are lost as failures, or repeat them if they are durable."""
         for rollout in rollouts:
             # Ending a previous rollout may have closed the group and evicted this rollout.
             if self._find(rollout.rollout_id) is None or rollout.state is RolloutState.GONE:
@@ -622,7 +624,7 @@ class QueueState:
         self._evict_group(group, reason)
 
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
-        """Evict a group's remaining rollouts; its number gets another task."""
+        """Evict a group's remaining rollouts, so that its number gets another task."""
         for rollout in group.rollouts.values():
             if rollout.state is not RolloutState.GONE:
                 self._evict(rollout, reason)

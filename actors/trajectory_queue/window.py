@@ -1,13 +1,13 @@
-"""The admission window: policy age is bounded by admission, not by discarding work.
+"""The admission window: it bounds the policy age by admission, not by discarding work.
 
 P groups make a step; groups are numbered k = 0, 1, 2, ... at admission, steps from 1. Group k may
 be admitted if floor(k / P) <= v + S, where v is the version that every ready engine holds. A step
 takes P closed groups, one after the other, each from the W numbers that begin with the oldest group
 that is not yet taken.
 
-Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: when
-group k is taken as the n-th, all n before it have numbers below k + W and are not k, so n <= k + W
-- 1; it is trained by version floor(n / P) and was admitted at version floor(k / P) - S or later. A
+Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: if n
+groups are taken before group k, their numbers are below k + W and differ from k, so n <= k + W - 1.
+Group k is trained by version floor(n / P) and was admitted at version floor(k / P) - S or later. A
 step that is rolled back counts as never taken. Called by the queue state.
 """
 
@@ -36,7 +36,7 @@ class WindowSnapshot:
     """The taken group numbers above `oldest`, ascending."""
 
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """The groups of each step that is taken and not finalised, by step."""
+    """The groups of each step that was taken and is not finalised yet, by step."""
 
 
 class AdmissionWindow:
@@ -96,13 +96,14 @@ class AdmissionWindow:
         """
         if version < self._loaded_version:
             raise ValueError(
-                f"window: version {version} loaded after {self._loaded_version}; versions only "
-                "grow within a term: start a new term from a snapshot to go back"
+                f"window: got version {version}, expected at least {self._loaded_version}, which "
+                "is loaded; versions only grow within a term: to go back, start a new term from a "
+                "snapshot"
             )
         self._loaded_version = version
 
     def collecting(self) -> list[int]:
-        """Return the P oldest numbers that are not taken; a step can be taken if all are closed."""
+        """Return the P oldest untaken numbers; a step can be taken if these groups are closed."""
         numbers: list[int] = []
         number = self._oldest
         while len(numbers) < self._algorithm.groups_per_step:
@@ -112,8 +113,8 @@ class AdmissionWindow:
         return numbers
 
     def choose(self, is_closed: Callable[[int], bool]) -> tuple[int, ...] | None:
-        """Return the P groups that the next step would take, oldest closed groups first; None if
-        the step cannot be completed yet.
+        """Return the P groups that the next step would take, in the order of taking; None if the
+        step cannot be completed yet.
         """
         oldest, beyond = self._oldest, set(self._beyond)
         chosen: list[int] = []
@@ -160,7 +161,8 @@ class AdmissionWindow:
         earliest = min(self._taken)
         if step != earliest:
             raise ValueError(
-                f"window: step {step} finalised before step {earliest}, expected them in order"
+                f"window: step {step} cannot be finalised before step {earliest}; finalise steps "
+                "in order"
             )
         del self._taken[step]
 
@@ -170,7 +172,7 @@ class AdmissionWindow:
             self.roll_back(min(self._taken))
 
     def roll_back(self, step: int) -> tuple[int, ...]:
-        """Roll back a taken step and all after it. Returns: these steps, ascending."""
+        """Roll back a taken step and all later steps; return them, ascending."""
         self.taken_groups(step)
         rolled_back = tuple(sorted(s for s in self._taken if s >= step))
         for each in rolled_back:
@@ -179,7 +181,7 @@ class AdmissionWindow:
         return rolled_back
 
     def step_of(self, number: int) -> int | None:
-        """Return the step that has taken a group and is not finalised; None if there is none."""
+        """Return the unfinalised step that has taken a group; None if no step has."""
         return next((s for s, numbers in self._taken.items() if number in numbers), None)
 
     def snapshot(self) -> WindowSnapshot:
@@ -207,10 +209,10 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest version that may have sampled a token of a group; older tokens are stale.
 
-    It is the first version of step max(0, floor(k / P) - S), the oldest that can be loaded when
-    group k is admitted. If no token is older, none is beyond the age bound when it is trained. A
-    session whose group is admitted again with another number, after a recovery, may have older
-    tokens.
+    This is the first version of step max(0, floor(k / P) - S), the oldest version that can be
+    loaded when group k is admitted. If no token is older than it, no token exceeds the age bound
+    when it is trained. A session may have older tokens if its group was admitted again with another
+    number after a recovery.
 
     Args: num_ahead: difference between versions and steps when the term began. republished: the
         term's versions that were published for the same step as the version before them.

@@ -79,7 +79,7 @@ TestLedger = LedgerMachine.TestCase
 
 
 def test_a_rollout_that_was_never_admitted_cannot_leave() -> None:
-    with pytest.raises(LedgerError, match="rollout r1 trained but not in flight"):
+    with pytest.raises(LedgerError, match="rollout r1 cannot be trained, because it is not in"):
         Ledger().train("r1", step=0)
 
 

@@ -213,7 +213,7 @@ def test_waits_end_when_something_comes_or_the_time_is_over() -> None:
     admissible = queue.admissible.remote(LIMIT_S)
     get(queue.set_loaded_version.remote(1))
     assert [slot.group_number for slot in get(admissible)[0]] == [1]
-    with pytest.raises(ValueError, match="version 0 loaded after 1"):
+    with pytest.raises(ValueError, match="got version 0, expected at least 1"):
         get(queue.set_loaded_version.remote(0))
 
 

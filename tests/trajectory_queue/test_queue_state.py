@@ -272,7 +272,7 @@ def test_an_outcome_list_that_leaves_a_rollout_out_is_refused_whole() -> None:
     assert taken is not None
     one = RolloutOutcome(rollout_id="g000000.0-0")
     for wrong in ([one], [one, one], [one, RolloutOutcome(rollout_id="g000009.0-0")]):
-        with pytest.raises(ValueError, match="expected each once"):
+        with pytest.raises(ValueError, match="expected one outcome for each rollout"):
             queue.finalise(1, wrong)
     assert queue.stats().ledger.trained == 0
     finalise_all(queue, *taken)

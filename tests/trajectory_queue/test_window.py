@@ -154,7 +154,7 @@ def test_a_version_that_goes_backwards_is_refused() -> None:
     window = AdmissionWindow(AlgorithmSettings(groups_per_step=1, max_lag=0, window_groups=1))
     window.set_loaded_version(3)
     window.set_loaded_version(3)
-    with pytest.raises(ValueError, match="version 2 loaded after 3"):
+    with pytest.raises(ValueError, match="got version 2, expected at least 3"):
         window.set_loaded_version(2)
 
 
@@ -162,7 +162,7 @@ def test_steps_are_finalised_in_order_and_once() -> None:
     window = AdmissionWindow(AlgorithmSettings(groups_per_step=1, max_lag=3, window_groups=1))
     assert window.take(lambda _: True) == (1, (0,))
     assert window.take(lambda _: True) == (2, (1,))
-    with pytest.raises(ValueError, match="step 2 finalised before step 1"):
+    with pytest.raises(ValueError, match="step 2 cannot be finalised before step 1"):
         window.finalise(2)
     window.finalise(1)
     with pytest.raises(ValueError, match="step 1 is not taken, expected one of"):
