@@ -27,8 +27,8 @@ from service.run.restartable_queue import RestartableQueue
 log = logging.getLogger("rayloom.pool")
 
 STOP_DEADLINE_S = 40.0
-# Number of early deaths in a row that end the term; a death is early if it comes within
-# EARLY_DEATH_S of the actor's start.
+# Number of early deaths in a row that end the term. A death is early if it occurs less than
+# EARLY_DEATH_S after the actor's start.
 MAX_EARLY_DEATHS = 5
 EARLY_DEATH_S = 30.0
 START_DEADLINE_S = 300.0
@@ -75,7 +75,7 @@ class Member:
 
 
 class ActorPool:
-    """Keeps actors alive; each has `run`, `ping` and `stop`, as `EnvironmentActor` has."""
+    """A pool that keeps its actors alive; each has the methods `run`, `ping` and `stop`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ActorPool:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Have the actors hand over their results, then end them."""
+        """Let the actors send their results, then end them."""
         members = list(self._members)
         stops = [
             await_reply(
@@ -174,7 +174,7 @@ class ActorPool:
             )
 
     async def _run_to_death(self, member: Member) -> str:
-        """Run the actor until it stops, dies or freezes. Returns: why it ended."""
+        """Run the actor until it stops, dies or freezes; return the reason why it ended."""
         try:
             async with race(self._until_stopped(member), self._until_frozen(member)) as ends:
                 cause: str = next(end for end in ends if end.done()).result()

@@ -2,7 +2,7 @@
 
 Invariants: only the end of a run waits for an upload, and only for a limited time; an upload that
 fails causes a notice, is counted, and never ends the run; the newest checkpoint is copied first, so
-that the address lacks older ones if copying is slower than the run. The recorder owns the thread.
+that older ones are not copied if copying is slower than the run. The recorder owns the thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ CLOSE_LIMIT_S = 600.0
 
 
 class CheckpointUploads:
-    """The thread that copies: call `begin_term` first, `wake` after each commit, `close` last."""
+    """The thread that copies checkpoints.
+
+    Call `begin_term` first, `wake` after each commit, and `close` last.
+    """
 
     def __init__(self, run_dir: RunDir, settings: RunSettings, *, metrics: Metrics) -> None:
         assert settings.checkpoint_url is not None
@@ -56,7 +59,7 @@ class CheckpointUploads:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread: a checkpoint has been committed."""
+        """Wake the thread after a checkpoint has been committed."""
         with self._waiting_lock:
             self._waiting.append(time.time())
             self._show_waiting()
@@ -65,7 +68,7 @@ class CheckpointUploads:
     def close(self, *, writes_rest: bool, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Copy the committed checkpoints, then end the thread; block for at most `limit_s` seconds.
 
-        writes_rest: False if another process has taken over the run: then copy nothing more.
+        writes_rest: whether to copy; False if another process has taken over the run.
         """
         if not writes_rest:
             self._is_lost.set()

@@ -97,7 +97,7 @@ class CheckpointWriter:
             await self._save(done)
 
     def is_due(self, done: int, begun_at: float) -> bool:
-        """Return whether a waiting service must commit its evictions, by their number or the time.
+        """Whether a waiting service must commit its evictions, by their number or the time.
 
         Clients may submit any number of rollouts that are evicted; in other runs the failure limits
         end the run. begun_at: time at which the loop began to wait.
@@ -131,7 +131,7 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Take the queue's state after the step; commit it with the checkpoint in the next step.
 
-        Later events have higher numbers than this state, and may be stored before it.
+        Events that are later than this state have higher numbers, and may be stored before it.
         """
         version, snapshot = self._handles.trainer.version, await self._handles.queue.cut()
         self._writing = asyncio.create_task(
@@ -149,7 +149,7 @@ class CheckpointWriter:
         await self.join()
         if is_complete and self._is_committed(done):
             await self._commit(self.newest, await self._handles.queue.cut())
-        # Repeat if a rank is lost meanwhile; the trainer bounds how often.
+        # Repeat this if a rank is lost in the meantime; the trainer limits the number of restarts.
         while self.newest.step < done:
             await self._save(done)
             await self.join()

@@ -70,7 +70,7 @@ Work = Callable[[OperationAnswer], Awaitable[OperationAnswer]]
 
 
 class Control(ControlPort):
-    """The operator's calls; belongs to the supervisor's event loop.
+    """The calls that an operator can make; used only in the supervisor's event loop.
 
     `term` is the running term; None between two terms.
     """
@@ -116,7 +116,7 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin the term of a new lease: finish a requested return and restore the pauses.
+        """Begin the term of a new lease: complete a requested return and restore the pauses.
 
         Raises: StoreError.
         """
@@ -193,7 +193,7 @@ class Control(ControlPort):
             recorder.training(str(self.pauses))
         recorder.paused(self.pauses.paused)
         if changed is Pausable.GENERATION and self.term is not None:
-            # If this term is lost, the next one begins with the pauses.
+            # If this term is lost, the next term begins with the stored pauses.
             with suppress(ActorLost):
                 await self.term.hold_generation()
 
@@ -396,7 +396,7 @@ class Control(ControlPort):
 
     def _add(self, kind: str, *, detail: str, checkpoint: str | None = None) -> OperationAnswer:
         operation = OperationAnswer(
-            # Unique, also among the operations of earlier supervisors.
+            # The id is also different from the ids of earlier supervisors' operations.
             id=f"op-{self._recorder.term}-{next(self._numbers)}",
             kind=kind,
             status=OperationStatus.RUNNING,
@@ -459,7 +459,7 @@ class Control(ControlPort):
         return None
 
     def _check_is_running(self) -> None:
-        """Raise ControlRefused if the run has not started yet, or is ending."""
+        """Raise ControlRefused if the run has not started yet or is about to end."""
         phase = self._recorder.current_phase
         if phase in OVER:
             raise ControlRefused(
@@ -538,7 +538,7 @@ def policies_view(
     checkpoints: the ids of checkpoints by version. now: seconds since 1970.
     """
     replicas = () if status is None else status.replicas
-    # After a return, another term's version with the same number is another policy.
+    # After a return, versions of different terms may have the same number but different weights.
     current = [each for each in replicas if each.term is not None and each.term == term]
     is_own = status is not None and status.term == term
     published = status.version if status is not None and is_own else None

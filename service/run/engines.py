@@ -3,7 +3,7 @@
 Board and engines outlive the run's terms: after a return to a checkpoint, the engines load the
 older weights under the number of the newer term. They also outlive a supervisor if another one
 replaces it within `run.orphan_timeout_s`; the new supervisor finds the board by its name. If the
-board dies, the engines wait equally long for a new board with the same name. The engines are
+board dies, the engines wait for the same time for a new board with the same name. The engines are
 restarted only if their settings change.
 """
 
@@ -89,10 +89,10 @@ class Engines:
     ) -> None:
         """Store the settings; `open_term` starts the engines.
 
-        Args: run_id: the same in every process of this run. orphan_timeout_s: the setting of this
-        name. has_api: whether the run has an API that outlives the supervisor; if so, `stop` leaves
-        the board running, and the board ends the API after `orphan_timeout_s` without a term's
-        call.
+        Args: run_id: the same in every process of this run. orphan_timeout_s: the setting
+        `run.orphan_timeout_s`. has_api: whether the run has an API that outlives the supervisor. If
+        so, `stop` leaves the board running, and the board ends the API if no term calls it for
+        `orphan_timeout_s`.
         """
         self.settings = settings
         self.app_name = ""
@@ -153,7 +153,7 @@ class Engines:
     async def stop(self) -> None:
         """End the deployment and the board within a time limit; this also works during their start.
 
-        If a newer term has taken them over, leave them running.
+        If a newer term has taken over the deployment and the board, leave both running.
         """
         if self._board is None:
             return
@@ -179,14 +179,14 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Take over the board and engines of an earlier term. Returns: whether there were any."""
+        """Take over the board and engines of an earlier term; return whether there were any."""
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
             return False
         self._board = board
         try:
-            # Longer than the deadline of a status: abandoning a slow board costs the engines.
+            # Wait longer than for a status: if a slow board is abandoned, its engines are lost.
             handle = board_handle(board, deadline_s=RPC_DEADLINE_S)
             deployed: Deployed = await handle.open_term(self._term)
         except ActorLost:
@@ -214,7 +214,8 @@ class Engines:
             orphan_timeout_s=self._orphan_timeout_s,
             resources=self._resources,
         )
-        # A thread cannot be cancelled: without waiting, it could deploy after `stop` has deleted.
+        # Wait for the thread, which cannot be cancelled: otherwise it could deploy engines after
+        # `stop` has deleted the deployment.
         await asyncio.shield(self._deploying)
 
     async def _start_board(self) -> ActorHandle:
@@ -272,14 +273,15 @@ def board_handle(board: ActorHandle, *, deadline_s: float) -> WeightBoard:
 
 
 class Publisher:
-    """Publishes the trainer's weights to the engines, and compares the log-probabilities of both.
+    """Publishes the trainer's weights to the engines, and compares the log-probabilities that
+    trainer and engines compute.
 
     The first publication of a term runs the full check (`check_start`): the trainer scores the text
     by itself and packed with other rows, and then scores the engines' continuations. Each later
-    publication checks the end of the text; every `check_every`-th one checks all of it. These later
-    checks may take at most COST_SHARE of the time since the start: if a check of the text would
-    take longer, the publication checks only the beginning of the text, or nothing. If a check is
-    beyond its bound, the next publication checks the same text again, regardless of the cost.
+    publication checks the end of the text; every `check_every`-th one checks the whole text. These
+    later checks may take at most COST_SHARE of the time since the start: if a check of the text
+    would take longer, the publication checks only the beginning of the text, or nothing. If a check
+    exceeds its bound, the next publication checks the same text again, regardless of the cost.
     """
 
     def __init__(
@@ -302,8 +304,8 @@ class Publisher:
         Args: quiet_limit_s: how long the engines may go without any progress in starting or
         loading. measure: context manager for each phase of a publication. text: text of the first
         check; None uses a fixed text of 17 tokens in all checks. most_tokens: an engine's limit for
-        prompt tokens. check_every: number of publications after which a check of all of the text is
-        due; 0: none is. dtype, is_quantised: select the bounds. clock: returns seconds.
+        prompt tokens. check_every: number of publications after which a check of the whole text is
+        due; 0 for never. dtype, is_quantised: select the bounds. clock: returns seconds.
         """
         self._trainer = trainer
         self._board = board
@@ -370,7 +372,7 @@ class Publisher:
             self._is_all_due = True
         allowed_s = COST_SHARE * (self._clock() - self._began_at)
         if self._spent_s + self._long_s > allowed_s:
-            # Short checks leave half of the time, so that a long one becomes possible.
+            # Short checks use only half of the time, so that a long check becomes possible later.
             left_s = min(allowed_s - self._spent_s, allowed_s / 2 - self._spent_short_s)
             return short(text) if self._short_s <= left_s else NO_TEXT
         is_all_due, self._is_all_due = self._is_all_due, False
@@ -379,7 +381,7 @@ class Publisher:
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait as `wait_until_loaded` does, and run the full check.
 
-        The result is also joined with that of the next check.
+        The comparison is also joined with that of the next check.
 
         Returns: the comparison; None if no engine answered.
         Raises: the errors of `wait_until_loaded`.
@@ -391,7 +393,7 @@ class Publisher:
         samples = [sample for each in replicas for sample in each.check_samples]
         if self._text is not None and check is not None:
             self._long_s = check.seconds
-            # The text lasts for the term, whatever the engines sample later.
+            # The same text is used for the whole term, whatever the engines sample later.
             self._later_text = published_text(self._text, samples, most=self._most_tokens)
             with self._measure(PublishPhase.CHECK):
                 own = await self._trainer.check_logprobs([sampled_row(self._text, samples)])
@@ -413,8 +415,9 @@ class Publisher:
         Engines that join, leave or are replaced meanwhile do not end the term: a new engine loads
         the version before it is ready. If no engine is live, wait for a new one.
 
-        Returns: the comparison of the scores of trainer and engines, joined with the first check if
-            this is the next one; None if no engine answered or nothing was checked.
+        Returns: the comparison of the scores of trainer and engines; None if no engine answered or
+            nothing was checked. The comparison of `check_start` is joined with the first one that
+            follows it.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure(PublishPhase.LOAD):

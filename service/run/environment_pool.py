@@ -26,7 +26,7 @@ PROMPTS_LIMIT_S = 20.0
 
 
 class EnvironmentPool(ActorPool):
-    """Keeps the actors alive, and plays evaluations on them."""
+    """A pool that keeps environment actors alive, and plays evaluations on them."""
 
     def __init__(
         self,
@@ -139,6 +139,6 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the seconds within which an episode ends unless its actor is frozen."""
+    """Return the longest time in which an episode ends, in seconds, unless its actor is frozen."""
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

@@ -2,8 +2,8 @@
 
 If an actor dies, the rollouts of its share are missing from the evaluation and are not played
 again. The file is meant for people: if it cannot be written, the user gets one notice and the run
-continues. Lines are read one by one from the object store, so that memory holds only one line. Used
-by `EnvironmentPool` and by `rayloom evaluate`.
+continues. Lines are read one after another from the object store, so that memory holds only one
+line. Used by `EnvironmentPool` and by `rayloom evaluate`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.remote_calls import await_reply
 from service.run.actor_pool import ENVIRONMENT_ACTORS, Member
 
 LOOK_S = 2.0
-# For one line, which may be on another node.
+# Seconds to fetch one line, which may be on another node.
 FETCH_LIMIT_S = 60.0
 
 
@@ -135,7 +135,7 @@ class EvaluationFiles:
                 )
 
     def _write(self, name: str, played: Sequence[Played]) -> None:
-        # Without parents: if the run's directory is not visible here, do not make another one.
+        # Make no parent directories: if the run's directory is not visible here, do not make one.
         self._directory.mkdir(exist_ok=True)
         write_lines(self._directory / f"{name}.jsonl", played)
         files = sorted(self._directory.glob("step-*.jsonl"), key=lambda file: file.stat().st_mtime)

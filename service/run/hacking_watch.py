@@ -107,7 +107,7 @@ class HackingWatch:
         try:
             journal = open_journal(self._run_dir.path)
         except ConfigError:
-            # No file survives.
+            # There is no file of a surviving step.
             return
         # The term's own files come one by one, and some may exist already.
         earlier = tuple(file for file in journal.files if file.term < term)
@@ -129,7 +129,7 @@ class HackingWatch:
         self._findings += tuple(new)
         for finding in new:
             self._notice(f"audit: {finding.text}{_examples(finding)}")
-        # Last, since it may fail.
+        # Do this last, because it may fail.
         if verdicts:
             append(self._run_dir.path, Line(step=number, term=term, verdicts=verdicts))
         for finding in new:

@@ -1,8 +1,8 @@
-"""A run's status, its readiness, and the rules that decide whether it has failed. Pure.
+"""The status and the readiness of a run, and the rules that decide whether it has failed. Pure.
 
 Used by the supervisor and its loop. The command line reads a RunStatus twice a second for its
-display. Records, evaluations and notices are lists that only grow: a RunStatus has only the kept
-items that follow the caller's cursor.
+display. Records, evaluations and notices are lists that only grow. A RunStatus has only the items
+after the caller's cursor, if they are still kept.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TOKEN_REMEDIES: Mapping[TokenCause, str] = {
 # notice.
 SHARE_STEPS = 5
 LOW_SHARE = 0.5
-# Steps without a difference in reward after which there is a notice.
+# Number of steps without a difference in reward after which a notice is given.
 CONSTANT_STEPS = 3
 OTHER_REMEDY = "check the rules of rollouts.outcomes, and algorithm.min_group_size"
 
@@ -243,7 +243,7 @@ class EngineChange:
 
 
 class EngineWatch:
-    """Counts lost and new engines, and measures how long one has lacked the current version.
+    """Counts lost and new engines, and measures how long an engine has lacked the current version.
 
     An engine counts from the time at which it first has the current version. It is not lost if it
     lacks a version that was just published, or if it was stopped because fewer engines were
@@ -291,7 +291,7 @@ class EngineWatch:
         return EngineChange(num_lost=num_lost, text=f"{', '.join(changes)}; {count}")
 
     def behind_s(self, now: float) -> float:
-        """Return the seconds for which an engine has lacked the current version."""
+        """Return for how many seconds some engine has lacked the current version."""
         return 0.0 if self._behind_since is None else now - self._behind_since
 
 
@@ -320,8 +320,8 @@ class RunFailed(Exception):
 class FaultCount:
     """Counts the faults since the run last made progress, but only those of the last day.
 
-    The limit of a day serves a run that waits for submissions: it makes no progress, and its faults
-    may be weeks apart.
+    The limit of a day is for runs that wait for submissions: such a run makes no progress, and its
+    faults may be weeks apart.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -330,7 +330,7 @@ class FaultCount:
         self._times: list[float] = []
 
     def is_one_too_many(self) -> bool:
-        """Count another fault. Returns: whether there are more than `limit`."""
+        """Count another fault; return whether there are now more than `limit` faults."""
         now = self._clock()
         self._times = [each for each in self._times if now - each < FAULTS_COUNT_S] + [now]
         return len(self._times) > self._limit
@@ -404,7 +404,8 @@ class FailureWatch:
     def constant_reward(self, step: int, report: StepReport) -> str | None:
         """Return a notice if all groups of the last CONSTANT_STEPS steps had equal returns.
 
-        With equal returns all advantages are 0. The notice is returned once for each such stretch.
+        With equal returns all advantages are 0. The notice is returned once for each series of such
+        steps.
         """
         is_constant = 0 < report.num_groups <= report.num_zero_variance_groups
         self._num_constant = self._num_constant + 1 if is_constant else 0
@@ -419,7 +420,7 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Count a check that is beyond its bound. Returns: a notice; empty if all scores agree.
+        """Count a check that exceeds its bound; return a notice, empty if all scores agree.
 
         check: the check after the step's publication; None if no engine answered.
         """
@@ -430,7 +431,7 @@ class FailureWatch:
         return self._last_unequal
 
     def check_logprobs(self) -> None:
-        """Raise RunFailed after too many checks beyond the bound. Called between two steps."""
+        """Raise RunFailed if too many checks exceeded the bound. Called between two steps."""
         limit = self._limits.trainer.logprob_check_failures
         if limit and self._num_unequal >= limit:
             raise RunFailed(

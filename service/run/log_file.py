@@ -13,8 +13,8 @@ LOG_BYTES, OLD_LOGS = 32 * 2**20, 3
 def configure_logging(path: str) -> None:
     """Write Rayloom's log to a file, one line for each event, with its time in UTC.
 
-    A full file is renamed to run.log.1, older ones to run.log.2 and so on; the oldest is removed.
-    Nothing goes to stdout, because Ray would store each line again, in the logs of the node.
+    A full file is renamed to run.log.1, older files to run.log.2 and so on; the oldest is removed.
+    Nothing is written to stdout, because Ray would store each line again in the node's logs.
     """
     lines = logging.Formatter(
         "%(asctime)s %(levelname)-7s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ"

@@ -67,7 +67,7 @@ class TrainedStep:
 
 
 class Stopwatch:
-    """Measures the seconds since the last lap."""
+    """A clock that returns the seconds since it was last read."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -128,15 +128,15 @@ class Loop:
         """Have the loop write a checkpoint after the current step, and wait until it is committed.
 
         The checkpoint is of the last finished step; if that step is committed already, nothing is
-        written. If another checkpoint is being written, it is finished first. A checkpoint that
-        fails because a rank is lost is begun again. Raises: ActorLost if the term ends first.
+        written. If another checkpoint is being written, it is finished first. If a checkpoint fails
+        because a rank is lost, it is written again. Raises: ActorLost if the term ends first.
         """
         return await self._checkpoints.requested(self._step - 1)
 
     async def run(self) -> None:
         """Train until the last step or `stop`; leave a checkpoint and no unfinished work.
 
-        Raises: RunFailed, after leaving a checkpoint as a stop does; ActorLost.
+        Raises: RunFailed, after a checkpoint was written as in a stop; ActorLost.
         """
         try:
             await self._run()
@@ -315,14 +315,14 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """After the grace, make the ranks abandon their step if no update of it is done."""
+        """Wait for the grace, then make the ranks abandon their step unless an update is done."""
         await self._is_grace_over.wait()
         while True:
             await self._handles.trainer.abandon()
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Call the trainer; if its replacement has different weights, publish these first."""
+        """Call the trainer; if it was replaced and has other weights, publish these first."""
         while True:
             try:
                 return await call()
@@ -332,7 +332,7 @@ class Loop:
                 await self._handles.publisher.wait_until_loaded(await self._publish())
 
     async def _publish(self) -> int:
-        """Publish the trainer's weights. Returns: the version under which they were published."""
+        """Publish the trainer's weights; return the version under which they were published."""
         while True:
             version = self._handles.trainer.version
             with suppress(WeightsMoved):
@@ -340,7 +340,7 @@ class Loop:
                 return version
 
     def _is_any_due(self, step: int) -> bool:
-        """Return whether an evaluation or a checkpoint needs exactly this step's version."""
+        """Whether an evaluation or a checkpoint needs exactly this step's version."""
         return self._is_evaluation_due(step) or step % self._settings.run.checkpoint_every == 0
 
     def _is_evaluation_due(self, step: int) -> bool:
@@ -373,7 +373,7 @@ class Loop:
             await self._checkpoints.commit_when_written(step)
 
     async def _wait_until_loaded(self, trained: TrainedStep) -> LogprobCheck | None:
-        """Wait until every engine has a step's version, then let the queue admit groups by it.
+        """Wait until every engine has a step's version, then report the version to the queue.
 
         Returns: the result of `Publisher.wait_until_loaded`.
         """
@@ -396,7 +396,7 @@ class Loop:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
-        # After the record, which shows by how much trainer and engines differ.
+        # Check this after the record, which shows by how much trainer and engines differ.
         if notice := self._failures.note_logprobs(trained.step, check):
             self._handles.recorder.notice(notice)
 
@@ -422,7 +422,7 @@ class Loop:
                 await self._handles.recorder.evaluation(record)
 
     async def _evaluate_set(self, found: EvaluationSet, *, step: int) -> list[TrajectorySummary]:
-        """Play and record an evaluation set. Returns: its summaries. Raises: StepAbandoned."""
+        """Play and record an evaluation set; return its summaries. Raises: StepAbandoned."""
         version, name = self._handles.trainer.version, found.name
         what = f"term-{self._settings.term:04d}{f'-{name}' if name else ''}"
         summaries = await self._unless_grace_is_over(

@@ -16,7 +16,7 @@ from service.store.tables import Pausable
 
 
 class Gate:
-    """A gate, open or closed. Closing it does not interrupt blocks that have already passed it."""
+    """An open or closed gate. Closing it does not interrupt blocks of code that have passed it."""
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()

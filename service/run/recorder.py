@@ -188,7 +188,7 @@ class RunRecorder:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the block as a stage of a start, unless it fails."""
+        """Record the code in this block as a stage of a start, unless the block fails."""
         began = time.monotonic()
         yield
         self.stage_ended(name, time.monotonic() - began)
@@ -290,7 +290,7 @@ class RunRecorder:
 
     @property
     def collapsed_since(self) -> int | None:
-        """First step of a collapse of the mean return that has not recovered; None without one."""
+        """First step of a collapse of the mean return that still continues; None without one."""
         drop = self._rewards.drop
         return None if drop is None else drop.since
 
@@ -405,7 +405,7 @@ class RunRecorder:
 
     @contextmanager
     def publishing(self, phase: PublishPhase) -> Iterator[None]:
-        """Count the block's seconds as a phase of a publication; if it fails, count a failure."""
+        """Count the seconds of this block as a phase of a publication; if it fails, a failure."""
         started, parts = time.monotonic(), self._metrics.parts
         try:
             yield
@@ -417,7 +417,7 @@ class RunRecorder:
     async def forget(self, kept: Sequence[Checkpoint], retention: Retention) -> None:
         """Remove the rows that nothing needs any more. kept: see `retention.forget`."""
         if self._submissions is not None:
-            # Before the removal of the events, which say how the submissions' rollouts ended.
+            # Do this before the events are removed, which say how the submissions' rollouts ended.
             await self._submissions.archive(
                 last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
             )
@@ -473,7 +473,7 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
-        """Count blocked seconds. blocked_s: totals of the queue; a restarted queue begins at 0."""
+        """Count blocked seconds. blocked_s: the queue's totals; a restarted queue begins at 0."""
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
             gained_s = seconds - counted_s if seconds >= counted_s else seconds

@@ -73,7 +73,7 @@ def remote_handle(actor: ActorHandle, kind: type[Actor], *, name: str, deadline_
 
 
 class _Calls:
-    """An object that turns each method call into `ask` with the method's name."""
+    """An object whose every method calls `ask` with the method's name."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
         self._ask = ask
@@ -104,9 +104,9 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 
 
 class _SupervisorClient(_Calls):
-    """The supervisor's methods by their names, and the methods defined here.
+    """A client with all methods of the supervisor, and those defined here.
 
-    Submissions that arrive during a call with submissions are sent with the next call, in order.
+    Submissions that arrive while others are being sent wait for the next call, in order.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -155,7 +155,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the offers of the next call, by the futures of their replies."""
+        """Return the offers to send in the next call, each by the future of its reply."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

@@ -1,9 +1,9 @@
-"""The merge actor, replaced in place: if it dies during a call, a new actor repeats the call.
+"""A merge actor that is replaced in place: if it dies during a call, a new actor repeats the call.
 
-Plans and batches depend only on their arguments, so that no state must be transferred. Invariant:
-the result of a call outlives the actor that made it. Ray frees the objects that a dead process
-owned, so this process puts the shards into the object store again as their owner. Used by the
-loop; each term has one.
+Plans and batches depend only on the arguments of the call, so no state must be transferred.
+Invariant: the result of a call outlives the actor that made it. Ray frees the objects that a dead
+process owned, so this process puts the shards into the object store again and is then their owner.
+Used by the loop; each term has one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from actors.trajectory_queue.messages import StepInput
 from service.remote_calls import await_reply, reason_of
 from service.run.remote_handles import MERGE_DEADLINE_S
 
-# Limit for one call.
+# Longest time of one call, in seconds.
 MAX_ATTEMPTS = 3
 FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """Implements `loop.Merge` with replaceable actors. Raises: ActorLost after MAX_ATTEMPTS."""
+    """An implementation of `loop.Merge` with replaceable actors.
+
+    Its calls raise ActorLost after MAX_ATTEMPTS.
+    """
 
     def __init__(
         self, start_actor: Callable[[], ActorHandle], *, on_restart: Callable[[str], None]

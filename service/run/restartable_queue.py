@@ -1,13 +1,13 @@
 """The trajectory queue as the supervisor calls it; a queue that died is opened again in place.
 
 Ray restarts the queue's process under the same handles; this class opens the queue from the newest
-cut (`QueueCut`: the queue's state, and the events since the last cut) that it has processed, and
-repeats the lost calls. Invariants: cuts are processed in order, and their events and summaries are
-passed to the recorder; a call returns only after its own cut is processed. The recorder and the
-next queue therefore agree about everything that the loop knows. Rollouts that ended after that cut,
-or whose trajectories were in the queue, are played again. The step that the loop has taken stays
-taken. This class keeps the tasks in flight as they were admitted, because cuts do not contain their
-data.
+cut that it has processed, and repeats the lost calls. (A `QueueCut` is the queue's state, with the
+events since the last cut.) Invariants: cuts are processed in order, and their events and summaries
+are passed to the recorder; a call returns only after its own cut is processed. The recorder and the
+next queue therefore agree about everything that the loop knows. Rollouts that ended after the
+newest cut, or whose trajectories were in the queue, are played again. The step that the loop has
+taken stays taken. This class keeps the tasks in flight as they were admitted, because cuts do not
+contain the data of tasks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RestartableQueue:
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
         """Return the open slots, and process the cut.
 
-        This and the next methods call the queue actor's method of the same name.
+        This method and those after it call the queue actor's method of the same name.
         """
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
@@ -115,14 +115,14 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Process everything up to now. Returns: the queue's state with the tasks."""
+        """Process all events up to now; return the queue's state with the tasks."""
         await self._change("cut")
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue has a snapshot"
         return snapshot
 
     async def hold(self, is_held: bool) -> None:
-        """Make the queue hand out nothing, or resume it; a restarted queue does the same."""
+        """Stop handing out rollouts, or resume it; a queue that is restarted does the same."""
         self._is_held = is_held
         await self._ask("hold", is_held)
 

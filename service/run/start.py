@@ -1,7 +1,7 @@
 """Start the two actors that the run's command, or its host on Ray Serve, owns.
 
-These are the metrics endpoint, which outlives supervisors, and the supervisor, which starts all
-other actors.
+These actors are the metrics endpoint, which outlives supervisors, and the supervisor, which starts
+all other actors.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def start_supervisor(
     which the new one replaces. lost_name: HOST:PID of the dead supervisor; empty if unknown.
     Raises: LeaseLost if another process has started a supervisor since `lost` died.
     """
-    # Done here, because this process has already imported the tokenizer's packages: that takes a
-    # second.
+    # Do this here, because this process has already imported the tokenizer's packages, which takes
+    # a second.
     engines = engine_settings(config, model=model)
     actor_class = ray.remote(Supervisor).options(
         num_cpus=0,

@@ -59,7 +59,7 @@ _EXPLAINED = (RunFailed, TrainerStartFailed, StoreError, CheckpointError)
 
 
 class WhenHeld(Enum):
-    """The reaction of a start if a live process already owns the run."""
+    """The behaviour of a start if a live process already owns the run."""
 
     REFUSE = "refuse"
     WAIT = "wait"
@@ -323,7 +323,7 @@ class Supervisor:
         return await self._thread.call(add_key, self._store, key)
 
     async def revoke_key(self, name: str) -> NamedKey | None:
-        """Revoke a key for good. Returns: the key; None if there is none. Raises: StoreError."""
+        """Revoke a key permanently; return it, or None if it is unknown. Raises: StoreError."""
         return await self._thread.call(revoke_key, self._store, name)
 
     async def gateway(self) -> Any:
@@ -337,7 +337,7 @@ class Supervisor:
         return await getattr(self._control, call)(*arguments)
 
     async def _evict(self, group_id: str) -> bool:
-        """Cancel a group in the queue. Returns: False if a step has taken it.
+        """Cancel a group in the queue; return False if a step has taken it.
 
         If there is no term, or its queue is lost, return True: the next term cancels the group at
         its start.
@@ -354,7 +354,7 @@ class Supervisor:
         return self._submissions
 
     def _check_owned(self) -> None:
-        """Raise LeaseLost if the run has a new owner: this process may lack its newest state."""
+        """Raise LeaseLost if the run has a new owner, whose newer state this process may lack."""
         if self._lost is not None:
             raise LeaseLost(str(self._lost))
 
@@ -492,7 +492,7 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease from the newest sound checkpoint. Returns: lease and all checkpoints."""
+        """Take a lease from the newest intact checkpoint; return the lease and all checkpoints."""
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._faults]
         self._faults |= find_faults(self._run_dir.checkpoints, sound)
@@ -523,7 +523,7 @@ class Supervisor:
                     await asyncio.to_thread(self._store.renew, term)
 
     async def _end(self, phase: Phase, reason: str) -> bool:
-        """Show the end, and accept no more calls. Returns: whether the report was written."""
+        """Show the end and accept no more calls; return whether the report was written."""
         has_report = await self._view.end(phase, reason)
         self._control.close(reason)
         if self._submissions is not None:

@@ -135,7 +135,7 @@ def choose(
     *,
     slot: int,
 ) -> Task:
-    """Return the first task that does not rest, or rests but is drawn by chance.
+    """Return the first task that does not rest, or that rests but is drawn by chance.
 
     If there is no such task, return the first of `choices`.
 
@@ -153,10 +153,10 @@ def choose(
 
 
 def is_resting(passed: Sequence[float], settings: CurriculumSettings) -> bool:
-    """Return whether a task rests: its newest groups' mean of `passed` is too high or too low.
+    """Whether a task rests, because the mean of `passed` in its newest groups is too high or low.
 
-    False if there are too few groups. Example: with window 2 it is true for [1, 1] and [0, 0], but
-    not for [0.5, 0] or [1].
+    The result is False if there are too few groups. Example: with window 2 the task rests for
+    [1, 1] and [0, 0], but not for [0.5, 0] or [1].
     """
     newest = passed[-settings.window :]
     if len(newest) < settings.window:

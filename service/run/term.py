@@ -218,7 +218,7 @@ class Term:
         return await self._pool.evaluate(tasks, sampling, file=file, slots_share=slots_share)
 
     async def hold_generation(self) -> None:
-        """Make queue and engines hold their work if generation is paused, or else resume it.
+        """Stop the work of queue and engines if generation is paused, otherwise resume it.
 
         A queue that is not open yet receives this state when it is opened. Raises: ActorLost.
         """
@@ -258,7 +258,8 @@ class Term:
     async def stop(self, *, is_orderly: bool) -> None:
         """End this term's actors; the engines keep running.
 
-        is_orderly: no actor was lost; if training has begun, the actors first hand over their work.
+        is_orderly: whether no actor was lost. If so, and if training has begun, the actors first
+        send their work to the queue.
         """
         if is_orderly and self.is_training:
             assert self._pool is not None
@@ -288,7 +289,7 @@ class Term:
         term = self._lease.term
         await self._claim_checkpoints()
         await asyncio.to_thread(remove_reservations, self._run_id, before_term=term)
-        # First the engines, which take longest.
+        # Start the engines first, because they take longest.
         with self._recorder.stage("deploying the engines"):
             await self._engines.open_term(term, resources=self.roles.asked(Role.INFERENCE))
         # Then reserve the ranks' resources, which must be on one node. Then the queue and
@@ -487,7 +488,7 @@ class Term:
         )
 
     async def _cancel_again(self) -> None:
-        """Cancel the groups again that were cancelled after the restored checkpoint."""
+        """Cancel again the groups that were cancelled after the restored checkpoint was written."""
         for group_id in self._submissions.groups_to_cancel if self._submissions else ():
             await self.queue.cancel_group(group_id)
 
@@ -527,7 +528,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the checkpoints that are not kept, after the rows that need them are removed."""
+        """Remove the checkpoints that are not kept; before that, remove the rows that need them."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

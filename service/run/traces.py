@@ -1,10 +1,11 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-Only the supervisor writes a trace, when the rollout leaves the ledger, from events that it has in
-any case: actors pass no trace context. A rollout's times are exact to one poll of the queue; the
-stages of its step are placed end to end and end when the rollout leaves. A thread sends the traces
-over OTLP; traces that a collector does not accept in time are dropped. If a supervisor dies, the
-traces of the rollouts in flight begin with its successor. Filled by `RunRecorder`.
+Only the supervisor writes a trace, when the rollout leaves the ledger. It uses events that it
+receives in any case, so actors pass no trace context. A rollout's times are exact to one poll of
+the queue. The stages of its step follow each other without a gap, and the last one ends when the
+rollout leaves. A thread sends the traces over OTLP; traces that a collector does not accept in time
+are dropped. If a supervisor dies, the traces of the rollouts in flight begin when its successor
+starts. Called by `RunRecorder`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from service.config.tree import TracingSettings
 from service.telemetry.records import StepRecord
 
 if TYPE_CHECKING:
-    # Importing these takes a second, so only traced runs do.
+    # Only traced runs import these, because that takes a second.
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
@@ -36,7 +37,8 @@ class _Rollout:
     """The times of a rollout in flight, in seconds since 1970."""
 
     accepted_at: float | None
-    """Time at which the HTTP API accepted it; None if it is the run's own task, or if unknown."""
+    """Time at which the HTTP API accepted the rollout; None for the run's own tasks, or if unknown.
+    """
     admitted_at: float
     attempts: list[tuple[float, TrajectorySummary]] = field(default_factory=list)
     """Each ended attempt, with the time of its end."""
