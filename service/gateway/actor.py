@@ -1,8 +1,9 @@
 """The gateway as a Ray actor: it plays the run's sessions, as environment actors play games, and
 delivers uploaded trajectories.
 
-There is one per run, on the supervisor's node, since the run's database may be a file. Its state is
-in the store: if the actor dies, a new one takes its rollouts from the queue again.
+Each run has one gateway, on the supervisor's node, because the run's database may be a file. The
+gateway's state is in the store: if the actor dies, a new one takes its rollouts from the queue
+again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from service.store.sessions import SessionStore
 from service.store.uploads import UploadStore
 from service.telemetry.endpoint import Reading, push_forever
 
-# Shorter than the time after which the store itself gives up.
+# Seconds to wait for the database; shorter than the time after which the store itself gives up.
 STORE_HOLD_S = PATIENCE_S / 2
 
 
@@ -124,7 +125,7 @@ class Gateway:
         return await player.play(assignment)
 
     async def ping(self) -> None:
-        """Return at once: if the event loop is blocked, the caller gets no answer."""
+        """Return at once. If the event loop is blocked, the caller gets no answer."""
 
     async def stop(self) -> None:
         """Accept no more requests, and store all changes that are not stored yet."""

@@ -1,8 +1,8 @@
 """Check by a request's headers that it has a key of its session, before its body is read.
 
-A key that names another session, or none, is refused at once. Before a large body is read, the
-gateway checks that the key is the session's. It checks the key's permissions when it answers, as
-for every request.
+A key that names another session, or no session, is refused at once. Before a large body is read,
+the gateway checks that the key belongs to the session. As for every request, it checks what the key
+permits when it answers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def sent_key(headers: Mapping[str, str]) -> str:
 
 
 def holder_of(key: str) -> Caller:
-    """Return the caller that sends a session's key: a client of the session's tenant."""
+    """Return the caller who has a session's key: a client of the session's tenant."""
     return Caller(scope=Scope.CLIENT, tenant=tenant_of(session_of_key(key)))
 
 
@@ -90,7 +90,7 @@ def no_key() -> Refused:
 
 
 def unknown_session(name: str) -> Refused:
-    """Return the refusal for an unknown session and for a wrong key; its text is the same."""
+    """Return the refusal of an unknown session or a wrong key; the text is the same for both."""
     return Refused(
         RefusalCode.UNKNOWN_SESSION,
         f"this run has no session {name!r} with this key; use the key that the session's creation "
@@ -116,7 +116,7 @@ def _answer(path: str, headers: Headers, refused: Refused) -> Response:
 
 
 def as_problem(refused: Refused) -> Problem:
-    """Return a refusal in the form of our own routes."""
+    """Return a refusal in the form of Rayloom's own routes."""
     return Problem(
         refused.code.status,
         refused.code.value.replace("_", "-"),

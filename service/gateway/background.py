@@ -22,7 +22,7 @@ class Background:
     """The background tasks and the thread of a gateway; belongs to one event loop."""
 
     def __init__(self) -> None:
-        # One thread: two must not use a tokenizer at once.
+        # Use only one thread, because two threads must not use a tokenizer at the same time.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
         self._begun = TaskSet()
 

@@ -20,7 +20,7 @@ class ChatCall:
     key_digest: str
     """SHA-256 of the key that the client sent."""
     request_id: str
-    """Id of the HTTP request; the same if it is sent again to another gateway."""
+    """Id of the HTTP request, which stays the same if the request is sent to another gateway."""
     request: ChatRequest
     deadline_s: float
     """Seconds from now until the answer is due."""
@@ -33,7 +33,7 @@ class Finish:
     reward: float | None = None
     """Reward of the whole session; None if it is pending or could not be obtained."""
     is_reward_pending: bool = False
-    """The reward is given later."""
+    """Whether the reward is given later."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)

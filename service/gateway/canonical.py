@@ -1,9 +1,10 @@
-"""Decide whether messages are equal: their canonical form, and keys of conversations.
+"""Decide whether messages are equal, by their canonical form, and compute keys of conversations.
 
 Clients send a conversation back changed: they drop or trim reasoning or write it into the content,
 write a call's arguments in another form, round its numbers as JavaScript does, rename the ids of
-calls, put bookkeeping into the system text. Two conversations that differ only in this have equal
-keys. Reading a conversation takes one pass over its text. Called by a session's tree.
+calls, or put bookkeeping into the system text. Two conversations that differ only in these ways
+have equal keys. Computing the keys of a conversation takes one pass over its text. Called by a
+session's tree.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def links_of(
 def tools_key(
     tools: Sequence[ToolSchema], template_options: Mapping[str, object] | None = None
 ) -> bytes:
-    """Return a key that is equal for equal tools in any order, with equal template options."""
+    """Return a key of tools and template options, which does not depend on the order of tools."""
     options = [_json(dict(template_options))] if template_options else []
     return _digest(*sorted(_json(_tool_form(tool)) for tool in tools), *options)
 
@@ -77,9 +78,9 @@ def tools_key(
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
     """Return a hexadecimal digest that is equal if a request is sent again.
 
-    Unlike the keys it depends on the ids and reasoning that a client sends: they may show which of
-    two replies with equal text it continues.
-    Args: key: of the whole conversation. tools: the tools' key.
+    Unlike the keys of conversations, the digest depends on the ids and reasoning that a client
+    sends, because they may show which of two replies with equal text the request continues.
+    Args: key: key of the whole conversation. tools: key of the tools.
     """
     shown = [
         (shown_reasoning(message), [call_id for call_id, _, _ in message.call_texts])

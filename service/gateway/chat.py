@@ -1,8 +1,8 @@
 """A model call in the form common to all dialects: request, reply and refusal.
 
 Each dialect (`service.gateway.dialects`) translates a client's body to a `ChatRequest`, and a
-`ChatReply` back to its own form. A session's tree (`tree`) knows only these, so that a session may
-mix dialects.
+`ChatReply` back to its own form. A session's tree (`tree`) uses only these two types, so that a
+session may mix dialects.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class ChatRequest:
     may_call: bool = True
     """Whether tool calls are parsed from the reply; the prompt shows the tools in any case."""
     is_auxiliary: bool = False
-    """The client says that this call does not belong to the task (a title, a classifier)."""
+    """Whether the client marked this call as not part of the task (a title, a classifier)."""
     is_retry: bool = False
-    """The client says that it has sent this very request before, and got no answer."""
+    """Whether the client marked this request as a repeat of one that got no answer."""
     idempotency_key: str = ""
-    """The client's name for the request: requests with the same key are the same request. Empty: it
-    has no name."""
+    """The idempotency key: requests with the same key are the same request. Empty: the client sent
+    no key."""
 
 
 class StopReason(StrEnum):
@@ -122,10 +122,10 @@ class RefusalCode(StrEnum):
     """The session has reached a limit: it samples no more turns, but can be finished."""
     INVALID_KEY = "invalid_key"
     FORBIDDEN = "forbidden"
-    """The key is the session's, but does not allow this."""
+    """The key belongs to the session, but does not permit this request."""
     UNKNOWN_SESSION = "unknown_session"
     NOT_FOUND = "not_found"
-    """There is no such route, or no such model."""
+    """The route or the model does not exist."""
     CONFLICT = "conflict"
     SESSION_CLOSED = "session_closed"
     TOO_MANY_REQUESTS = "too_many_requests"

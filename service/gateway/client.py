@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from service.gateway.sessions import Sessions
     from service.gateway.uploads import Uploads
 
-# The gateway itself ends a request when its time is up; the client waits this much longer.
+# The gateway ends a request at its deadline; the client waits this many seconds longer.
 ANSWER_MARGIN_S = 2.0
 AGAIN_S = 0.5
 # Seconds in which to find a gateway and report to it that a client has gone.
@@ -125,7 +125,7 @@ class _RemoteSessions:
             is_answered = True
             return answer
         finally:
-            # Also if a gateway died meanwhile: it may have stored the turn as seen.
+            # Do this even if a gateway died meanwhile, because it may have stored the turn as seen.
             if was_asked and not is_answered:
                 await self.abandon(call.session_id, call.request_id)
 

@@ -1,14 +1,15 @@
-"""Store the changes of all sessions together: one transaction for all within 5 ms.
+"""Store the changes of all sessions together: all changes within 5 ms share one transaction.
 
 Invariants: there is one transaction at a time, and changes are stored in their order of arrival; a
 turn is durable before `commit` returns; a turn whose `commit` raised is not stored, or stored as
-unseen, and is trained only if a client sends a marked retry and this turn answers it.
-There is one per gateway; it belongs to one event loop.
+unseen, and is trained only if a client sends a marked retry that this turn answers. Each gateway
+has one `GroupCommit`, which is used in one event loop.
 
-A transaction begins at once if the last one ended at least 5 ms ago: a single turn waits only for
-the disk. Otherwise it begins 5 ms after the last one's end: changes that arrive meanwhile share its
-sync, and the supervisor can take the lock in between, for its lease and steps. Changes that can
-wait, such as intents, begin no transaction for 100 ms: mostly they are stored with a turn.
+A transaction begins at once if the last one ended at least 5 ms ago, so that a single turn waits
+only for the disk. Otherwise it begins 5 ms after the end of the last one. Changes that arrive in
+this time are written with one sync, and the supervisor can take the lock, for its lease and steps.
+Changes that can wait, such as intents, begin no transaction for 100 ms: usually a turn arrives
+first, and they are stored with it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from service.store.thread import StoreThread
 
 PAUSE_S = 0.005
 LINGER_S = 0.1
-# Most changes in one transaction: a statement of SQLite can have 32,766 values.
+# Largest number of changes in one transaction: a statement of SQLite can have 32,766 values.
 MAX_CHANGES = 2048
 
 
@@ -60,12 +61,12 @@ class _Entry:
 class GroupCommit:
     """Writes the changes of all sessions of a gateway, which has no other writer.
 
-    If the database does not answer, it retries as long as the `RunStore` does, also after `hold_s`,
-    to find out whether a transaction whose connection broke was committed.
-    After that, or if the lease is lost, it has failed: it writes nothing more, and the gateway
+    If the database does not answer, the writer retries as long as the `RunStore` does, even after
+    `hold_s`, to find out whether a transaction whose connection broke was committed. After that
+    time, or if the lease is lost, the writer has failed: it writes nothing more, and the gateway
     ends. The next gateway continues from the stored changes. If the last transaction was committed
-    but not confirmed, it finds turns that no client received, as if the gateway had been killed
-    between commit and answer.
+    but not confirmed, the next gateway finds turns that no client received, as if the first one had
+    been killed between commit and answer.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
@@ -76,7 +77,7 @@ class GroupCommit:
         self._store = store
         self._term = term
         self._hold_s = hold_s
-        # A separate thread: sessions can be loaded while a write waits for the database.
+        # Use a separate thread, so that sessions can be loaded while a write waits for the store.
         self._thread = StoreThread()
         self._entries: deque[_Entry] = deque()
         self._hurries = asyncio.Event()
@@ -99,18 +100,19 @@ class GroupCommit:
     def add(self, changes: Sequence[Change], *, can_linger: bool = False) -> None:
         """Store changes soon, after all earlier ones; one that comes too late is left out.
 
-        can_linger: they may wait up to `LINGER_S` for others that share their transaction.
-        Raises: LeaseLost, StoreError if it has failed; RuntimeError after `close`.
+        can_linger: whether the changes may wait up to `LINGER_S` for others in the same
+        transaction. Raises: LeaseLost, StoreError if writing has failed; RuntimeError after
+        `close`.
         """
         self._queue(changes, done=None, can_linger=can_linger)
 
     async def commit(self, changes: Sequence[Change]) -> None:
         """Store changes, after all earlier ones; they are durable when this returns.
 
-        If it raises, or its caller is cancelled, the client does not receive the turns among the
-        changes. Turns that are still in the queue are stored, as unseen.
-        Raises: StoreAway after `hold_s`: the changes stay in the queue; TooLate: some
-            changes came too late, and these are not stored; LeaseLost, StoreError: it has failed;
+        If this method raises, or its caller is cancelled, the client does not receive the turns
+        among the changes. Turns that are still in the queue are stored as unseen.
+        Raises: StoreAway after `hold_s`, and the changes stay in the queue; TooLate if some changes
+            came too late, and these are not stored; LeaseLost, StoreError if writing has failed;
             RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,7 +142,7 @@ class GroupCommit:
             for change in changes
             if isinstance(change, TurnAdded)
         ]
-        # While it closes, the queue still accepts these: they belong to turns in it.
+        # During the close the queue still accepts these changes, which belong to turns in it.
         is_over = self._failure is not None or (self._is_closed and self._writing is None)
         if hidden and not is_over:
             self._enter(_Entry(changes=tuple(hidden), done=None))
@@ -182,8 +184,8 @@ class GroupCommit:
             if not isinstance(error, LeaseLost | StoreError):
                 raise
         finally:
-            # Not in a callback of the task: an entry added before the callback ran would start no
-            # writer.
+            # Do not do this in a callback of the task: an entry that is added before the callback
+            # runs would start no writer.
             self._writing = None
 
     def _next_batch(self) -> list[_Entry]:

@@ -86,7 +86,7 @@ def _property(parameter: Parameter) -> dict[str, Any]:
     prefix = _IGNORABLE if parameter.is_ignorable else _PREFIXES[parameter.effect]
     found: dict[str, Any] = {"description": prefix + parameter.note}
     if parameter.effect is Effect.REFUSED:
-        # The values that are accepted nevertheless.
+        # The values of a refused parameter that are accepted nevertheless.
         found["enum"] = [None, *parameter.harmless]
     return found
 

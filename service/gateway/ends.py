@@ -30,7 +30,7 @@ from service.intake.session import (
     StoredSession,
 )
 
-# A bound on the stored names of ignored parameters, which clients choose freely.
+# Largest number of stored names of ignored parameters, because clients choose the names freely.
 MAX_IGNORED_NAMES = 64
 # Outcomes with which a missing reward is an error.
 GRADED = PLAYED_OUT | TRUNCATIONS
@@ -42,7 +42,7 @@ _WHY_LEFT_OUT = {
 
 
 def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
-    """Return the end of a session that was not finished. at: seconds since 1970."""
+    """Return the end of a session that its client did not finish. at: seconds since 1970."""
     is_expired = status is SessionStatus.EXPIRED
     return SessionEnd(
         status=status,
@@ -56,7 +56,7 @@ def broken_off(status: SessionStatus, why: str, *, at: float) -> SessionEnd:
 def overdue(
     stored: StoredSession, *, last_request_at: float, is_sampling: bool, now: float
 ) -> SessionEnd | None:
-    """Return the end of a session whose time is up, or None if it has time left.
+    """Return the end of a session whose time limit has passed, or None if it has time left.
 
     last_request_at, now: seconds since 1970.
     """

@@ -1,4 +1,4 @@
-"""Token ids in, token ids out: turns for agent loops that render their own prompts.
+"""Sample from token ids to token ids, for agent loops that render their own prompts.
 
 The API's replicas check the body and write the answer with this module; the gateway samples
 (`service.gateway.uploads`). The sampled tokens are not stored. They are trained only if the client

@@ -5,7 +5,7 @@ Each key names its session, so that an agent needs only the key.
 Both are derived from the key of the client that creates the session: the same request gets the same
 keys, and only digests of the keys are stored. An API on loopback may require no key. Session keys
 are then derived from a random secret of the run (`service.launch.run_dir`): an agent knows its
-session's name, but must not be able to compute the judge's key.
+session's name, and must not be able to compute the judge's key from it.
 """
 
 from __future__ import annotations

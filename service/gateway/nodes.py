@@ -31,7 +31,7 @@ class Node:
     calls: tuple[tuple[str, str], ...]
     """Id and name of each call in its new messages and its reply."""
     reason: BranchReason
-    """Why the turn begins a sample, if it extends none."""
+    """The reason why the turn begins a sample; None if it extends one."""
     is_ambiguous: bool
     reply: Reply = field(init=False)
     """The turn's reply, to be searched for in later prompts."""
@@ -114,7 +114,7 @@ def calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 
 
 def choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
-    """Return the turn that a client continues, of several with equal texts; None: ambiguous.
+    """Choose the turn that a client continues among turns with equal texts; None if ambiguous.
 
     Three criteria are used, in this order: the client sends back the ids of the turn's calls; it
     sends back its reasoning; a client received the turn. If all remaining turns have the same token

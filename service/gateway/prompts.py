@@ -19,7 +19,7 @@ class Place:
     """The turn that a request continues: a copy of all values that `next_prompt` needs."""
 
     parent: int | None
-    """The number of the turn that it continues; None: it begins a conversation."""
+    """The number of the turn that the request continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
     """The tools, in the order in which they were first declared."""
     template_options: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Place:
     is_under_other_tools: bool = False
     """Whether turns with other tools contain more of the conversation."""
     is_ambiguous: bool = False
-    """Whether several turns with different ids match, so that it continues none of them."""
+    """Whether several turns with different ids match, so that the request continues none."""
     request_digest: str
     """Digest of the request; equal for an equal request at the same place."""
 
@@ -98,7 +98,7 @@ def _prompt(place: Place, renderer: ChatRenderer) -> Prompt:
     return Prompt(
         token_ids=whole,
         extends_parent=is_appended,
-        # A view would keep the whole prompt in memory.
+        # Copy the ids, because a view would keep the whole prompt in memory.
         new_token_ids=whole[num_known:].copy() if is_appended else whole,
         num_inserted=extension.num_inserted,
         break_reason=extension.break_reason,

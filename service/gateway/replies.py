@@ -23,7 +23,8 @@ class ShownReply:
 
     message: Message
     is_malformed: bool
-    """A call was unreadable, its arguments were not a JSON object, or its tool is not declared."""
+    """Whether a call is unreadable, has arguments that are no JSON object, or an undeclared tool.
+    """
     stop_string: str = ""
     """The stop string before which the text was cut; empty: it was not cut."""
 
@@ -41,9 +42,10 @@ def shown_reply(
 
     Readable calls are shown, also of an undeclared tool, so that the agent can report the error to
     its model. If calls are malformed and none is readable, the text is shown as it was sampled.
-    Args: text: the decoded reply, without its end tokens. parsed: None: not parsed. turn_id: calls
-    without an id from the parser get one made from it. stop: the shown text ends before the first
-    of these that it contains; then no calls are shown, because they come after the text.
+    Args: text: the decoded reply, without its end tokens. parsed: the parsed reply; None if it was
+    not parsed. turn_id: used to make ids for calls to which the parser gave none. stop: stop
+    strings. If the text contains one, it is cut before the first, and no calls are shown, because
+    they come after the text.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)

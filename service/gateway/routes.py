@@ -109,7 +109,7 @@ def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSetti
         if dialect.count_path:
             _add_counting(app, dialect, port, settings)
     _add_models(app)
-    # Last, since routes are tried in order.
+    # Add these last, because routes are tried in order.
     _add_unknown(app)
 
 
@@ -136,7 +136,7 @@ def _add_creation(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSett
         # Without a secret, anybody who knows a session's name could compute its keys.
         maker = replace(caller, secret=caller.secret or settings.session_secret)
         group_size = settings.algorithm.group_size
-        # First: `body.request` makes keys for all sessions of the body.
+        # Check this first, because `body.request` makes keys for all sessions of the body.
         check_samples(body.id, body.num_sessions or group_size, body.min_usable_sessions, settings)
         try:
             wanted = body.request(
@@ -354,7 +354,7 @@ def _add_models(app: FastAPI) -> None:
         """Answer as `/v1/models/NAME`, for any session."""
         return await one(request, model)
 
-    # No key: the answer is the same for every session.
+    # Require no key, because the answer is the same for every session.
     for path, route in (
         ("/sessions/{name}/v1/models", bound),
         ("/v1/models", models),
@@ -440,7 +440,7 @@ async def _asked(
     defaults: values of parameters that the body leaves out. Raises: Refused.
     """
     key = _key_of(request.headers)
-    # Not with `body()`, which keeps the body as long as the request: a turn may take minutes.
+    # Do not use `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))
     if defaults and isinstance(body, dict):
         body = {**defaults, **body}
@@ -457,7 +457,7 @@ async def _asked(
 
 
 class _Stream(StreamingResponse):
-    """A stream of heartbeats until the turn has been sampled, then of its events."""
+    """A stream of heartbeats until the turn has been sampled, and then of the turn's events."""
 
     def __init__(
         self,
@@ -480,7 +480,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            # Not in the generator, which does not start if the client is gone at once.
+            # Do this outside of the generator, which does not start if the client leaves at once.
             if not self._work.done():
                 self._work.cancel()
             elif not self._is_whole:

@@ -97,7 +97,7 @@ class Engine:
         param: the key of the client's body that a refusal of the prompt names. Raises: Refused.
         """
         try:
-            # Made within the event loop that uses it.
+            # Create this within the event loop that uses it.
             self._policy = self._policy or self._make_policy()
             reply = await self._policy.generate(request)
             turn = check_reply(request, reply)
@@ -134,7 +134,7 @@ class Sampler:
         system_messages: SystemMessages = SystemMessages.MERGE,
         reads_calls: bool = True,
     ) -> None:
-        """Keep the parts that turns are made with.
+        """Store the parts from which turns are made.
 
         Args: max_context_tokens: the limit of prompt and reply together. now: returns seconds since
         1970. stop: the run's stop strings, at which the engine ends turns; a request's stop strings
@@ -155,8 +155,8 @@ class Sampler:
     async def prompt(self, place: Place, *, may_call: bool) -> Prompt:
         """Make the prompt of a request at this place.
 
-        Raises: Refused if the chat template cannot render a message, or does not show it, and if
-            the messages are far too long.
+        Raises: Refused if the chat template cannot render a message or does not show it, or if the
+            messages are far too long.
         """
         if num_characters := self._num_too_many(place):
             raise self._no_room(f"{num_characters} characters")

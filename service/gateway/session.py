@@ -4,7 +4,7 @@ Invariants: only this file writes a session's fields. Everything that happens to
 `Change`: `Session.apply` does in memory what `service.store.sessions` does in the database, so that
 loading a session replays its changes. A turn is stored before a client receives it. A session ends
 once; a repeated request to end it waits for the first. The newest request for a turn decides
-whether a client has seen it. `service.gateway.sessions` makes and calls sessions.
+whether a client has seen the turn. `service.gateway.sessions` makes and calls sessions.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class Session:
 
     async def _add(self, turn: SessionTurn) -> None:
         """Apply and store a turn. Raises: Refused."""
-        # No request can continue it, or get it as answer, before it is stored: its own request is
-        # in progress until then.
+        # No request can continue this turn, or get it as answer, before it is stored: until then
+        # the request for it is in progress.
         change = TurnAdded(session_id=self.stored.id, turn=turn)
         self.apply(change)
         began = time.monotonic()
@@ -232,7 +232,7 @@ class Session:
         await self._until_admitted(deadline_at)
         call = replace(call, request=self.tree.resolved(call.request))
         place = await self._place(call.request)
-        # Before `answered`: a turn that is being stored is in the tree already.
+        # Do this before `answered`: a turn that is being stored is in the tree already.
         sampling = self._under_way(call, place.request_digest)
         if sampling is None:
             turn = self.tree.answered(
@@ -269,9 +269,9 @@ class Session:
         return int(prompt.token_ids.shape[0])
 
     def abandon(self, request_id: str) -> None:
-        """Record that the client of this request has gone before it was answered.
+        """Record that the client of this request left before the answer.
 
-        This changes nothing if another request, a retry of this one, gets the turn.
+        This changes nothing if a retry of the request gets the turn.
         """
         answered = (first for first, newest in self._askers.items() if newest == request_id)
         # A request that was sent to another gateway is not among them.
@@ -483,7 +483,7 @@ class Session:
         await self._once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
-        """End the session untrained; do nothing if it has ended, or ends meanwhile.
+        """End the session untrained; do nothing if it has ended already or ends at the same time.
 
         Raises: Refused.
         """
@@ -537,7 +537,7 @@ class Session:
             self._give_up()
 
     def end_if_overdue(self) -> None:
-        """Begin to end the session if its time is up."""
+        """Begin to end the session if its time limit has passed."""
         if self._ending is None:
             end = overdue(
                 self.stored,
@@ -560,14 +560,17 @@ class Session:
         tasks = [sampling.task for sampling in self._sampling.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         if end.status is SessionStatus.FINISHED:
-            # Again: turns that were being stored are in the tree now.
+            # Check again: turns that were being stored are in the tree now.
             check_turns(self.tree, turn_rewards=end.turn_rewards, judged=end.judged)
             if not is_stated:
                 end = replace(end, outcome=seen_outcome(self.tree, self.stored.cut, end.judged))
         await self._store_end(end)
 
     async def _once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start the work that ends the session, or wait for equal work. Raises: Refused."""
+        """Start the work that ends the session, or wait if equal work is in progress.
+
+        Raises: Refused.
+        """
         ending = self._ending
         if ending is not None:
             work.close()
@@ -577,7 +580,7 @@ class Session:
             ending = self._ending = self._background.begin(work)
             self._ending_digest = digest
             ending.add_done_callback(lambda _: setattr(self, "_ending", None))
-        # It continues when this caller is gone: the end may be stored already.
+        # The work continues if this caller leaves, because the end may be stored already.
         await asyncio.shield(ending)
 
     async def _end_overdue(self, end: SessionEnd) -> None:

@@ -1,9 +1,9 @@
 """The sessions of a run: requests in, turns out, and at the end a trajectory.
 
 Invariants: the state of a session in memory equals its state in the store, so that another gateway
-can continue after a kill; a trajectory has each turn that a client may have seen once. Only
-sessions in use stay in memory. Tokenising and hashing run in a thread. Nothing here depends on Ray:
-the actor (`service.gateway.actor`) forwards its calls.
+can continue after a kill; a trajectory has every turn that a client may have seen, exactly once.
+Only sessions in use stay in memory. Tokenising and hashing run in a thread. Nothing here depends on
+Ray: the actor (`service.gateway.actor`) forwards its calls.
 
 `Sessions` finds the session of a call by its name and key, and calls it (`session`). A session
 samples its turns (`sampling`), finds the turn that a request continues (`tree`), stores its changes
@@ -43,7 +43,7 @@ from service.store.errors import StoreError
 from service.store.sessions import SessionStore
 
 LOOK_EVERY_S = 1.0
-# The digest if no key was sent.
+# The digest of a request without a key.
 NO_KEY = digest_of("")
 
 
@@ -162,7 +162,7 @@ class Sessions:
         """Claim a group's next free session for a client; the same name gets the same session.
 
         Args: name: the client's name for it. sees: as in `view`.
-        Returns: the member's number; None: no such group.
+        Returns: the member's number; None if the group does not exist.
         Raises: Refused if none is free.
         """
         async with self._claiming:
@@ -189,7 +189,7 @@ class Sessions:
             return free[0].stored.member
 
     async def close_group(self, submission_id: str, sees: str | None = None) -> int | None:
-        """End a group's unclaimed sessions, untrained. Returns: their number; None: no such group.
+        """End a group's unclaimed sessions untrained; return their number, None without a group.
 
         sees: as in `view`. Raises: Refused.
         """
@@ -203,7 +203,7 @@ class Sessions:
     async def discard(self, session_id: str, sees: str | None = None) -> SessionView | None:
         """End a session untrained; do nothing if it has ended.
 
-        sees: as in `view`. Returns: None: unknown, or not visible. Raises: Refused.
+        sees: as in `view`. Returns: None if the session is unknown or not visible. Raises: Refused.
         """
         session = await self._shown(session_id, sees)
         if session is None:
@@ -288,7 +288,7 @@ class Sessions:
         return [session for task in done if (session := task.result()) is not None]
 
     async def look_forever(self) -> None:
-        """End the sessions whose time is up, and read ended groups and revoked keys from the store.
+        """End sessions whose time limit has passed; read ended groups and revoked keys regularly.
 
         Never returns. Raises: StoreError, LeaseLost when nothing can be stored any more.
         """
@@ -307,7 +307,7 @@ class Sessions:
                 session.end_if_overdue()
 
     def close(self) -> None:
-        """Refuse all later requests: the next gateway answers them."""
+        """Refuse all later requests, which the next gateway answers."""
         self._is_closed = True
         self._background.close()
 
@@ -344,7 +344,7 @@ class Sessions:
         )
 
     def _forget(self, name: str) -> None:
-        """Drop a session from memory: the next call loads it from the store."""
+        """Drop a session from memory; its next call loads it from the store."""
         self._loading.pop(name, None)
 
     async def _shown(self, name: str, sees: str | None) -> Session | None:

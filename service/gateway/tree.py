@@ -1,10 +1,10 @@
 """A session's conversations as a tree of sampled turns: it matches requests and makes samples.
 
-A request is matched to the turns by the keys of its conversation (`canonical`); its prompt is the
-ids of the turn that it continues, and those that its new messages add. A prompt contains our own
-copies of earlier messages, not the client's. The tree keeps only what each turn added, so that its
-memory does not grow with the number of turns times their length. The tree can be rebuilt by adding
-the stored turns in their order. Called by the gateway actor.
+A request is matched to the turns by the keys of its conversation (`canonical`). Its prompt consists
+of the ids of the turn that it continues and the ids of its new messages. A prompt contains the
+tree's own copies of earlier messages, not the client's. The tree keeps only the messages and ids
+that each turn added, so that its memory does not grow with the number of turns times their length.
+The tree can be rebuilt by adding the stored turns in their order. Called by the gateway actor.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class SessionTree:
     def answered(
         self, *, request_id: str, idempotency_key: str, is_retry: bool, digest: str
     ) -> SessionTurn | None:
-        """Return the turn that already answers this very request; None: a turn must be sampled.
+        """Return the turn that already answers this request; None if a turn must be sampled.
 
         A marked retry gets the turn of the newest request if both are equal, unless the two have
         different idempotency keys or a client has already sent the turn's reply back.
@@ -249,9 +249,9 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a marked retry is not for this turn.
+        """Whether a marked retry is a retry of another turn than this one.
 
-        That is so if a client has sent the turn's reply back, or the idempotency keys differ.
+        It is if a client has sent this turn's reply back, or if the idempotency keys differ.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
@@ -276,9 +276,9 @@ class SessionTree:
     def judged(self, named: int | None = None) -> int | None:
         """Return the number of the turn that gets the session's reward; None: nothing is trained.
 
-        It is the named turn; else the newest trained turn of a conversation that has another turn,
-        or whose prompt quotes a sampled reply; else the newest trained turn with the longest
-        prompt. A named turn that is not trained is ignored.
+        This is the named turn if it is trained. Otherwise it is the newest trained turn of a
+        conversation that has another turn, or whose prompt quotes a sampled reply. If there is no
+        such turn, it is the newest trained turn with the longest prompt.
         """
         node = self._judged(self._counted(), named)
         return None if node is None else node.turn.number
@@ -515,7 +515,7 @@ def _instructions(request: ChatRequest) -> tuple[Message, ...]:
 
 
 def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
-    """Return how many first messages of a history come from a request's `instructions`: 0 or 1."""
+    """Return the number of first messages that come from a request's `instructions`: 0 or 1."""
     return int(named.is_instructed and history[0].role is Role.SYSTEM)
 
 

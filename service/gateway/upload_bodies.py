@@ -21,7 +21,8 @@ from service.api.schemas import ID_PATTERN
 from service.gateway.bodies import SESSIONS_ID_PATTERN
 
 MSGPACK = "application/msgpack"
-# Most samples of a trajectory, and turns of a sample; the body's size bounds the tokens.
+# Largest number of samples of a trajectory, and of turns of a sample. The limit of a body's size
+# bounds the number of tokens.
 MAX_SAMPLES = 256
 MAX_TURNS = 4096
 _PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
@@ -29,7 +30,7 @@ _PLACE = re.compile(r"^(.*) - at `(?:key in )?(.*)`$", re.DOTALL)
 Body = TypeVar("Body")
 Natural = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=ID_PATTERN)]
-# Leaves room for the member's number, which is appended.
+# This pattern limits the length of an id, to leave room for the member's number that is appended.
 GroupName = Annotated[str, Meta(pattern=SESSIONS_ID_PATTERN)]
 
 

@@ -1,4 +1,4 @@
-"""Check the body of an uploaded trajectory, every number once, and make what is stored of it.
+"""Check every number of an uploaded trajectory's body, and make the record that is stored.
 
 Invariant: the result is a trajectory as our own producers make it, which the queue, the merge actor
 and the trainer accept unchanged. Pure; called by the API's replicas, in a thread.
@@ -47,7 +47,7 @@ STATED_OUTCOMES = frozenset(Outcome) - {
 
 
 def checked_upload(body: TrajectoryBody, facts: PolicyFacts) -> Upload:
-    """Check a trajectory and return what is stored of it. Raises: Violation."""
+    """Check a trajectory; return the record to be stored. Raises: Violation."""
     if body.outcome not in STATED_OUTCOMES:
         raise Violation(
             Fault.UNKNOWN_OUTCOME,
@@ -156,7 +156,7 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
-    """Return whether a turn of two samples was sampled once: its log-probabilities are equal.
+    """Whether a turn in two samples was sampled only once: the log-probabilities are equal.
 
     Compare only tokens that both samples train. turn: a turn with equal ids in both.
     """
@@ -166,7 +166,7 @@ def _are_one(left: Columns, right: Columns, turn: TurnSpan) -> bool:
 
 
 def _is_rewarded(body: TrajectoryBody) -> bool:
-    """Return whether the body has any reward; a reward of 0 counts."""
+    """Whether the body has a reward; a reward of 0 counts as one."""
     has_token_rewards = any(each.token_rewards is not None for each in body.samples)
     return (
         body.reward is not None or bool(body.turn_rewards or body.components) or has_token_rewards
@@ -279,8 +279,9 @@ def _sample(
 def _origin(token_ids: TokenIds, first: TurnSpan, earlier: Sequence[Sample]) -> Any:
     """Return the sample from which a new one branches, how many tokens they share, and the reason.
 
-    Of the earlier samples, as they were when the new sample's first prompt was sent, the one with
-    the longest shared prefix is chosen; of equal ones the newest. `SampleBuilder` does the same.
+    The earlier samples are compared as they were when the new sample's first prompt was sent. The
+    one with the longest shared prefix is chosen; of several with equal length, the newest.
+    `SampleBuilder` does the same.
     """
     if not earlier:
         return None, 0, None

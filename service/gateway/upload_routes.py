@@ -1,6 +1,6 @@
 """The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
 
-All of a request is checked before any part is stored; the answer has a result for each trajectory
+The whole request is checked before any part is stored; the answer has a result for each trajectory
 (stale, known, conflicting). A complete group is submitted before the answer. If the submission is
 refused, the client sends the same request again: its trajectories are then known, and the group is
 submitted.

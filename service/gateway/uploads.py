@@ -1,10 +1,11 @@
 """Accept uploaded trajectories, and deliver them when their groups are admitted.
 
-Also sample turns for agent loops that render their own prompts; such turns are not stored.
+The module also samples turns for agent loops that render their own prompts; such turns are not
+stored.
 
-Invariants: an accepted trajectory is stored before the answer; a delivered one is read from the
-store, so that another gateway can deliver it again after a crash. Nothing here depends on Ray: the
-actor (`service.gateway.actor`) forwards its calls.
+Invariants: an accepted trajectory is stored before the answer; a delivered trajectory is read from
+the store, so that another gateway can deliver it again after a crash. Nothing here depends on Ray:
+the actor (`service.gateway.actor`) forwards its calls.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Uploads:
         self._term = term
         self._engine = Engine(make_policy)
         self._take_turn = take_turn
-        # A separate thread: turns are stored meanwhile.
+        # Use a separate thread, so that turns can be stored at the same time.
         self._thread = StoreThread()
 
     async def policy_facts(self) -> PolicyFacts:
@@ -90,8 +91,9 @@ class Uploads:
     ) -> UploadReply:
         """Store the uploads that can be accepted, and return the result of each.
 
-        Args: policy_version: that of the newest finished step. max_members: limit of a group.
-        max_waiting_mib: limit of all trajectories whose group is not in the window.
+        Args: policy_version: the version of the newest finished step. max_members: largest number
+        of members of a group. max_waiting_mib: largest size of all trajectories whose group is not
+        in the window.
         Raises: Refused.
         """
         algorithm = self._settings.algorithm

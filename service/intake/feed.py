@@ -1,9 +1,9 @@
 """The feed: events of tasks, rollouts and sessions, in the order in which they were stored.
 
-Entries are appended, each in the transaction that makes its event durable, and never changed:
-an acceptance, a cancellation or a change of a session at once; an admission or the end of a rollout
-with the checkpoint that makes it final. So a crash undoes no entry, unless the newest checkpoint
-cannot be read.
+Entries are appended and never changed. Each is written in the transaction that makes its event
+durable: for an acceptance, a cancellation or a change of a session, that is at once; for an
+admission or the end of a rollout, it is when the checkpoint that makes it final is committed. So a
+crash undoes no entry, unless the newest checkpoint cannot be read.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class SessionEnd:
     reward_until: float | None = None
     """Deadline of a pending reward (seconds since 1970); None if no reward is pending."""
     digest: str = ""
-    """Digest of the request that ended the session: the same request again changes nothing."""
+    """Digest of the request that ended the session; the same request again changes nothing."""
     totals: SessionTotals | None = None
     """Totals, which are kept longer than the turns; None if the turns were not read at the end."""
 
@@ -140,7 +140,7 @@ class StoredSession:
     opened_at: float | None = None
     """Time when the session's group was first admitted, in seconds since 1970; None before."""
     claimed_by: str = ""
-    """Name given by the client that claimed it; empty if it is unclaimed or needs no claim."""
+    """Name that the claiming client gave; empty if the session is unclaimed or needs no claim."""
     claimed_at: float | None = None
     cut: Cut | None = None
     """The newest request that was refused for a limit, or for a full context."""

@@ -1,8 +1,8 @@
 """A client's submission, and the replies to it. Plain values, no HTTP, no Ray.
 
-A submission is one task with the requested number of its rollouts; the client chose its id. It has
-a position in the backlog; when a group number is free, the group of its rollouts is admitted. Only
-the store keeps the task itself, until its rollouts cannot be played again.
+A submission is one task with the requested number of rollouts; the client chooses its id. A
+submission has a position in the backlog; when a group number is free, the group of its rollouts is
+admitted. Only the store keeps the task itself, as long as its rollouts may be played again.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class RolloutRequest:
     num_samples: int
     """Number of rollouts of the task."""
     min_usable_samples: int | None = None
-    """Number of usable rollouts that is enough to train; None: the group waits for all."""
+    """Number of usable rollouts that are enough to train; None: the group waits for all."""
     digest: str
     """Digest of the request; equal for a repeated request, different for a changed one."""
     num_bytes: int
     """Approximate number of stored bytes."""
     key_name: str = ""
-    """Name of the key that the request was sent with; empty: the first admin key, or no key."""
+    """Name of the key with which the request was sent; empty: the first admin key, or no key."""
     batch: str = ""
     """The client's name for a batch of tasks; empty if it gave none."""
     sessions: SessionRequest | None = None

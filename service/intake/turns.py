@@ -1,4 +1,4 @@
-"""The records of a session: its turns, the intents to sample one, and the changes of both.
+"""The records of a session: its turns, the intents to sample a turn, and the changes of both.
 
 The store has these records (`service.store.sessions`), and a session's tree is built from them.
 """
@@ -23,7 +23,7 @@ class SessionTurn:
     number: int
     """0, 1, 2, … in the order in which the session's turns were stored."""
     parent: int | None
-    """The number of the turn that it continues; None: it begins a conversation."""
+    """The number of the turn that this turn continues; None: it begins a conversation."""
     tools: tuple[ToolSchema, ...]
     """Tools of the conversation; empty if the turn has a parent, whose tools then apply."""
     new_messages: tuple[Message, ...]
@@ -83,7 +83,7 @@ class SessionIntent:
 
     An intent is removed when its turn is stored, or when no turn can be stored any more. An intent
     that remains after a crash shows that a turn may have been sampled and lost. Intents are stored
-    a moment after the engine is called; a crash in between leaves none.
+    a moment after the engine is called; a crash within that moment leaves no intent.
     """
 
     request_id: str

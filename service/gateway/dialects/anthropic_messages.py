@@ -144,7 +144,7 @@ def read(
 
 
 def _messages(tree: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """Yield our messages for one of the client's: each result of a call becomes a message."""
+    """Yield the messages for one message of the client: each result of a call becomes a message."""
     given = read_fields(tree, _MESSAGE, where)
     role, content = read_text(given.get("role"), f"{where}.role"), given.get("content")
     where_content = f"{where}.content"
@@ -294,7 +294,7 @@ def _blocks(reply: ChatReply) -> list[dict[str, Any]]:
 
 
 def _head(reply: ChatReply, style: AnswerStyle) -> dict[str, Any]:
-    # The tokens are in the first event: SDKs keep unknown fields only from there.
+    # Put the tokens into the first event, because SDKs drop unknown fields of later events.
     return {
         "id": f"msg_{reply.turn_id}",
         "type": "message",

@@ -222,7 +222,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
         return event({**head, "choices": [choice]})
 
     content = _content(reply)
-    # All tokens are in the first chunk: SDKs keep unknown fields only from there.
+    # Put all tokens into the first chunk, because SDKs drop unknown fields of later chunks.
     first = None if content is None else ""
     yield chunk({"role": "assistant", "content": first}, **shown_tokens(reply))
     for piece in pieces(reply.message.reasoning or ""):

@@ -20,7 +20,7 @@ from service.gateway.dialects.parameters import Effect, Parameters
 
 MAX_KEY_CHARACTERS = 255
 MAX_STOPS = 64
-# Most ignored parameters in one request.
+# Largest number of ignored parameters in one request.
 MAX_IGNORED = 32
 MAX_OPTION_CHARACTERS = 16_384
 # Arguments that the run gives to a chat template, or that decide how it is rendered.
@@ -58,7 +58,7 @@ def unsupported(where: str, why: str) -> Refused:
 
 
 def printable(text: str) -> str:
-    """Return a client's text as an answer can repeat it: short, and valid in UTF-8."""
+    """Return a client's text in a form that an answer can repeat: short, and valid in UTF-8."""
     return shown(text.encode("utf-8", "backslashreplace").decode())
 
 

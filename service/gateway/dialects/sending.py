@@ -11,7 +11,7 @@ from typing import Any
 from service.gateway.chat import ChatReply, RefusalCode
 
 COMMENT = b": keep-alive\n\n"
-# Enough to exercise a client's reading of streams, and cheap.
+# Number of pieces of a streamed text: enough to test how a client reads streams, and cheap.
 NUM_PIECES = 4
 
 ERROR_TYPES = {
