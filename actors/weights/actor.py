@@ -173,9 +173,10 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Seat the replicas that ask within `INVITATION_S` for a broadcast of the publication.
+        """Give seats to the replicas that request a broadcast within `INVITATION_S`.
 
-        All of them get a seat, or some if broadcasts have failed (`Board.seat`); the others wait.
+        All these replicas get a seat, or only some if broadcasts have failed (`Board.seat`); the
+        others wait.
 
         Args: store: the address of the store at which the caller, rank 0, meets them.
         Returns: the caller's own seat; None if no replica asked for one within timeout_s.
@@ -305,7 +306,7 @@ class WeightBoard:
         self._wake()
 
     async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
-        """Forget a replica that is dead or ends. is_in_order: whether it was asked to end."""
+        """Remove a replica that is dead or ends. is_in_order: whether it was asked to end."""
         self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)

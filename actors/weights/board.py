@@ -123,24 +123,24 @@ class ReplicaReport:
 
     replica_id: str
     num_workers: int
-    """Number of its engine's processes that take part in a broadcast."""
+    """Number of the engine's processes that take part in a broadcast."""
     term: int | None = None
     version: int | None = None
     check_logprobs: Float32s | None = None
-    """Its scores of the publication's text after its last load; None before the first load, or if
-    the engine did not answer in time."""
+    """The engine's scores of the publication's text after its last load; None before the first
+    load, or if the engine did not answer in time."""
     check_samples: tuple[CheckSample, ...] = ()
-    """Its continuations of that text."""
+    """The engine's continuations of that text."""
     check_s: float = 0.0
-    """Seconds that it took to score the text."""
+    """Seconds that the engine took to score the text."""
     loaded_at: float | None = None
     """Time by the board's clock at which it reported its version as loaded; None if it has reported
     no version to this board.
     """
     is_held: bool = False
-    """Whether it holds its turns and samples nothing."""
+    """Whether the replica holds its turns and samples nothing."""
     stages: StartStages = ()
-    """The stages of its start."""
+    """The stages of the replica's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class BoardStatus:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether every live replica holds the current publication, and one at least is live."""
+        """Whether a replica is live, and every live replica holds the current publication."""
         return 0 < len(self.holders) == len(self.replicas)
 
 
@@ -354,9 +354,9 @@ class Board:
         self._settle(now)
 
     def leave(self, replica_id: str, *, is_in_order: bool = False) -> None:
-        """Remove a replica: it is no longer waited for, and has no part in later broadcasts.
+        """Remove a replica, so that nothing waits for it and later broadcasts leave it out.
 
-        is_in_order: whether it was asked to end.
+        is_in_order: whether the replica was asked to end.
         """
         if is_in_order:
             self._retired.append(replica_id)
@@ -401,9 +401,9 @@ class Board:
     def _settle(self, now: float) -> None:
         """Reset the measure of progress.
 
-        Later only a start or a load that gets further than all others counts as progress: a replica
-        that crashes in each start or load returns with another name, and would otherwise be waited
-        for without a limit.
+        Afterwards only a start or a load that gets further than all others counts as progress. A
+        replica that crashes in each start or load returns with another name; without this rule the
+        board would wait for it without a limit.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
@@ -429,9 +429,9 @@ class Board:
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
         """Return seats in a new group, by name, for the members that still wait; {} if none waits.
 
-        After failed broadcasts not all members get a seat at once: an engine that cannot take part
-        makes its whole group fail, so groups shrink until it is in a group without others, fails
-        and ends.
+        After failed broadcasts not all members get a seat at once. An engine that cannot take part
+        makes its whole group fail, so groups become smaller until this engine is in a group without
+        other engines, fails and ends.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

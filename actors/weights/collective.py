@@ -66,10 +66,10 @@ def meet(
 def raising_timeouts() -> Iterator[None]:
     """Make the NCCL groups that are created in this context raise an error at a timeout.
 
-    ProcessGroupNCCL reads the environment variable when it is created. Without the variable `wait`
-    returns before the work is done, and a watchdog thread ends the process at a timeout; with it
-    there is no such thread. The trainer's other groups and vLLM's are created earlier and keep
-    their watchdogs.
+    ProcessGroupNCCL reads an environment variable when it is created. Without the variable, `wait`
+    returns before the work is done, and a watchdog thread ends the process at a timeout. With the
+    variable there is no such thread. The other groups of the trainer and those of vLLM are created
+    earlier and keep their watchdogs.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -110,7 +110,7 @@ def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> Non
 
     place: the prefix of the keys by which the members report.
 
-    Raises: RuntimeError (torch) if a member has not reached it within STALL_S.
+    Raises: RuntimeError (torch) if a member has not called it within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")
     store.wait([f"{place}/{each}" for each in range(size)], timedelta(seconds=STALL_S))

@@ -117,7 +117,7 @@ def start_text(
 ) -> CheckText:
     """Return the text of the check before the first step.
 
-    It is as long as the context and the limit allow, together with its continuations.
+    The text and its continuations together are as long as the context and the limit allow.
 
     limit: largest number of tokens; None for 4,096 on CPU and the whole context otherwise.
     temperatures: the run's temperatures.
@@ -262,7 +262,7 @@ class Comparison:
     """The means over the first, the middle and the last quarter of the tokens."""
 
     def ratio(self, bounds: Bounds) -> float:
-        """Return the difference divided by its bound; if above 1, rounding does not explain it."""
+        """Return the difference divided by its bound; rounding does not explain values above 1."""
         means = [self.mean]
         if self.num_scores >= 4 * _MIN_QUARTER:
             means += self.quarters

@@ -266,7 +266,10 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: Fail) -> NDArra
 def _integers(
     value: list[int] | Packed, name: str, length: int | None, fail: Fail, *, dtype: str = "<i4"
 ) -> NDArray[np.int32]:
-    """Return a column as [T] int32. length: T; None: any. dtype: of a packed column."""
+    """Return a column as [T] int32.
+
+    length: the expected T; None to accept any. dtype: the type that a packed column must have.
+    """
     if isinstance(value, Packed):
         if value.dtype != dtype or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, dtype))

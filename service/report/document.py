@@ -29,7 +29,7 @@ class Phase(StrEnum):
     """The phase of a run; the values are shown to users."""
 
     REFUSED = "refused"
-    """The start was refused; it is tried again."""
+    """The start was refused and is tried again."""
     STARTING = "starting"
     TRAINING = "training"
     PAUSED = "paused"
@@ -148,7 +148,7 @@ def evaluation_columns(records: Sequence[EvaluationRecord]) -> Numbers:
 
 
 def _short(value: float | int | None) -> float | int | None:
-    """Round a value for a chart; integers remain unchanged, as times must."""
+    """Round a value for a chart; integers, such as times, remain unchanged."""
     if value is None or not math.isfinite(value):
         return None
     if float(value).is_integer():

@@ -37,7 +37,8 @@ class Table:
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
     """Yield the last evaluation of the run's own set, then the last one of each named set.
 
-    Without named sets, an evaluation with one sample per task is left out: the tile shows it.
+    If there are no named sets, an evaluation with one sample per task is left out, because a tile
+    of the page shows it.
     """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last

@@ -155,7 +155,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Return the offers to send in the next call, each by the future of its reply."""
+        """Return the offers to send in the next call; the keys are the futures of their replies."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

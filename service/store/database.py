@@ -198,9 +198,9 @@ class Database:
         return float(connection.scalar(select(_epoch(func.clock_timestamp()))) or 0.0)
 
     def answers_since(self, connection: Connection) -> float:
-        """Return when the server started, by the clock of `now`; 0 for SQLite.
+        """Return the time at which the server started, by the clock of `now`; 0 for SQLite.
 
-        While the server was down, no owner could renew its lease.
+        No owner could renew its lease while the server was down before that time.
         """
         if self.is_sqlite:
             return 0.0
@@ -255,8 +255,9 @@ class Database:
     def fence(self, reason: str, *, check: Callable[[Connection], None]) -> None:
         """Make the database refuse every later write with a reason, by any process and version.
 
-        Each write changes the table `format`, and a trigger refuses this. Reads still work.
-        Args: check: called in the same transaction; raises if the caller may not do this.
+        Each write changes the table `format`, and a trigger refuses this change. Reads still work.
+        Args: check: called in the same transaction; raises if the caller may not fence the
+        database.
         Raises: StoreError; what check raises.
         """
         quoted = reason.replace("'", "''")
@@ -433,7 +434,7 @@ def _reason(error: DBAPIError | NoConnectionLeft) -> str:
 
 
 def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
-    """Return whether an operation that failed with this error may succeed a little later."""
+    """Whether an operation that failed with this error may succeed a little later."""
     if isinstance(error, NoConnectionLeft) or error.connection_invalidated:
         return True
     cause = error.orig

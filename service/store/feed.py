@@ -1,9 +1,9 @@
-"""The feed of a run, stored (`service.intake.feed`).
+"""The stored feed of a run (`service.intake.feed`).
 
 A writer adds entries in the transaction that stores the reported events. All writers of a run
-exclude each other, so that numbers grow in the order of the commits, and a reader that has seen a
-number sees no new smaller one later. The same holds for each tenant's own numbers, which reveal
-nothing about other tenants.
+exclude each other, so numbers grow in the order of the commits: after a reader has seen a number,
+no smaller number is added. The same is true of each tenant's own numbers, which reveal nothing
+about other tenants.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def tell_all(connection: Connection, entry: FeedEntry) -> None:
 
 
 def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
-    """Add entries, each with the tenant to whom it is shown."""
+    """Add entries; each is given with the tenant that may see it."""
     num_of = Counter(tenant for tenant, _ in entries if tenant)
     newest, rows = _count_up(connection, num_of), []
     for tenant, entry in entries:
@@ -97,7 +97,7 @@ def _add(connection: Connection, entries: list[tuple[str, FeedEntry]]) -> None:
 
 
 def _count_up(connection: Connection, num_of: Mapping[str, int]) -> dict[str, int]:
-    """Assign each tenant its next `num_of` numbers. Returns: each tenant's newest number before."""
+    """Reserve the next `num_of` numbers of each tenant; return each tenant's last number before."""
     if not num_of:
         return {}
     numbers = tables.feed_numbers

@@ -47,9 +47,9 @@ def add_key(store: RunStore, key: NamedKey) -> bool:
 
 
 def revoke_key(store: RunStore, name: str) -> NamedKey | None:
-    """Revoke a key for good; a key that was revoked before stays unchanged.
+    """Revoke a key permanently; a key that was revoked before stays unchanged.
 
-    Returns: the key; None if there is none.
+    Returns: the key; None if it does not exist.
     Raises: StoreError.
     """
     columns = tables.keys.c

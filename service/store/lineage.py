@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 class Readable(Protocol):
-    """A run's database, whether it may be written or not."""
+    """A run's database, opened for reading only or for writing too."""
 
     def read(self, body: Callable[[Connection], Answer]) -> Answer: ...
 
@@ -51,9 +51,9 @@ class Checkpoint:
     step: int
     policy_version: int
     directory: str
-    """Its name, not its path, in the run's directory of checkpoints: a run can be moved."""
+    """Name in the run's directory of checkpoints; not a path, because a run can be moved."""
     last_event_seq: int
-    """Number of the last event of its term in the checkpoint's ledger; -1: there is none."""
+    """Number of the last event of the term in the checkpoint's ledger; -1 if there is none."""
     committed_at: float
     """Seconds since 1970."""
 
@@ -382,7 +382,7 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 def first_versions(connection: Connection) -> dict[int, int]:
     """Return, for each term of any lineage, the policy version from which it continued.
 
-    0: it did not start from a checkpoint.
+    The version is 0 if the term did not start from a checkpoint.
     """
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint

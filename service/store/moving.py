@@ -104,8 +104,8 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
 def _is_copied(source: ReadOnlyStore, url: str) -> bool:
     """Return whether the database at `url` has the run with its newest term.
 
-    If it is an SQLite database whose run was moved away, rename it to make room.
-    Raises: StoreError if it has another run.
+    If the database is an SQLite file whose run was moved away, rename it to make room.
+    Raises: StoreError if the database has another run.
     """
     file = sqlite_file(url)
     if file is not None and not os.path.exists(file):
@@ -188,7 +188,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Select the last number that PostgreSQL gave to a column; null if it gave none."""
+    """Select the last number that PostgreSQL's sequence gave to a column; null if it gave none."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

@@ -223,7 +223,7 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _parsed(text: str, *, source: str) -> URL:
-    """Parse a URL. No error contains the string itself: it may contain a password."""
+    """Parse a URL. Errors do not quote the URL, because it may contain a password."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
@@ -289,8 +289,8 @@ REFUSED = {
 def refused_filesystem(path: Path) -> str | None:
     """Return the name of the file system at `path` if SQLite may not be used on it; else None.
 
-    If the path does not exist yet, its nearest existing parent counts. The result is None on other
-    systems than Linux.
+    If the path does not exist yet, its nearest existing parent is checked. On systems other than
+    Linux the result is None.
     """
     kind = _filesystem_type(path)
     return None if kind is None else REFUSED.get(kind)

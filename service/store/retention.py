@@ -50,12 +50,12 @@ class Retention:
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
     """Return the steps of checkpoints to keep, so that one of them is from before a collapse.
 
-    While no collapse is suspected, keep two: the milestone, which is the newest step that is at
-    least MILESTONE_STEPS before `steps[0]`, and the oldest step after the milestone, which replaces
-    it later. Without such a milestone, keep the oldest step if `steps[0]` is at least
-    MILESTONE_STEPS, else none.
-    Once a collapse is suspected, keep one: the newest step that is at least SLOW_STEPS before
-    `collapsed_since`, or the oldest step if there is none.
+    While no collapse is suspected, keep two steps: the milestone, which is the newest step that is
+    at least MILESTONE_STEPS before `steps[0]`, and the oldest step after it, which becomes the
+    milestone later. If there is no milestone, keep the oldest step if `steps[0]` is at least
+    MILESTONE_STEPS, else no step.
+    While a collapse is suspected, keep one step: the newest that is at least SLOW_STEPS before
+    `collapsed_since`, or the oldest step if there is no such step.
 
     Args: steps: newest first, at least one. collapsed_since: first step of a suspected collapse.
     Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
@@ -140,7 +140,7 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Remove the lineage's events up to the last one of `last_step`; their numbers have no gaps."""
+    """Remove the lineage's events up to the last event of `last_step`; numbers have no gaps."""
     events = tables.events.c
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:

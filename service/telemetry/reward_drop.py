@@ -67,7 +67,7 @@ class _Step:
 
 
 class RewardWatch:
-    """The watch over the steps of one lineage; call `see` or `add` for each step in order."""
+    """A detector of reward drops in one lineage; call `see` or `add` for each step in order."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
