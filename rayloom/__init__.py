@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Message,
         Observation,
         RewardError,
+        Role,
         StepResult,
         ToolCall,
         ToolSchema,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "actors.environment.protocol": (
-        "Action", "Environment", "Message", "Observation", "RewardError", "StepResult", "ToolCall",
-        "ToolSchema",
+        "Action", "Environment", "Message", "Observation", "RewardError", "Role", "StepResult",
+        "ToolCall", "ToolSchema",
     ),
     "actors.types": ("Task",),
     "rayloom.training": ("Result", "TrainingFailed", "evaluate", "serve", "sft", "train"),
@@ -64,6 +65,7 @@ __all__ = [
     "Observation",
     "Result",
     "RewardError",
+    "Role",
     "StepResult",
     "Task",
     "TaskBody",

@@ -16,8 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
-from service.api.schemas import TaskBody
-from service.client import ApiError, Client, NoAnswer
+from rayloom import ApiError, Client, NoAnswer, TaskBody
 
 
 def wait_until_ready(client: Client) -> None:

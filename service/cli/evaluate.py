@@ -163,9 +163,9 @@ def _chosen_set(
         )
     if found is None:
         raise ConfigError(
-            "tasks.evaluation_tasks is 0, so no task is held out; add --set "
-            "tasks.evaluation_tasks=N, or name one of evaluation.sets with --on: "
-            f"{', '.join(sets) or 'there is none'}"
+            "tasks.evaluation_tasks is 0, so no task is held out; name one of evaluation.sets with "
+            f"--on: {', '.join(sets) or 'there is none'}; or add --set tasks.evaluation_tasks=N to "
+            "play N tasks, on which the run may have trained"
         )
     if (request.num_tasks or 0) > len(found.tasks):
         raise ConfigError(

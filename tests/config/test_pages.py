@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import yaml
 from actors.environment.protocol import Action, ToolCall
 from actors.environment.registry import resolve
 from actors.types import Task
+from deploy.reference import configuration_page
 from service.cli.commands.configuration import run_configuration
 from service.config.file import load_config
 from service.config.tasks import first_observation, open_tasks
@@ -80,6 +82,17 @@ async def reward_of(config: Config, task: Task, answer: str) -> float:
 
 def test_the_page_has_its_examples() -> None:
     assert len(COMMANDS) == 3
+
+
+def test_the_settings_that_replace_those_of_others_exist() -> None:
+    rows = re.findall(r"^\| `.+? \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    words = {word for row in rows for word in re.findall(r"`(\w+(?:\.\w+)+)[`:]", row)}
+    sections = {field.name for field in fields(Config)}
+    named = {word for word in words if word.partition(".")[0] in sections}
+    known = re.findall(r"^\| `([\w.]+)` \|", configuration_page(), re.MULTILINE)
+    free = ("tasks.options.", "rollouts.outcomes.")
+    assert len(named) > 30
+    assert {word for word in named if not word.startswith(free)} <= {*known}
 
 
 def test_the_environment_of_the_page_is_played(

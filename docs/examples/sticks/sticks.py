@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from actors.environment.protocol import Action, Message, Observation, Role, StepResult
-from actors.types import Task
+from rayloom import Action, Message, Observation, Role, StepResult, Task
 
 RULES = "Sticks lie in a pile. Take 1, 2 or 3; who takes the last one wins."
 # A short game that is shown to a pretrained model first, so that it answers with only a number.
