@@ -45,7 +45,7 @@ from actors.environment.tasks import (
 )
 from actors.environment.tokenizer import load_tokenizer
 from actors.options import user_code
-from actors.types import Task
+from actors.types import SESSION, Task
 from actors.user_code import closing, describe, location, note_of_close, root_cause
 from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
@@ -372,9 +372,9 @@ def first_observation(config: Config) -> Observation:
 def options_read(settings: TasksSettings) -> Any:
     """Return the environment's options as their dataclass; None if they have none.
 
-    Raises: ConfigError.
+    External agents have none either. Raises: ConfigError.
     """
-    if not settings.environment:
+    if settings.environment in ("", SESSION):
         return None
     try:
         return read_options(settings.environment, settings.options)

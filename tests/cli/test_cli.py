@@ -176,6 +176,13 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     assert answer.stderr.splitlines()[-1].startswith(f"rayloom: {found}")
 
 
+def test_check_accepts_a_run_that_external_agents_play(tmp_path: Path) -> None:
+    options = ("--set", "tasks.environment=session", "--set", "tasks.evaluation_tasks=0")
+    answer = as_a_user("check", str(small_config(tmp_path)), *options)
+    assert answer.returncode == 0, answer.stderr
+    assert yaml.safe_load(answer.stdout)["tasks"]["environment"] == "session"
+
+
 def test_a_paragraph_of_the_help_fills_its_lines() -> None:
     lines = as_a_user("submit", "--help").stdout.splitlines()
     [first] = [at for at, line in enumerate(lines) if "If the command is interrupted" in line]

@@ -44,6 +44,12 @@ def config_in(directory: Path, monkeypatch: pytest.MonkeyPatch, **tasks: Any) ->
     return parse_config({"model": {"tiny": {}}, "tasks": asked}, source="test")
 
 
+def test_a_run_that_external_agents_play_has_no_functions() -> None:
+    tasks = {"environment": "session", "evaluation_tasks": 0}
+    config = parse_config({"model": {"tiny": {}}, "tasks": tasks}, source="test")
+    assert sources_of(config).modules == {}
+
+
 def test_other_data_and_other_modules_of_the_same_names_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
