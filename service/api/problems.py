@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -20,6 +21,8 @@ UNAVAILABLE_RETRY_S = 5
 # Most characters of a client's text that an answer repeats.
 MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
+# Paths that the answer to an unknown path names.
+NEAR_PATHS = 3
 
 
 def shown(text: str) -> str:
@@ -106,10 +109,11 @@ def _of_http(error: HTTPException, request: Request) -> Problem:
         return _malformed(shown(str(error.__cause__ or error.detail)))
     if status == HTTPStatus.NOT_FOUND:
         routes = [route for route in request.app.routes if isinstance(route, APIRoute)]
-        there = ", ".join(f"{'/'.join(sorted(each.methods))} {each.path}" for each in routes)
-        return Problem(
-            404, "not-found", f"there is no route {path}; expected one of {there}; see /docs"
-        )
+        near = difflib.get_close_matches(path, {each.path for each in routes}, n=NEAR_PATHS)
+        there = [f"{'/'.join(sorted(r.methods))} {r.path}" for r in routes if r.path in near]
+        hint = f"did you mean {', '.join(there)}? " if there else ""
+        detail = f"there is no route {path}; {hint}/docs lists all routes"
+        return Problem(404, "not-found", detail)
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_methods_at(request))
         detail = f"got {shown(request.method)} for {path}, expected {allowed}; see /docs"
