@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -151,9 +152,21 @@ def _of_validation(error: RequestValidationError) -> Problem:
         {"loc": [_shown_part(part) for part in item["loc"]], "message": shown(item["msg"])}
         for item in found[:MAX_ERRORS]
     ]
-    first = errors[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return Problem(422, "invalid-request", f"{where}: {first['message']}; see /docs", errors=errors)
+    where = ".".join(str(part) for part in errors[0]["loc"])
+    detail = f"{where}: {_problem_of(found[0])}; see /docs"
+    return Problem(422, "invalid-request", detail, errors=errors)
+
+
+def _problem_of(item: Mapping[str, Any]) -> str:
+    """Describe an error of pydantic, with the value unless it has parts.
+
+    Example: got 'eight', expected a valid integer
+    """
+    message, value = shown(item["msg"]), item.get("input")
+    wanted = re.fullmatch(r"\w+ should (be )?(.+)", message)
+    if wanted is None or not isinstance(value, str | int | float | None):
+        return message
+    return f"got {shown(repr(value))}, expected {'' if wanted[1] else 'it to '}{wanted[2]}"
 
 
 def _shown_part(part: int | str) -> int | str:

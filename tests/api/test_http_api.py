@@ -339,6 +339,23 @@ async def test_what_a_step_has_taken_cannot_be_cancelled(
     assert (await client.get(f"{URL}/a")).json()["status"] == "trained"
 
 
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"num_samples": "eight"}, "num_samples: got 'eight', expected a valid integer"),
+        ({"num_samples": 0}, "num_samples: got 0, expected greater than or equal to 1"),
+        ({"id": "a b"}, "id: got 'a b', expected it to match pattern"),
+        ({"sampels": 3}, "sampels: Extra inputs are not permitted"),
+    ],
+)
+async def test_a_wrong_value_is_named_with_what_was_expected(
+    client: httpx.AsyncClient, entry: dict[str, Any], words: str
+) -> None:
+    body = batch("a")
+    body["tasks"][0] |= entry
+    assert words in problem(await client.post(URL, json=body), 422, "invalid-request")["detail"]
+
+
 async def test_what_is_not_there_is_404(client: httpx.AsyncClient) -> None:
     problem(await client.get(f"{URL}/nobody"), 404, "unknown-rollout")
     problem(await client.post(f"{URL}/nobody/cancel"), 404, "unknown-rollout")
