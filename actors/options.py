@@ -9,6 +9,7 @@ got and what it expected.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -77,12 +78,28 @@ def _several(given: object) -> object:
     return (given,) if isinstance(given, str) else given or ()
 
 
+def _as_json(given: object) -> object:
+    """Return a map as plain JSON; a date of YAML as text."""
+    if not isinstance(given, Mapping):
+        return given
+    try:
+        return json.loads(json.dumps(dict(given), allow_nan=False, default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"got a value that cannot be sent as JSON ({error}), expected texts, finite numbers, "
+            "true, false, null, lists and maps"
+        ) from error
+
+
 UserCode = Annotated[str, _USER_CODE]
 """A name of user code, as FILE.py:NAME or module:NAME; a name without a colon is a built-in one."""
 Weighted = Annotated[Mapping[UserCode, float], BeforeValidator(_weighted)]
 """The weights of functions by their names; a name or a list of names has weight 1."""
 Several = Annotated[tuple[UserCode, ...], BeforeValidator(_several)]
 """Names of functions and classes; a single name need not be in a list."""
+
+JsonObject = Annotated[Mapping[str, Any], BeforeValidator(_as_json)]
+"""A map that can be sent as JSON."""
 
 
 class BadOptions(ValueError):
@@ -184,7 +201,8 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
 
 
 def _shown(bound: Any) -> Any:
-    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+    is_whole = isinstance(bound, float) and bound.is_integer() and abs(bound) < 2**53
+    return int(bound) if is_whole else bound
 
 
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:

@@ -1,8 +1,8 @@
 """A model as judge, over OpenAI's chat completions: a prompt, a number in the reply, its cost.
 
     question = "From 1 to 10, how helpful is this answer to $prompt? $completion"
-    options = {"url": "http://judge:8000/v1", "model": "m", "prompt": question, "scale": [1, 10]}
-    judge = Judge(judge_options("helpful", options))
+    options = JudgeOptions(url="http://judge:8000/v1", model="m", prompt=question, scale=(1, 10))
+    judge = Judge(options)
     judgement = await judge.judge("It is 42.", prompt="What is 17 + 25?")
     print(judgement.score, judgement.num_tokens, judgement.cost)
 
@@ -34,10 +34,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from actors.environment.judge_options import (
-    BadJudge,
     JudgeOptions,
-    is_moderate,
-    judge_options,
     key_of,
     question_of,
     score_of,
@@ -223,27 +220,10 @@ class JudgeReward:
         return Score(value=found.score, parts=parts)
 
 
-def load_judges(given: Mapping[str, Any]) -> tuple[JudgeReward, ...]:
-    """Make judges of their options by name: those of `JudgeOptions`, and a weight.
-
-    Raises: BadJudge.
-    """
-    if not isinstance(given, Mapping):
-        raise BadJudge(
-            f"judges: got {given!r:.80}, expected options by the judge's name; correct it"
-        )
-    # A date of YAML in the body is sent as text.
-    return tuple(_load(name, json.dumps(options, default=str)) for name, options in given.items())
-
-
 @lru_cache(maxsize=64)
-def _load(name: str, options: str) -> JudgeReward:
+def judge_reward(name: str, options: JudgeOptions) -> JudgeReward:
     """Make a judge once for the process, because each episode makes an environment."""
-    given = json.loads(options)
-    weight = given.pop("weight", 1.0) if isinstance(given, dict) else 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not is_moderate(weight):
-        raise BadJudge(f"judges.{name}.weight: got {weight!r}, expected a number; correct it")
-    return JudgeReward(name=name, weight=weight, judge=Judge(judge_options(name, given)))
+    return JudgeReward(name=name, weight=options.weight, judge=Judge(options))
 
 
 class _Passing(Exception):

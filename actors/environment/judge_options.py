@@ -13,66 +13,82 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from annotated_types import Ge, Le
 
 from actors.environment.protocol import RewardError
 from actors.environment.text_patterns import last_of, problem_of
 from actors.environment.variables import expanded
+from actors.limits import STRICT, ModelName, Natural, Positive
+from actors.options import JsonObject
 
 # With this pattern a reply must have only one number, because any of several may be the score.
 ONLY_NUMBER = r"(?<![0-9.,])(-?[0-9]+(?:\.[0-9]+)?)(?![.,]?[0-9])"
 _DIGITS = re.compile(r"[0-9][0-9.,]*")
 _OWN = frozenset({"prompt", "completion"})
-_TEXTS = ("url", "model", "prompt", "parse", "json_field", "system", "cache", "api_key")
 # Fields of the request that `body` must not change.
 _KEPT = frozenset({"messages", "model", "n", "stream"})
-
-
-class BadJudge(ValueError):
-    """The options of a judge are wrong."""
+# The difference of two such numbers is finite.
+_MAX_NUMBER = 1e300
+_Number = Annotated[float, Ge(-_MAX_NUMBER), Le(_MAX_NUMBER)]
+_Amount = Annotated[float, Ge(0), Le(_MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeOptions:
-    """The service, the question, and how to read the reply."""
+    """Options of a judge: the service, the question, and how to read the reply."""
+
+    __pydantic_config__ = STRICT
 
     url: str
     """The address without /chat/completions, such as https://api.openai.com/v1."""
-    model: str
+    model: ModelName
+    """Name of the model at the service."""
     prompt: str
     """The question; $completion, $prompt and $COLUMN are replaced by values, and $$ by a dollar."""
+    weight: _Number = 1.0
+    """Weight of the score in the reward."""
     system: str | None = None
+    """Text of a system message before the question; null: no such message."""
     parse: str = ONLY_NUMBER
     """A regular expression with one group, the score; the last match counts. The default needs a
     reply with exactly one number: "7/10", "9 or 10" and "1,000" give no score."""
     json_field: str | None = None
     """Instead of `parse`: the name of a field; its value in the last JSON object of the reply that
-    has the field is the score. A dot leads into an object (grades.helpful). true is 1.
-    """
-    scale: tuple[float, float] | None = None
-    """The range [low, high] that is mapped to [0, 1]; a number outside it is an error. None keeps
+    has the field is the score. A dot leads into an object (grades.helpful). true is 1."""
+    scale: tuple[_Number, _Number] | None = None
+    """The range [low, high] that is mapped to [0, 1]; a number outside it is an error. null keeps
     the number unchanged."""
-    temperature: float = 0.0
-    max_tokens: int = 512
-    timeout_s: float = 60.0
+    temperature: _Amount = 0.0
+    """Temperature of the judge's reply."""
+    max_tokens: Positive = 512
+    """Maximum number of tokens of the judge's reply."""
+    timeout_s: Annotated[float, Ge(0.01), Le(_MAX_NUMBER)] = 60.0
     """Time limit of one request, in seconds."""
-    max_retries: int = 3
+    max_retries: Natural = 3
     """Number of retries after a lost request, or a status that may be temporary (429, 503, …)."""
-    concurrency: int = 16
+    concurrency: Positive = 16
     """Maximum number of concurrent requests of one environment actor."""
     cache: str | None = None
-    """An SQLite file for replies; None: the newest KEPT_REPLIES are kept in memory."""
+    """An SQLite file for replies; null: the newest 20,000 are kept in memory."""
     api_key: str | None = None
-    """Sent as a bearer token; $NAME is a variable of the run's processes. None: $OPENAI_API_KEY, if
+    """Sent as a bearer token; $NAME is a variable of the run's processes. null: $OPENAI_API_KEY, if
     it is set; empty: no key is sent."""
-    body: Mapping[str, Any] = field(default_factory=dict)
-    """More fields of the request, as the service requires; null removes a field that
-    Rayloom sets."""
-    input_price: float = 0.0
+    body: JsonObject = field(default_factory=dict, hash=False)
+    """More fields of the request, as the service requires; null removes a field that Rayloom
+    sets."""
+    input_price: _Amount = 0.0
     """Price of a million tokens of the question."""
-    output_price: float = 0.0
+    output_price: _Amount = 0.0
     """Price of a million tokens of the reply."""
+
+    def __post_init__(self) -> None:
+        bad_cache = () if self.cache is None else _bad_cache(self.cache)
+        for problem in (*_bad_request(self), *_bad_reading(self), *bad_cache):
+            raise ValueError(f"{problem}; correct it")
+        key_of(self)
 
     @property
     def fields(self) -> frozenset[str]:
@@ -80,43 +96,34 @@ class JudgeOptions:
         return frozenset(Template(self.prompt).get_identifiers()) - _OWN
 
 
-def judge_options(name: str, given: Any) -> JudgeOptions:
-    """Read a judge's options. Raises: BadJudge."""
-    known = list(JudgeOptions.__dataclass_fields__)
-    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(known))):
-        got = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
-        raise BadJudge(f"judges.{name}: got {got}, expected some of {', '.join(known)}; correct it")
-    if missing := [key for key in ("url", "model", "prompt") if not given.get(key)]:
-        raise BadJudge(f"judges.{name}: {', '.join(missing)} missing; give it")
-    if given.get("json_field") is not None and "parse" in given:
-        raise BadJudge(f"judges.{name}: got parse and json_field, expected one; drop the other")
-    scale = given.get("scale")
-    if isinstance(scale, list):
-        given = {**given, "scale": tuple(scale)}
-    settings = JudgeOptions(**given)
-    for problem in _problems(settings):
-        raise BadJudge(f"judges.{name}.{problem}; correct it")
-    return settings
+def _bad_request(options: JudgeOptions) -> Iterator[str]:
+    """Yield what is wrong with the address, the question and the body."""
+    if not _is_address(options.url):
+        yield (
+            f"url: got {options.url!r}, expected http:// or https:// with a host, and a port from "
+            "1 to 65535 if any"
+        )
+    template = Template(options.prompt)
+    if not template.is_valid():
+        yield "prompt: it has a $ without a name, expected $NAME, or $$ for a dollar"
+    elif "completion" not in template.get_identifiers():
+        yield "prompt: it lacks $completion, expected it: it is the answer to judge"
+    if kept := sorted(_KEPT & set(options.body)):
+        yield f"body: got {', '.join(kept)}, expected other fields of the request"
 
 
-def _problems(settings: JudgeOptions) -> list[str]:
-    found = [
-        f"{name}: got {value!r}, expected a text"
-        for name in _TEXTS
-        if not isinstance(value := getattr(settings, name), str if name == "parse" else str | None)
-    ]
-    if found:
-        return found
-    found += _bad_texts(settings)
-    found += [] if settings.cache is None else _bad_cache(settings.cache)
-    given_scale = list(settings.scale) if isinstance(settings.scale, tuple) else settings.scale
-    if given_scale is not None and not _is_scale(settings.scale):
-        found.append(f"scale: got {given_scale!r}, expected [low, high], low below high")
-    try:
-        key_of(settings)
-    except ValueError as error:
-        found.append(str(error))
-    return [*found, *_bad_numbers(settings)]
+def _bad_reading(options: JudgeOptions) -> Iterator[str]:
+    """Yield what is wrong with the way in which a reply becomes a score."""
+    if (problem := problem_of(options.parse)) is not None:
+        yield f"parse: {problem}"
+    if options.json_field is not None:
+        if options.parse != ONLY_NUMBER:
+            yield "json_field: got parse and json_field, expected one"
+        if not all(options.json_field.split(".")):
+            yield f"json_field: got {options.json_field!r}, expected names separated by dots"
+    if options.scale is not None and options.scale[0] >= options.scale[1]:
+        low, high = options.scale
+        yield f"scale: got [{low:g}, {high:g}], expected [low, high], low below high"
 
 
 def key_of(options: JudgeOptions) -> str:
@@ -147,71 +154,13 @@ def _bad_cache(cache: str) -> Iterator[str]:
                 yield f"cache: {file} is not an SQLite file, expected one, or a new name"
 
 
-def _bad_texts(settings: JudgeOptions) -> Iterator[str]:
-    """Yield what is wrong with the address, the prompt, the reading of replies and the body."""
-    if not settings.url.startswith(("http://", "https://")):
-        yield f"url: got {settings.url!r}, expected http:// or https://"
-    elif not _is_address(settings.url):
-        yield f"url: got {settings.url!r}, expected a host, and a port from 1 to 65535 if any"
-    template = Template(settings.prompt)
-    if not template.is_valid():
-        yield "prompt: it has a $ without a name, expected $NAME, or $$ for a dollar"
-    elif "completion" not in template.get_identifiers():
-        yield "prompt: it lacks $completion, expected it: it is the answer to judge"
-    if (problem := problem_of(settings.parse)) is not None:
-        yield f"parse: {problem}"
-    if settings.json_field is not None and not all(settings.json_field.split(".")):
-        yield f"json_field: got {settings.json_field!r}, expected names separated by dots"
-    yield from _bad_body(settings.body)
-
-
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0 and url.isprintable()
+        has_host = bool(parts.hostname) and parts.port != 0
+        return url.startswith(("http://", "https://")) and has_host and url.isprintable()
     except ValueError:
         return False
-
-
-def _bad_body(body: object) -> Iterator[str]:
-    if not isinstance(body, Mapping) or (kept := sorted(_KEPT & set(body))):
-        got = ", ".join(kept) if isinstance(body, Mapping) else repr(body)[:80]
-        yield f"body: got {got}, expected other fields of the request"
-        return
-    try:
-        json.dumps(body, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        yield f"body: it cannot be sent as JSON ({error})"
-
-
-def is_moderate(number: float) -> bool:
-    """Whether a number is finite as a float; a whole number may be too large for one."""
-    return -1e300 <= number <= 1e300
-
-
-def _is_scale(scale: object) -> bool:
-    return (
-        isinstance(scale, tuple)
-        and len(scale) == 2
-        and all(isinstance(each, int | float) and is_moderate(each) for each in scale)
-        and scale[0] < scale[1]
-    )
-
-
-def _bad_numbers(settings: JudgeOptions) -> Iterator[str]:
-    for name, least in (("max_tokens", 1), ("concurrency", 1), ("max_retries", 0)):
-        value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            yield f"{name}: got {value!r}, expected a whole number from {least}"
-    for name, low in (
-        ("temperature", 0.0),
-        ("input_price", 0.0),
-        ("output_price", 0.0),
-        ("timeout_s", 0.01),
-    ):
-        value = getattr(settings, name)
-        if not isinstance(value, int | float) or not low <= value <= 1e300:
-            yield f"{name}: got {value!r}, expected a number from {low:g}"
 
 
 def question_of(

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 from weakref import WeakKeyDictionary
 
 from actors.environment import server_keeper
@@ -27,18 +27,17 @@ from actors.environment.function_tools import tidy
 from actors.environment.protocol import ToolSchema
 from actors.environment.tool_turns import ToolFailed
 from actors.environment.variables import expanded
+from actors.limits import STRICT
 from actors.user_code import CallTimedOut, describe
 
 OPEN_LIMIT_S = 30.0
 CHECK_LIMIT_S = 5.0
 CLOSE_LIMIT_S = 10.0
 _PYTHONS = ("python", "python3")
-_KEYS = ("command", "env", "cwd", "url", "headers", "tools", "per")
-ACTOR, EPISODE = "actor", "episode"
 
 
 class BadServer(ValueError):
-    """The configuration of a server is wrong."""
+    """A server lacks tools, or a tool that its options name."""
 
 
 class ServerLost(Exception):
@@ -47,18 +46,40 @@ class ServerLost(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """The configuration of a server: a command or an address."""
+    """Options of an MCP server: a command or an address."""
 
-    name: str
+    __pydantic_config__ = STRICT
+
     command: tuple[str, ...] = ()
+    """The command that starts the server, over stdio, such as [python, server.py]."""
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Environment variables of the command; $NAME is a variable of the run's processes."""
     cwd: str | None = None
+    """Working directory of the command; null: that of the run."""
     url: str = ""
+    """Address of the server, over streamable HTTP, such as http://host:8000/mcp."""
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """HTTP headers; $NAME is a variable of the run's processes."""
     tools: tuple[str, ...] = ()
     """The tools that the policy is shown; empty for all tools."""
-    per: str = ACTOR
-    """ACTOR: all episodes of an actor share one server. EPISODE: each episode opens its own."""
+    per: Literal["actor", "episode"] = "actor"
+    """actor: all episodes of an actor share one server. episode: each episode opens its own."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError(
+                f"got {'both' if self.url else 'neither'} of command and url, expected one: "
+                "command: [python, server.py] over stdio, or url: http://host:8000/mcp"
+            )
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: got {self.url!r}, expected http:// or https://; correct it")
+        if self.command and shutil.which(_found(self.command)[0]) is None:
+            raise ValueError(
+                f"command: {self.command[0]} not found, expected an installed program; install it, "
+                "or correct it"
+            )
+        _expanded(self.env, what="env")
+        _expanded(self.headers, what="headers")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -66,65 +87,10 @@ class ServerOptions:
         named = [Path(self.cwd or ".", part) for part in self.command]
         return tuple(path for path in named if path.is_file())
 
-    @property
-    def key(self) -> str:
-        """Return a text that is equal for equal options."""
-        fields = (self.name, self.command, dict(self.env), self.cwd, self.url, dict(self.headers))
-        return json.dumps([*fields, self.tools], sort_keys=True)
-
-    @property
-    def where(self) -> str:
-        return f"mcp server {self.name} ({self.url or ' '.join(self.command)})"
-
-
-def server_options(name: str, given: Any) -> ServerOptions:
-    """Read a server's options; `$NAME` in env and headers is a variable of this process.
-
-    Raises: BadServer.
-    """
-    if not isinstance(given, Mapping) or (unknown := sorted(set(given) - set(_KEYS))):
-        got = f"the keys {', '.join(unknown)}" if isinstance(given, Mapping) else repr(given)[:80]
-        raise BadServer(f"mcp.{name}: got {got}, expected some of {', '.join(_KEYS)}; correct it")
-    command, url = given.get("command", ()), given.get("url", "")
-    if bool(command) == bool(url):
-        raise BadServer(
-            f"mcp.{name}: got {'both' if url else 'neither'} of command and url, expected one: "
-            "command: [python, server.py] over stdio, or url: http://host:8000/mcp"
-        )
-    for key in ("command", "tools"):
-        if not _are_texts(given.get(key, ())):
-            raise BadServer(f"mcp.{name}.{key}: expected a list of strings, such as [python, x.py]")
-    for key in ("env", "headers"):
-        values = given.get(key, {})
-        if not isinstance(values, Mapping) or not _are_texts([*values, *values.values()]):
-            raise BadServer(f"mcp.{name}.{key}: expected a mapping of names to strings")
-    if (per := given.get("per", ACTOR)) not in (ACTOR, EPISODE):
-        raise BadServer(f"mcp.{name}.per: got {per!r}, expected {ACTOR} or {EPISODE}")
-    if url and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
-        raise BadServer(f"mcp.{name}.url: got {url!r}, expected http:// or https://")
-    if command and shutil.which(_found(command)[0]) is None:
-        raise BadServer(f"mcp.{name}.command: {command[0]} not found; install it, or correct it")
-    return ServerOptions(
-        name=name,
-        command=tuple(command),
-        env=_expanded(given.get("env", {}), what=f"mcp.{name}.env"),
-        cwd=given.get("cwd"),
-        url=url,
-        headers=_expanded(given.get("headers", {}), what=f"mcp.{name}.headers"),
-        tools=tuple(given.get("tools", ())),
-        per=per,
-    )
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)
-
 
 def _expanded(values: Mapping[str, str], *, what: str) -> dict[str, str]:
-    try:
-        return {name: expanded(value, what=what) for name, value in values.items()}
-    except ValueError as error:
-        raise BadServer(str(error)) from error
+    """Replace `$NAME` in each value. Raises: ValueError if a variable is not set."""
+    return {name: expanded(value, what=what) for name, value in values.items()}
 
 
 # An open server: the client, and the tools of the server.
@@ -151,8 +117,9 @@ class McpTool:
 class McpServer:
     """One server, opened at its first use and again after it was lost."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, name: str, options: ServerOptions) -> None:
         self._options = options
+        self._where = f"mcp server {name} ({options.url or ' '.join(options.command)})"
         self._keeper: asyncio.Task[None] | None = None
         self._opened: _Opened | None = None
         self._stderr = ServerStderr()
@@ -255,7 +222,7 @@ class McpServer:
         """
         if self._opened is opened:
             await self.close()
-        return ServerLost(f"{self._options.where} {what}{self._stderr.last_lines()}")
+        return ServerLost(f"{self._where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
         """Hold the client open until this task is cancelled; it must be closed in its own task."""
@@ -281,7 +248,7 @@ class McpServer:
         if isinstance(first, BadServer):
             return first
         what = f"cannot be opened: {describe(first)}"
-        return ServerLost(f"{self._options.where} {what}{self._stderr.last_lines()}")
+        return ServerLost(f"{self._where} {what}{self._stderr.last_lines()}")
 
     async def _list(self, client: Any) -> tuple[McpTool, ...]:
         found, cursor = [], None
@@ -290,7 +257,7 @@ class McpServer:
             found += page.tools
             if (cursor := page.next_cursor) is None:
                 break
-        wanted, where = self._options.tools, self._options.where
+        wanted, where = self._options.tools, self._where
         if missing := sorted(set(wanted) - {tool.name for tool in found}):
             raise BadServer(
                 f"{where} has no tool {', '.join(missing)}, expected some of "
@@ -312,25 +279,26 @@ class McpServer:
         )
 
 
-_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = WeakKeyDictionary()
+_Servers = dict[tuple[str, ServerOptions], McpServer]
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictionary()
 
 
-def server_of(settings: ServerOptions) -> McpServer:
-    """Return the server of this event loop with these options."""
+def server_of(name: str, options: ServerOptions) -> McpServer:
+    """Return the server of this event loop with this name and these options."""
     own = _servers.setdefault(asyncio.get_running_loop(), {})
-    return own.setdefault(settings.key, McpServer(settings))
+    return own.setdefault((name, options), McpServer(name, options))
 
 
 @asynccontextmanager
-async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterator[Any]:
+async def _target(options: ServerOptions, stderr: ServerStderr) -> AsyncIterator[Any]:
     """Yield the transport that the protocol's client connects to."""
     from mcp.client.stdio import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
-    if not settings.url:
-        command, *arguments = _kept(_found(settings.command))
+    if not options.url:
+        command, *arguments = _kept(_found(options.command))
         parameters = StdioServerParameters(
-            command=command, args=arguments, env=dict(settings.env), cwd=settings.cwd
+            command=command, args=arguments, env=_expanded(options.env, what="env"), cwd=options.cwd
         )
         with stderr.opened() as file:
             yield stdio_client(parameters, file)
@@ -339,8 +307,9 @@ async def _target(settings: ServerOptions, stderr: ServerStderr) -> AsyncIterato
 
     # A server may keep an answer open while it works on it.
     timeout = httpx2.Timeout(OPEN_LIMIT_S, read=None)
-    async with httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout) as client:
-        yield streamable_http_client(settings.url, http_client=client)
+    headers = _expanded(options.headers, what="headers")
+    async with httpx2.AsyncClient(headers=headers, timeout=timeout) as client:
+        yield streamable_http_client(options.url, http_client=client)
 
 
 def _found(command: Sequence[str]) -> list[str]:

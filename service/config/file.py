@@ -198,10 +198,7 @@ def _described(
     """
     for key, value in values.items():
         setting = section["properties"][key]
-        references = [
-            each["$ref"] for each in (setting, *setting.get("anyOf", ())) if "$ref" in each
-        ]
-        target = sections[references[0].rpartition("/")[2]] if references else {}
+        target = _section_of(setting, value, sections)
         # Without a description of its own, a section has the first paragraph of its docstring.
         described = setting.get("description") or target.get("description", "").partition("\n\n")[0]
         if described:
@@ -211,6 +208,23 @@ def _described(
             yield from (f"  {line}" for line in _described(value, target, sections))
         else:
             yield from yaml.safe_dump({key: value}, sort_keys=False).splitlines()
+
+
+def _section_of(
+    setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the JSON schema of the section that a setting holds; empty if it holds none.
+
+    Of a map of sections, the schema has the map's keys as properties.
+    """
+    for each in (setting, *setting.get("anyOf", ())):
+        if "$ref" in each:
+            found: Mapping[str, Any] = sections[each["$ref"].rpartition("/")[2]]
+            return found
+        of_values = each.get("additionalProperties")
+        if isinstance(of_values, dict) and "$ref" in of_values:
+            return {"properties": dict.fromkeys(value or (), of_values)}
+    return {}
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,11 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.environment.builtin.tools import TOOLS
-from actors.environment.mcp_servers import server_options
 from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
 from service.config.file import ConfigError
-from service.config.tasks import open_tasks, own_names
+from service.config.tasks import open_tasks, options_read, own_names
 from service.config.tree import Config, TasksSettings
 
 
@@ -58,14 +57,14 @@ def user_modules(config: Config) -> list[str]:
 def user_scripts(config: Config) -> list[Path]:
     """Return the files that the commands of MCP servers name, as written there.
 
-    The environments have already been created, which refuses wrong options.
+    Raises: ConfigError.
     """
     found = [
         path
         for each in config.members.values()
         if each.tasks.environment == TOOLS
-        for name, given in (each.tasks.options.get("mcp") or {}).items()
-        for path in server_options(name, given).files
+        for server in (options_read(each.tasks).mcp or {}).values()
+        for path in server.files
     ]
     return list(dict.fromkeys(found))
 

@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from pydantic import Field
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.builtin.calculator import CalculatorOptions
+from actors.environment.builtin.tools import ToolsOptions
+from actors.options import read
 from service.config.file import (
     ConfigError,
     config_schema,
@@ -441,6 +444,32 @@ def test_options_with_an_alias_are_described_by_their_names(tmp_path: Path) -> N
     file.write_text(describe_config(parse_config(tree(), source="test"), Aliased(5)))
     assert "    # The largest number.\n    high: 5\n" in file.read_text()
     assert load_config(file).tasks.options == {"high": 5}
+
+
+def test_the_options_of_judges_and_servers_are_described_without_their_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "a secret")
+    given = {
+        "judges": {
+            "good": {
+                "url": "http://j/v1", "model": "m", "prompt": "$completion", "json_field": "score",
+                "api_key": "$KEY_OF_TEST", "scale": [1, 10], "body": {"on": date(2026, 11, 29)},
+            }
+        },
+        "mcp": {"sums": {"url": "http://s/mcp", "headers": {"key": "$KEY_OF_TEST"}}},
+    }  # fmt: skip
+    options = read(ToolsOptions, given, where="options")
+    file = tmp_path / "config.yaml"
+    file.write_text(describe_config(parse_config(tree(), source="test"), options))
+    shown = load_config(file).tasks.options
+    assert read(ToolsOptions, shown, where="options") == options
+    text = file.read_text()
+    assert "secret" not in text and text.count("$KEY_OF_TEST") == 2
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("max_retries: 3") - 1].startswith("# Number of retries after")
+    assert lines[lines.index("sums:") - 1] == "# Options of an MCP server: a command or an address."
+    assert lines[lines.index("per: actor") - 1].startswith("# actor: all episodes of an actor")
 
 
 def test_a_tree_travels_to_another_process_as_it_is() -> None:

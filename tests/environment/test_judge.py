@@ -18,10 +18,11 @@ import uvicorn
 
 from actors.environment import judge as judges
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
-from actors.environment.judge import Judge, load_judges
-from actors.environment.judge_options import BadJudge, judge_options, score_of
+from actors.environment.judge import Judge, JudgeReward
+from actors.environment.judge_options import JudgeOptions, score_of
 from actors.environment.protocol import Action, RewardError
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.options import BadOptions, read
 from actors.types import Task
 
 PROMPT = "Is $completion the answer to $prompt? The right one is $answer. From 1 to 10."
@@ -100,9 +101,13 @@ def options(model: Model, **changes: Any) -> dict[str, Any]:
 
 
 def judge_of(model: Model, **changes: Any) -> Judge:
-    judge = Judge(judge_options("good", options(model, **changes)))
+    judge = Judge(read(JudgeOptions, options(model, **changes), where="judges.good"))
     model.judges.append(judge)
     return judge
+
+
+def single_turn(**judges: Any) -> SingleTurnEnvironment:
+    return SingleTurnEnvironment(read(SingleTurnOptions, {"judges": judges}, where="options"))
 
 
 async def ask(judge: Judge, completion: str = "7") -> Any:
@@ -128,7 +133,7 @@ async def test_the_usage_at_the_head_of_the_module_runs(
 ) -> None:
     indented = [line for line in (judges.__doc__ or "").splitlines() if line.startswith("    ")]
     code = "\n".join(indented).replace("http://judge:8000/v1", model.url)
-    names: dict[str, Any] = {"Judge": Judge, "judge_options": judge_options}
+    names: dict[str, Any] = {"Judge": Judge, "JudgeOptions": JudgeOptions}
     exec(f"async def main():\n{code}\n    return judge", names)
     model.judges.append(await names["main"]())
     score, num_tokens, cost = capsys.readouterr().out.split()
@@ -285,7 +290,7 @@ async def test_a_key_is_sent_without_its_line_and_never_shown(
     assert model.keys == ["Bearer sk-abc"]
     for key in ("sk-\nabc", "sk-→"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        with pytest.raises(BadJudge, match="not allowed in a header") as refused:
+        with pytest.raises(BadOptions, match="not allowed in a header") as refused:
             judge_of(model, api_key=None)
         assert "sk-" not in str(refused.value)
 
@@ -334,7 +339,7 @@ async def test_without_a_pattern_the_only_number_of_a_reply_counts(
     model.text = reply
     given = options(model, scale=None)
     del given["parse"]
-    judge = Judge(judge_options("good", given))
+    judge = Judge(read(JudgeOptions, given, where="judges.good"))
     model.judges.append(judge)
     if score is None:
         with pytest.raises(RewardError, match=r"(no score|numbers) in its reply"):
@@ -359,7 +364,7 @@ async def test_a_request_is_as_the_service_wants_it(model: Model) -> None:
     }
     given = options(model, json_field="score", body=body)
     del given["parse"]
-    judge = Judge(judge_options("good", given))
+    judge = Judge(read(JudgeOptions, given, where="judges.good"))
     model.judges.append(judge)
     assert (await ask(judge)).score == 1.0
     [asked] = model.requests
@@ -389,9 +394,7 @@ async def test_a_request_is_as_the_service_wants_it(model: Model) -> None:
     ],
 )
 def test_a_score_is_read_out_of_json(reply: str, field: str, score: float | None) -> None:
-    judged = judge_options(
-        "good", {"url": "http://j/v1", "model": "m", "prompt": "$completion", "json_field": field}
-    )
+    judged = JudgeOptions(url="http://j/v1", model="m", prompt="$completion", json_field=field)
     if score is None:
         with pytest.raises(RewardError, match="judge m: "):
             score_of(judged, reply)
@@ -400,9 +403,8 @@ def test_a_score_is_read_out_of_json(reply: str, field: str, score: float | None
 
 
 async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
-    judges = {"good": {**options(model), "weight": 0.5}}
-    environment = SingleTurnEnvironment(SingleTurnOptions(judges=judges))
-    model.judges += [each.judge for each in load_judges(judges)]
+    environment = single_turn(good=options(model, weight=0.5))
+    model.judges += [each.judge for each in environment.functions if isinstance(each, JudgeReward)]
     data = {"prompt": [{"role": "user", "content": "3+4?"}], "answer": 7}
     await environment.reset(Task(task_id="t", environment="single_turn", seed=0, data=data))
     result = await environment.step(Action(text="7"))
@@ -418,7 +420,7 @@ async def test_a_judge_is_one_of_the_reward_functions(model: Model) -> None:
 
 
 async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> None:
-    environment = SingleTurnEnvironment(SingleTurnOptions(judges={"good": options(model)}))
+    environment = single_turn(good=options(model))
     with pytest.raises(ValueError, match="its prompt needs answer, got the columns prompt"):
         await environment.reset(
             Task(task_id="t", environment="single_turn", seed=0, data={"prompt": "x"})
@@ -429,42 +431,51 @@ async def test_data_without_a_column_of_the_prompt_are_refused(model: Model) -> 
     ("changes", "words"),
     [
         ({"url": "judge:8000"}, "url: got 'judge:8000'"),
-        ({"model": ""}, "model missing"),
-        ({"prompt": "Good?"}, "lacks $completion"),
-        ({"prompt": "$completion for $ 5"}, "a $ without a name"),
-        ({"parse": "[0-9]+"}, "expected one group"),
-        ({"parse": "("}, "not a regular expression"),
-        ({"parse": "(x)", "json_field": "score"}, "got parse and json_field"),
+        ({"model": ""}, "model: got '', expected a text of 1"),
+        ({"prompt": "Good?"}, "prompt: it lacks $completion"),
+        ({"prompt": "$completion for $ 5"}, "prompt: it has a $ without a name"),
+        ({"parse": "[0-9]+"}, "parse: got '[0-9]+', expected one group"),
+        ({"parse": "("}, "parse: '(' is not a regular expression"),
+        ({"parse": "(x)", "json_field": "score"}, "json_field: got parse and json_field"),
         ({"json_field": "grades."}, "json_field: got 'grades.'"),
         ({"json_field": 3}, "json_field: got 3, expected a text"),
         ({"body": {"stream": True, "top_p": 1}}, "body: got stream"),
         ({"body": ["top_p"]}, "body: got ['top_p']"),
         ({"scale": [10, 1]}, "scale: got [10, 1]"),
-        ({"body": {"top_p": float("nan")}}, "body: it cannot be sent as JSON"),
-        ({"url": "http://"}, "expected a host"),
-        ({"url": "http://j:99999/v1"}, "expected a host, and a port"),
-        ({"url": "http://j\n/v1"}, "expected a host"),
+        ({"body": {"top_p": float("nan")}}, "body: got a value that cannot be sent as JSON"),
+        ({"url": "http://"}, "url: got 'http://"),
+        ({"url": "http://j:99999/v1"}, "url: got 'http://j:99999/v1'"),
+        ({"url": "http://j\n/v1"}, "url: got 'http://"),
         ({"cache": "/tmp"}, "cache: got '/tmp', expected a file"),
-        ({"cache": __file__}, "is not an SQLite file"),
+        ({"cache": __file__}, f"cache: {__file__} is not an SQLite file"),
         ({"parse": None}, "parse: got None, expected a text"),
         ({"weight": 10**400}, "weight: got"),
-        ({"scale": [0, 10**400]}, "scale: got"),
+        ({"weight": 1e301}, "weight: got 1e+301, expected at most 1e+300"),
+        ({"temperature": True}, "temperature: got True, expected a number"),
+        ({"scale": [0, 10**400]}, "scale.1: got"),
         ({"scale": 5}, "scale: got 5"),
-        ({"scale": ["a", "b"]}, "scale: got ['a', 'b']"),
+        ({"scale": ["a", "b"]}, "scale.0: got 'a'"),
         ({"timeout_s": 0}, "timeout_s: got 0"),
         ({"model": 3}, "model: got 3, expected a text"),
-        ({"api_key": "$NOT_SET_ANYWHERE"}, "the variable NOT_SET_ANYWHERE is not set"),
+        ({"api_key": "$NOT_SET_ANYWHERE"}, "api_key: the variable NOT_SET_ANYWHERE is not set"),
         ({"concurrency": 0}, "concurrency: got 0"),
         ({"timeout_s": "long"}, "timeout_s: got 'long'"),
-        ({"temprature": 0}, "the keys temprature"),
+        ({"temprature": 0}, "temprature: unknown key; did you mean 'temperature'"),
         ({"weight": "much"}, "weight: got 'much'"),
         ({"cache": "/no/such/place/cache.db"}, "cache: /no/such/place cannot be written"),
     ],
 )
 def test_what_cannot_judge_is_refused_before_the_start(changes: Any, words: str) -> None:
     given = {"url": "http://j/v1", "model": "m", "prompt": "$completion", **changes}
-    with pytest.raises(BadJudge, match=re.escape(words)):
-        load_judges({"good": given})
+    with pytest.raises(BadOptions, match=re.escape(f"options.judges.good.{words}")):
+        read(SingleTurnOptions, {"judges": {"good": given}}, where="options")
+
+
+def test_a_judge_may_have_the_name_of_an_option() -> None:
+    with pytest.raises(
+        BadOptions, match=r"options\.judges\.model\.uri: unknown key; did you mean 'url'"
+    ):
+        single_turn(model={"uri": "http://j/v1", "model": "m", "prompt": "$completion"})
 
 
 def test_neither_a_function_nor_a_judge_is_refused() -> None:

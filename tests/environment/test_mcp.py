@@ -21,9 +21,9 @@ import pytest
 
 from actors.environment import mcp_servers, server_keeper
 from actors.environment.builtin.tools import ToolsEnvironment, ToolsOptions
-from actors.environment.mcp_servers import BadServer, ServerLost, server_options
+from actors.environment.mcp_servers import BadServer, ServerLost
 from actors.environment.protocol import Action, ToolCall
-from actors.options import read
+from actors.options import BadOptions, read
 from actors.types import Task
 
 SERVER = str(Path(__file__).parents[1] / "worlds" / "servers" / "mcp_calculator.py")
@@ -199,24 +199,25 @@ async def test_a_server_may_write_much_to_its_standard_error_and_little_is_shown
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "neither of command and url"),
-        ({"command": ["x"], "url": "http://x"}, "both of command and url"),
-        ({"command": "python x.py"}, "expected a list of strings"),
-        ({"command": ["no-such-program-here"]}, "no-such-program-here not found"),
-        ({"url": "ftp://x"}, "expected http:// or https://"),
-        ({"url": "http://x", "headers": {"a": 3}}, "headers: expected a mapping of names"),
+        ({}, ": got neither of command and url"),
+        ({"command": ["x"], "url": "http://x"}, ": got both of command and url"),
+        ({"command": "python x.py"}, r"\.command: got 'python x.py', expected a list"),
+        ({"command": ["no-such-program-here"]}, r"\.command: no-such-program-here not found"),
+        ({"url": "ftp://x"}, r"\.url: got 'ftp://x', expected http:// or https://"),
+        ({"url": "http://x", "headers": {"a": 3}}, r"\.headers\.a: got 3, expected a text"),
         (
             {"url": "http://x", "headers": {"a": "Bearer $NOT_SET_ANYWHERE"}},
-            "NOT_SET_ANYWHERE is not",
+            r"\.headers: the variable NOT_SET_ANYWHERE is not",
         ),
-        ({"adress": "x"}, "the keys adress, expected some of command"),
-        ("http://x", "'http://x', expected some of"),
-        ({"url": "http://x", "per": "task"}, "per: got 'task', expected actor or episode"),
+        ({"adress": "x"}, r"\.adress: unknown key; did you mean 'headers'"),
+        ({"place": "x"}, r"\.place: unknown key; expected one of command"),
+        ("http://x", ": got 'http://x', expected a map of settings, with keys such as command"),
+        ({"url": "http://x", "per": "task"}, r"\.per: got 'task', expected 'actor' or 'episode'"),
     ],
 )
 def test_what_cannot_be_a_server_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(BadServer, match=words):
-        server_options("sums", given)
+    with pytest.raises(BadOptions, match=rf"^options\.mcp\.sums{words}"):
+        made(sums=given)
 
 
 async def test_an_episode_may_have_a_server_of_its_own_which_ends_with_it() -> None:
@@ -263,9 +264,11 @@ async def test_all_that_a_server_has_started_ends_with_the_episode() -> None:
 
 HOLDER = """
 import asyncio, json, sys
-from actors.environment.mcp_servers import McpServer, server_options
+from actors.environment.mcp_servers import McpServer, ServerOptions
+from actors.options import read
 async def main():
-    server = McpServer(server_options("sums", json.loads(sys.argv[1])))
+    options = read(ServerOptions, json.loads(sys.argv[1]), where="mcp.sums")
+    server = McpServer("sums", options)
     opening = asyncio.create_task(server.tools())
     print("opening", flush=True)
     await opening

@@ -14,7 +14,8 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from actors.environment.judge import JudgeReward, load_judges
+from actors.environment.judge import JudgeReward, judge_reward
+from actors.environment.judge_options import JudgeOptions
 from actors.environment.protocol import (
     Action,
     Message,
@@ -55,7 +56,7 @@ class SingleTurnOptions:
     """Reward functions: a name as FILE.py:NAME, several names, or each name with its weight."""
     system: str | None = None
     """Text of a system message before every prompt; null: no such message."""
-    judges: Mapping[str, Any] | None = None
+    judges: Mapping[str, JudgeOptions] | None = None
     """Options of each judge by its name."""
     answer_pattern: str | None = None
     """Regular expression whose one group matches the answer in the text; majority votes count
@@ -77,7 +78,7 @@ class SingleTurnEnvironment:
     def __init__(self, options: SingleTurnOptions) -> None:
         """Load the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, also if nothing scores the answers; BadJudge.
+        Raises: BadRewardFunction, also if there are none.
         """
         group_reward, judges = options.group_reward, options.judges
         self._group_functions = load_group_functions(group_reward) if group_reward else ()
@@ -85,7 +86,7 @@ class SingleTurnEnvironment:
         functions = load_functions(options.reward) if options.reward or not is_scored else ()
         self._functions: tuple[RewardFunction | JudgeReward, ...] = (
             *functions,
-            *load_judges(judges or {}),
+            *(judge_reward(name, each) for name, each in (judges or {}).items()),
         )
         # Whether an answer has a reward of its own, before group rewards are added.
         self._scores_one = bool(functions) or self._has_reward(judges)
@@ -99,8 +100,8 @@ class SingleTurnEnvironment:
         self._answer_pattern = options.answer_pattern
         self._columns: Mapping[str, Any] = {}
 
-    def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
-        """Whether something other than a reward function, such as a judge, scores the answer."""
+    def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
+        """Whether something other than a reward function scores the answer."""
         return bool(judges)
 
     async def reset(self, task: Task) -> Observation:

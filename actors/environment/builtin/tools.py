@@ -23,12 +23,12 @@ from actors.environment.builtin.single_turn import (
     must_be_read,
 )
 from actors.environment.function_tools import FunctionTool, load_tools
+from actors.environment.judge_options import JudgeOptions
 from actors.environment.mcp_servers import (
-    EPISODE,
     McpServer,
     McpTool,
+    ServerOptions,
     server_of,
-    server_options,
 )
 from actors.environment.protocol import (
     Action,
@@ -62,7 +62,7 @@ class ToolsOptions(SingleTurnOptions):
 
     tools: Several = ()
     """Functions and classes, each as FILE.py:NAME."""
-    mcp: Mapping[str, Any] | None = None
+    mcp: Mapping[str, ServerOptions] | None = None
     """Options of each MCP server by its name."""
     call_limit_s: Annotated[float, Gt(0), Lt(86400)] = 20.0
     """Seconds that one tool call may take."""
@@ -87,12 +87,12 @@ class ToolsEnvironment(SingleTurnEnvironment):
     def __init__(self, options: ToolsOptions) -> None:
         """Load the tools, and the functions and judges that score the answers.
 
-        Raises: BadRewardFunction, BadTool, BadJudge, BadServer.
+        Raises: BadRewardFunction, BadTool.
         """
         self._toolset = load_tools(options.tools)
         super().__init__(options)
         self._configured = self._functions
-        self._servers = [server_options(name, given) for name, given in (options.mcp or {}).items()]
+        self._servers = options.mcp or {}
         self._call_limit_s = options.call_limit_s
         self._max_answer_chars = options.max_answer_chars
         self._turns = ToolTurns(self._call, at_most=options.max_malformed, penalty=None)
@@ -108,7 +108,7 @@ class ToolsEnvironment(SingleTurnEnvironment):
         """Return the tools of every task; those of MCP servers are not known before a task."""
         return self._toolset.schemas
 
-    def _has_reward(self, judges: Mapping[str, Any] | None) -> bool:
+    def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
         return bool(judges) or any(each.has_reward for each in self._toolset.classes)
 
     def check_data(self, data: Mapping[str, Any]) -> None:
@@ -147,12 +147,12 @@ class ToolsEnvironment(SingleTurnEnvironment):
             for tool in each.bound(instance)
         ]
         tools: list[FunctionTool | McpTool] = [*self._toolset.functions, *bound]
-        for options in self._servers:
-            if options.per == EPISODE:
-                server = McpServer(options)
+        for name, options in self._servers.items():
+            if options.per == "episode":
+                server = McpServer(name, options)
                 self._own_servers.append(server)
             else:
-                server = server_of(options)
+                server = server_of(name, options)
             tools += await server.tools()
         self._tools = {tool.schema.name: tool for tool in tools}
         if len(self._tools) < len(tools):
