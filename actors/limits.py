@@ -33,6 +33,8 @@ STRICT = {
     "use_attribute_docstrings": True,
     "allow_inf_nan": False,
 }
+# The same for the data of a task that may have other entries beside those of its class.
+OPEN = {"use_attribute_docstrings": True}
 
 # Counts that the run's database, and the libraries' own 32-bit counters, can hold.
 _MAX_COUNT = 2**31 - 1

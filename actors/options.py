@@ -160,6 +160,23 @@ def _parsed(adapter: TypeAdapter[Any], given: object) -> Any:
     return adapter.validate_python(given, extra="forbid", by_alias=True, by_name=True)
 
 
+def schema_of(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a dataclass, a TypedDict or a model.
+
+    Raises: BadOptions if it has a field whose type has no schema.
+    """
+    try:
+        schema = adapter_of(kind).json_schema()
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        raise BadOptions(
+            f"{kind.__qualname__}: it has no JSON schema ({str(error).splitlines()[0]}), expected "
+            "a dataclass with fields of plain types, such as int, str or list[str]"
+        ) from error
+    # The schema of a class that contains itself is a reference.
+    own = schema.pop("$ref", "").rpartition("/")[2]
+    return {**schema["$defs"][own], **schema} if own else schema
+
+
 def holding(part: str) -> AfterValidator:
     """Return a check for an annotated type: the text must contain `part`."""
 

@@ -364,9 +364,10 @@ class Environment(Protocol):
 
     A constructor takes options as keyword arguments and does nothing slow; slow work belongs in
     `reset`. No method may block the event loop: other episodes share it. An attribute `data_schema`
-    may give the JSON schema of its tasks' data (`task_data`); without it any object is accepted. A
-    method `first_messages(data)` may return a task's first messages without beginning it, and an
-    attribute `tools` the tools: then tasks with too long prompts are left out before the start.
+    may be a dataclass of its tasks' data, or their JSON schema (`task_data`); without it any object
+    is accepted. A method `first_messages(data)` may return a task's first messages without
+    beginning it, and an attribute `tools` the tools: then tasks with too long prompts are left out
+    before the start.
 
     Example:
         ```python

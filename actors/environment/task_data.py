@@ -1,8 +1,9 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
-An environment may declare the schema as its attribute `data_schema`, of the class or of the
-instance; without it any object is accepted. A schema refers to nothing outside itself, so that
-checking data reads no file and no address. Called by the configuration's checks, by the readers of
+An environment may declare the data as its attribute `data_schema`, of the class or of the instance:
+a dataclass with the types and bounds of options, or a JSON schema. Without it any object is
+accepted. A schema refers to nothing outside itself, so that checking data reads no file and no
+address. Called by the configuration's checks, by the readers of
 task files, and by the API when tasks are submitted.
 """
 
@@ -19,6 +20,7 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from actors.environment.protocol import Role
+from actors.options import BadOptions, schema_of
 from actors.types import Task
 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "expected_answer", "target")
@@ -94,16 +96,18 @@ _MAX_NAMES = 8
 
 
 class BadDataSchema(ValueError):
-    """An environment declares something that is not a JSON schema of an object."""
+    """An environment declares something that has no JSON schema of an object."""
 
 
 def data_schema_of(environment: object) -> dict[str, Any]:
-    """Return an environment's schema as plain JSON. Raises: BadDataSchema."""
+    """Return the JSON schema of an environment's task data. Raises: BadDataSchema."""
     declared = getattr(environment, "data_schema", ANY_DATA)
+    if isinstance(declared, type):
+        declared = _schema_of_class(declared)
     if not isinstance(declared, Mapping):
         raise BadDataSchema(
-            f"data_schema: got a {type(declared).__name__}, expected the JSON schema of the task "
-            "data as a mapping"
+            f"data_schema: got a {type(declared).__name__}, expected a dataclass of the task data, "
+            "or their JSON schema as a mapping"
         )
     try:
         schema: dict[str, Any] = json.loads(json.dumps(dict(declared), allow_nan=False))
@@ -121,6 +125,20 @@ def data_schema_of(environment: object) -> dict[str, Any]:
             f"data_schema: the reference {error.ref!r} leads nowhere; expected only references "
             "within the schema, such as #/$defs/name"
         ) from error
+    return schema
+
+
+def _schema_of_class(kind: type[Any]) -> dict[str, Any]:
+    """Return the JSON schema of a class of data. Raises: BadDataSchema."""
+    try:
+        schema = schema_of(kind)
+    except BadOptions as error:
+        raise BadDataSchema(f"data_schema: {error}") from error
+    if schema.get("type") != "object":
+        raise BadDataSchema(
+            f"data_schema: got the class {kind.__qualname__}, whose values are not JSON objects, "
+            "expected a dataclass of the task data"
+        )
     return schema
 
 

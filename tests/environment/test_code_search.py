@@ -29,6 +29,7 @@ from actors.environment.plugins.code_search.tools import ANSWER, SEARCH_TOOLS, _
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.settings import RolloutSettings, playing
+from actors.environment.task_data import data_schema_of
 from actors.environment.tasks import read_tasks
 from actors.environment.tool_calls import parse_tool_calls
 from actors.environment.turn_loop import play_episode
@@ -280,7 +281,7 @@ async def test_a_set_that_was_written_can_be_played(tmp_path: Path) -> None:
 
 
 def test_the_schema_of_the_data_takes_what_can_be_played() -> None:
-    validator = Draft202012Validator(dict(CodeSearchEnvironment.data_schema))
+    validator = Draft202012Validator(data_schema_of(CodeSearchEnvironment))
     assert validator.is_valid(DATA) and validator.is_valid({**DATA, "files": []})
     for change in ({"question": ""}, {"files": "shop/cart.py"}, {"files": [1]}, {"repository": 3}):
         assert not validator.is_valid({**DATA, **change})

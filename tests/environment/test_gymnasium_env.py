@@ -226,6 +226,7 @@ def test_data_are_checked_before_they_are_played() -> None:
     check = DataCheck(data_schema_of(GymnasiumEnvironment(GymnasiumOptions(id="FrozenLake-v1"))))
     assert check.problem({}) == check.problem({"kwargs": {"map_name": "8x8"}}) == ""
     assert "unknown fields map_name" in check.problem({"map_name": "8x8"})
+    assert check.problem({"options": None}) == "data.options: got null, expected object; correct it"
 
 
 def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Annotated, Any
 
+import pytest
+from annotated_types import Ge, MinLen
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from actors.environment.task_data import PROMPT_DATA, DataCheck
+from actors.environment.task_data import PROMPT_DATA, BadDataSchema, DataCheck, data_schema_of
+from actors.limits import STRICT
 
 CLOSED = {
     "type": "object",
@@ -16,6 +22,33 @@ CLOSED = {
     "required": ["level"],
     "additionalProperties": False,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a question, which may have parts too."""
+
+    text: Annotated[str, MinLen(1)]
+    weight: Annotated[int, Ge(0)] = 1
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Data of a task."""
+
+    __pydantic_config__ = STRICT
+
+    parts: tuple[Part, ...]
+    """The parts of the question."""
+    answer: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Plain:
+    """A class whose fields are unknown."""
+
+
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.sampled_from(["", "x", "easy"]))
 MESSAGES = st.fixed_dictionaries(
     {},
@@ -53,3 +86,44 @@ def test_a_keyword_that_it_does_not_know_is_left_to_jsonschema() -> None:
     check = DataCheck({"type": "object", "properties": {"n": {"minimum": 3}}})
     assert check._accepts is None
     assert "minimum" in check.problem({"n": 2}) and not check.problem({"n": 3})
+
+
+def schema_of(declared: object) -> dict[str, Any]:
+    return data_schema_of(SimpleNamespace(data_schema=declared))
+
+
+def test_the_schema_of_a_dataclass_checks_the_data() -> None:
+    schema = schema_of(Question)
+    assert schema["properties"]["parts"]["description"] == "The parts of the question."
+    check = DataCheck(schema)
+    assert check.names == {"parts", "answer", "more"}
+    part = {"text": "3+4", "parts": [{"text": "3", "weight": 2}]}
+    assert check.problem({"parts": [part], "answer": None, "more": {"a": 1}}) == ""
+    assert check.problem({}) == "data: parts missing; give it"
+    assert "unknown fields solution" in check.problem({"parts": [], "solution": "7"})
+    assert check.problem({"parts": [], "answer": 7}).startswith("data.answer: got a number")
+    assert check.problem({"parts": [{"text": ""}]}).startswith("data.parts[0].text: got a text")
+    deep = {"text": "3", "parts": [{"text": "4", "weight": -1}]}
+    assert check.problem({"parts": [deep]}).startswith(
+        "data.parts[0].parts[0].weight: got a number"
+    )
+
+
+def test_the_schema_of_a_class_that_contains_itself_names_its_fields() -> None:
+    check = DataCheck(schema_of(Part))
+    assert check.problem({"text": "3", "parts": [{"text": "4"}], "other": 1}) == ""
+    assert check.problem({}) == "data: text missing; give it"
+    assert schema_of(Part)["properties"].keys() == {"text", "weight", "parts"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        (Plain, r"data_schema: Plain: it has no JSON schema \(.*\), expected a dataclass"),
+        (int, "data_schema: got the class int, whose values are not JSON objects"),
+        (["text"], "data_schema: got a list, expected a dataclass of the task data, or their"),
+    ],
+)
+def test_what_describes_no_data_is_refused(declared: object, words: str) -> None:
+    with pytest.raises(BadDataSchema, match=words):
+        schema_of(declared)

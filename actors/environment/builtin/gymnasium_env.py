@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Annotated, Any
@@ -88,17 +88,22 @@ class GymnasiumOptions(TurnOptions):
     """The highest possible return; null: unknown."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GymnasiumData:
+    """Data of a task of `gymnasium`."""
+
+    __pydantic_config__ = STRICT
+
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More kwargs of gymnasium.make."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the environment's reset."""
+
+
 class GymnasiumEnvironment:
     """An environment that plays one gymnasium game as text."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "kwargs": {"type": "object", "description": "more kwargs of gymnasium.make"},
-            "options": {"type": "object", "description": "options of the environment's reset"},
-        },
-        "additionalProperties": False,
-    }
+    data_schema = GymnasiumData
 
     def __init__(self, options: GymnasiumOptions) -> None:
         gym = import_gymnasium()

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated
+
+from annotated_types import MaxLen, MinLen
 
 from actors.environment.plugins.code_search.tools import (
     ANSWER,
@@ -42,7 +44,7 @@ from actors.environment.protocol import (
 )
 from actors.environment.settings import playing
 from actors.environment.tool_turns import ERROR, BadArguments, Penalty, ToolFailed, ToolTurns
-from actors.limits import STRICT, Natural, Positive
+from actors.limits import OPEN, STRICT, Natural, Positive
 from actors.types import Task
 
 QUESTION = "Which files of the repository is this about?\n{question}\nSearch, then call answer."
@@ -69,27 +71,24 @@ class CodeSearchOptions(ToolSettings):
     """Subtracted from the reward for each malformed turn, as the component malformed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSearchData:
+    """Data of a task of `code_search`; other entries are allowed."""
+
+    __pydantic_config__ = OPEN
+
+    question: Annotated[str, MinLen(1), MaxLen(MAX_QUESTION_CHARS)]
+    """The question about the repository."""
+    repository: Annotated[str, MinLen(1)]
+    """A directory or an archive, by its path below the option root."""
+    files: Annotated[tuple[Annotated[str, MinLen(1)], ...], MaxLen(MAX_TRUE_FILES)]
+    """The paths within the repository that are the answer."""
+
+
 class CodeSearchEnvironment:
     """One question about a repository."""
 
-    data_schema: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {
-            "question": {"type": "string", "minLength": 1, "maxLength": MAX_QUESTION_CHARS},
-            "repository": {
-                "type": "string",
-                "minLength": 1,
-                "description": "a directory or an archive, by its path below the option root",
-            },
-            "files": {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1},
-                "maxItems": MAX_TRUE_FILES,
-                "description": "the paths within the repository that are the answer",
-            },
-        },
-        "required": ["question", "repository", "files"],
-    }
+    data_schema = CodeSearchData
 
     def __init__(self, options: CodeSearchOptions) -> None:
         # Environments with equal tool settings share processes and repositories.
