@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import InitVar, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -62,6 +63,7 @@ _MEMBER = re.compile(r"<[\w.]+: ('[^']*')>")
 Options = TypeVar("Options")
 
 _USER_CODE = "user code"
+_DATA = "data"
 
 
 def _weighted(given: object) -> object:
@@ -98,6 +100,8 @@ Weighted = Annotated[Mapping[UserCode, float], BeforeValidator(_weighted)]
 Several = Annotated[tuple[UserCode, ...], BeforeValidator(_several)]
 """Names of functions and classes; a single name need not be in a list."""
 
+DataPath = Annotated[str, _DATA]
+"""Path of a file or a directory that the environment reads, relative to the working directory."""
 JsonObject = Annotated[Mapping[str, Any], BeforeValidator(_as_json)]
 """A map that can be sent as JSON."""
 
@@ -326,19 +330,27 @@ def shown_type(annotation: Any) -> str:
 
 def user_code(options: Any) -> list[str]:
     """Return the names of user code in an instance of a class of options."""
-    found: list[str] = []
+    # A name without a colon belongs to the environment.
+    return [name for name in _marked(options, _USER_CODE) if ":" in name]
+
+
+def data_paths(options: Any) -> list[Path]:
+    """Return the paths of data in an instance of a class of options; none if there are no options."""
+    return [] if options is None else [Path(p).expanduser() for p in _marked(options, _DATA)]
+
+
+def _marked(options: Any, mark: str) -> Iterator[str]:
+    """Yield the texts of the fields whose type has a mark."""
     for name, hint in _hints(type(options)).items():
         # The arguments of a `__post_init__` are not kept.
         value = getattr(options, name, None)
-        if value is not None and _is_user_code(hint):
-            found += [value] if isinstance(value, str) else value
-    # A name without a colon belongs to the environment.
-    return [name for name in found if ":" in name]
+        if value is not None and _has_mark(hint, mark):
+            yield from [value] if isinstance(value, str) else value
 
 
-def _is_user_code(hint: Any) -> bool:
-    return _USER_CODE in getattr(hint, "__metadata__", ()) or any(
-        map(_is_user_code, get_args(hint))
+def _has_mark(hint: Any, mark: str) -> bool:
+    return mark in getattr(hint, "__metadata__", ()) or any(
+        _has_mark(each, mark) for each in get_args(hint)
     )
 
 

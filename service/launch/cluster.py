@@ -27,7 +27,7 @@ from service.config.file import ConfigError
 from service.config.tree import Config, EvaluationSetSettings, TasksSettings
 from service.launch.placement import Node, misfit
 from service.launch.signals import kept_from_children, signals_noted
-from service.launch.sources import user_modules, user_scripts
+from service.launch.sources import data_files, user_modules, user_scripts
 from service.remote_calls import NAMESPACE
 
 TasksOrSet = TypeVar("TasksOrSet", TasksSettings, EvaluationSetSettings)
@@ -339,12 +339,13 @@ def check_places(config: Config, *, limit_s: float = 0.0) -> None:
 def shipped_files(config: Config, *, cwd: Path) -> dict[str, Any]:
     """Return Ray's runtime environment with the files that processes on other nodes need.
 
-    The working directory is shipped if it contains one of the user's modules or scripts, or the
-    tasks; otherwise only the user's modules are shipped. Installed packages are expected on every
-    node.
+    The working directory is shipped if it contains one of the user's modules or scripts, the tasks,
+    or data that an option names by a relative path; otherwise only the user's modules are shipped.
+    Installed packages are expected on every node.
     """
     modules = _user_modules(config)
-    paths = [*modules, *user_scripts(config), *config.task_places.values()]
+    own = [*user_scripts(config), *data_files(config)]
+    paths = [*modules, *own, *config.task_places.values()]
     if any(path.resolve().is_relative_to(cwd) for path in paths):
         # Ray also excludes the files that .gitignore names.
         return {"working_dir": str(cwd), "excludes": [".git", ".venv", "/runs", "/*/checkpoints"]}

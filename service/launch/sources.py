@@ -15,6 +15,7 @@ from pathlib import Path
 from actors.environment.builtin.tools import TOOLS
 from actors.environment.tasks import FileTasks, MixedTasks
 from actors.environment.user_names import module_of
+from actors.options import data_paths
 from service.config.file import ConfigError
 from service.config.tasks import open_tasks, options_read, own_names
 from service.config.tree import Config, TasksSettings
@@ -67,6 +68,21 @@ def user_scripts(config: Config) -> list[Path]:
         for path in server.files
     ]
     return list(dict.fromkeys(found))
+
+
+def data_files(config: Config) -> list[Path]:
+    """Return the relative paths of data that the options of environments name.
+
+    Raises: ConfigError.
+    """
+    return [
+        path
+        for each in config.members.values()
+        # A user's own environment is shipped by its module.
+        if ":" not in each.tasks.environment
+        for path in data_paths(options_read(each.tasks))
+        if not path.is_absolute()
+    ]
 
 
 def _modules(tasks: TasksSettings) -> list[str]:

@@ -90,6 +90,24 @@ def test_a_users_module_travels_with_its_directory_or_by_itself(
         assert shipped_files(config, cwd=tmp_path / "other") == {"py_modules": [str(module)]}
 
 
+@pytest.mark.parametrize(
+    ("environment", "option"), [("retrieval_qa", "corpus"), ("code_search", "root")]
+)
+def test_data_of_options_travel_if_their_path_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def shipped(path: str, cwd: Path) -> Any:
+        config = config_with(tasks={"environment": environment, "options": {option: path}})
+        return shipped_files(config, cwd=cwd).get("working_dir")
+
+    assert shipped("data", tmp_path) == str(tmp_path)
+    assert shipped("../data", tmp_path) is None
+    # A path that is the same on every node, such as that of a shared file system.
+    assert shipped(str(tmp_path / "data"), tmp_path) is None
+
+
 def test_a_task_file_travels_where_it_lies_in_the_working_directory(tmp_path: Path) -> None:
     inside = config_with(tasks={"environment": "guessing", "file": str(tmp_path / "t.jsonl")})
     assert shipped_files(inside, cwd=tmp_path)["working_dir"] == str(tmp_path)

@@ -25,6 +25,7 @@ from actors.environment.plugins.code_search.tree import Bounds
 from actors.environment.plugins.code_search.unpack import ArchiveLimits
 from actors.environment.protocol import ToolSchema
 from actors.limits import MIB, STRICT, Positive, Rate
+from actors.options import DataPath
 
 MAX_ANSWER_FILES = 64
 _TEXT = {"type": "string"}
@@ -83,7 +84,7 @@ class ToolSettings:
 
     __pydantic_config__ = STRICT
 
-    root: Annotated[str, MinLen(1)]
+    root: Annotated[DataPath, MinLen(1)]
     """Directory of the tasks' repositories, relative to the working directory."""
     max_lines: Positive = 60
     """Maximum number of lines in one answer."""

@@ -23,6 +23,7 @@ from annotated_types import Ge, Le
 
 from actors.environment.tasks import BadTaskFile, json_rows
 from actors.limits import STRICT
+from actors.options import DataPath
 
 # The number of names that `_STARTS`, `_MIDDLES` and `_ENDS` make.
 MAX_GENERATED = 200
@@ -41,7 +42,7 @@ class CorpusOptions:
 
     __pydantic_config__ = STRICT
 
-    corpus: str | None = None
+    corpus: DataPath | None = None
     """A JSONL or Parquet file, relative to the working directory; null: generated documents."""
     num_generated: Annotated[int, Ge(1), Le(MAX_GENERATED)] = MAX_GENERATED
     """Number of generated documents."""
