@@ -335,7 +335,7 @@ def user_code(options: Any) -> list[str]:
 
 
 def data_paths(options: Any) -> list[Path]:
-    """Return the paths of data in an instance of a class of options; none if there are no options."""
+    """Return the paths of data in an instance of a class of options; none if it is None."""
     return [] if options is None else [Path(p).expanduser() for p in _marked(options, _DATA)]
 
 
