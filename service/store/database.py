@@ -16,48 +16,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 from uuid import uuid4
 
-from sqlalchemy import (
-    URL,
-    Connection,
-    Engine,
-    Float,
-    create_engine,
-    event,
-    func,
-    inspect,
-    make_url,
-    select,
-    text,
-    update,
-)
-from sqlalchemy.exc import DBAPIError, DisconnectionError
+from sqlalchemy import Connection, Float, func, inspect, make_url, select, text, update
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
-from sqlalchemy.pool import NullPool
 
-from service.access.secret_files import SecretFile
 from service.store import tables
+from service.store.database_engines import (
+    check_in_place,
+    connect_reader,
+    postgresql_engine,
+    schema_of,
+    sqlite_reader,
+    sqlite_writer,
+)
 from service.store.errors import Damaged, StoreError
-from service.store.place import changed_url, connection_url, shown, sqlite_file, url_file
+from service.store.place import shown, sqlite_file
 
 log = logging.getLogger("rayloom.store")
 
-# Most seconds that one attempt waits for a lock.
-BUSY_S = 10.0
 # Most seconds to wait for a database that does not answer. A restart of PostgreSQL takes seconds.
 PATIENCE_S = 60.0
-# Seconds after which PostgreSQL ends an idle transaction, so that a frozen supervisor does not
-# block others.
-IDLE_IN_TRANSACTION_S = 20.0
 # The trigger that refuses the writes to a database whose run was moved.
 FENCE = "rayloom_moved"
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 2.0
-
 _SQLITE_PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -69,7 +54,6 @@ _SQLITE_PASSING = {
 # of a lock, conflicting transactions, a standby that is not promoted yet, a session that was ended
 # because it was idle.
 _POSTGRESQL_PASSING = ("08", "53", "57P", "58", "55P03", "40", "25006", "25P03")
-
 Result = TypeVar("Result")
 
 
@@ -91,7 +75,7 @@ class Database:
         """
         parsed = make_url(url)
         self.location = shown(parsed)
-        self.schema = _schema_of(parsed)
+        self.schema = schema_of(parsed)
         self._file = sqlite_file(parsed)
         self._is_read_only = is_read_only
         self._patience_s = patience_s
@@ -103,11 +87,11 @@ class Database:
         # Distinguishes the writes of this process from those of others.
         self._name, self._num_writes = uuid4().hex, 0
         if self._file is None:
-            self._engine = _postgresql_engine(parsed, self.schema, count_failure)
+            self._engine = postgresql_engine(parsed, self.schema, count_failure)
         elif is_read_only:
-            self._engine = _sqlite_reader(self._file)
+            self._engine = sqlite_reader(self._file)
         else:
-            self._engine = _sqlite_writer(parsed, self._file)
+            self._engine = sqlite_writer(parsed, self._file)
 
     @property
     def is_sqlite(self) -> bool:
@@ -240,7 +224,7 @@ class Database:
             part.unlink(missing_ok=True)
             part.touch(mode=stat.S_IMODE(self._file.stat().st_mode))
             with (
-                closing(_connect_reader(self._file)) as source,
+                closing(connect_reader(self._file)) as source,
                 closing(sqlite3.connect(part)) as copy,
             ):
                 source.backup(copy)
@@ -345,7 +329,7 @@ class Database:
     def _writing_connection(self) -> Iterator[Connection]:
         with self._engine.connect().execution_options(writes=True) as connection:
             if self._file is not None:
-                _check_in_place(connection, self._file)
+                check_in_place(connection, self._file)
             with connection.begin():
                 # SQLite needs no lock here: BEGIN IMMEDIATE has locked the database.
                 connection.execute(select(tables.formats.c.number).with_for_update())
@@ -446,150 +430,3 @@ def _is_passing(error: DBAPIError | NoConnectionLeft) -> bool:
         # An error without a state is not from a server: none answered, or the connection broke.
         return type(cause).__name__ in ("OperationalError", "InterfaceError")
     return str(state).startswith(_POSTGRESQL_PASSING)
-
-
-def _schema_of(url: URL) -> str | None:
-    found = url.query.get("schema")
-    return found if isinstance(found, str) else None
-
-
-def _postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[], object]) -> Engine:
-    defaults = {
-        "connect_timeout": 10,
-        "application_name": "rayloom",
-        # A dead connection is noticed within half a minute.
-        "keepalives_idle": 10,
-        "keepalives_interval": 5,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 20_000,
-    }
-    without_schema = url.difference_update_query(["schema"])
-    connection = connection_url(without_schema)
-
-    def arguments(target: URL) -> dict[str, Any]:
-        given = {key: value for key, value in defaults.items() if key not in target.query}
-        return {**given, "prepare_threshold": None}
-
-    engine = create_engine(
-        connection,
-        connect_args=arguments(connection),
-        isolation_level="READ COMMITTED",
-        pool_pre_ping=True,
-        hide_parameters=True,
-    )
-    event.listen(engine, "connect", _prepare_postgresql)
-    if (file := url_file()) is not None and without_schema.password is None:
-        current = SecretFile(
-            file,
-            partial(changed_url, without_schema),
-            value=connection,
-            count_failure=count_failure,
-        )
-        _follow(engine, current, arguments)
-    return engine.execution_options(schema_translate_map={None: schema}) if schema else engine
-
-
-def _follow(
-    engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
-) -> None:
-    """Make each new connection of an engine read its URL from the file again.
-
-    A connection of an earlier URL is replaced before its next use, because its user may no longer
-    exist.
-    """
-
-    def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
-        url = current.value()
-        positional[:], fresh = dialect.create_connect_args(url)
-        named.clear()
-        named.update(fresh, **arguments(url))
-        record.info["url"] = url
-
-    def check_out(_connection: Any, record: Any, _proxy: Any) -> None:
-        if record.info["url"] != current.value():
-            raise DisconnectionError("the URL of the database has changed")
-
-    event.listen(engine, "do_connect", connect)
-    event.listen(engine, "checkout", check_out)
-
-
-def _prepare_postgresql(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    cursor.execute(f"SET lock_timeout = '{BUSY_S:.0f}s'")
-    cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S:.0f}s'")
-    # An acceptance must be on the disk before its answer, whatever the server's setting.
-    cursor.execute(
-        "SELECT set_config('synchronous_commit', 'on', false) "
-        "WHERE current_setting('synchronous_commit') = 'off'"
-    )
-    cursor.close()
-    connection.commit()
-
-
-def _sqlite_writer(url: URL, file: Path) -> Engine:
-    def remember(_connection: Any, record: Any) -> None:
-        record.info["opened"] = os.stat(file)
-
-    engine = create_engine(url, hide_parameters=True)
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "connect", remember)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _sqlite_reader(file: Path) -> Engine:
-    """Return an engine that reads a file, without creating or writing it or blocking its writer.
-
-    If there is a log next to the database, SQLite keeps its index of the log (-shm) up to date.
-    """
-
-    engine = create_engine(
-        "sqlite://",
-        creator=partial(_connect_reader, file),
-        poolclass=NullPool,
-        hide_parameters=True,
-    )
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _connect_reader(file: Path) -> sqlite3.Connection:
-    wal = file.with_name(f"{file.name}-wal")
-    is_whole = not wal.exists() or wal.stat().st_size == 0
-    # Without a log the file has all data; with "immutable" SQLite creates no index of a log.
-    mode = "mode=ro&immutable=1" if is_whole else "mode=ro"
-    uri = f"file:{quote(str(file))}?{mode}"
-    return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _check_in_place(connection: Connection, file: Path) -> None:
-    """Check that the opened file is still at its path; otherwise writes would be lost.
-
-    Raises: StoreError.
-    """
-    try:
-        is_there = os.path.samestat(os.stat(file), connection.info["opened"])
-    except OSError:
-        is_there = False
-    if not is_there:
-        raise StoreError(
-            f"the database {file} was removed, moved or replaced while the run had it open, "
-            "expected it to stay; put it back with its -wal file, or restore a copy, and resume "
-            "with --resume"
-        )
-
-
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    # The driver would begin transactions only at the first write, after the check of the lease.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={BUSY_S * 1000:.0f}")
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
