@@ -57,7 +57,7 @@ from service.inference.deployment import delete_inference, deploy_inference, wai
 from service.inference.replica import ReplicaDescription
 from service.inference.settings import EngineSettings
 from service.launch.cluster import joined
-from service.launch.run_dir import build_tiny
+from service.launch.tiny_model import build_tiny
 from service.run.environment_pool import start_environment_actor
 from service.run.start import engine_settings
 
