@@ -19,7 +19,7 @@ PRODUCERS = {
     Source.CRITIC: ("actors/trainer/critic.py",),
     Source.MERGE: ("actors/merge/report.py",),
     Source.PUBLISH: ("actors/weights/logprob_check.py",),
-    Source.TRAINER: ("actors/trainer/rank.py",),
+    Source.TRAINER: ("actors/trainer/utilization.py",),
 }
 
 

@@ -9,10 +9,9 @@ that another one skips. Called by `actor.py`.
 from __future__ import annotations
 
 import logging
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,10 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from actors.batch import Float32s, MicroBatch, Minibatch, RankShard, RowScores, ValueShard
-from actors.expert_records import MixtureShape, ModelShape
+from actors.expert_records import ModelShape
 from actors.network import LOOPBACK
 from actors.trainer.abandon import Abandonment, StepAbandoned
 from actors.trainer.attribution import SplitGradient, split_gradient
@@ -33,16 +31,16 @@ from actors.trainer.checkpoint import Adapter, Progress, check_adapter, read_man
 from actors.trainer.critic import Critic
 from actors.trainer.lora import (
     adapted_layers,
-    adapters_off,
     attach_adapters,
     base_digest,
     freeze_in,
 )
 from actors.trainer.loss.micro_batch import micro_batch_loss
 from actors.trainer.loss.statistics import combine_rows, micro_batch_statistics, no_statistics
-from actors.trainer.model import PolicyModel, RowTensors, load_policy, row_tensors, scoring_row
+from actors.trainer.model import load_policy, row_tensors, scoring_row
 from actors.trainer.process_group import join_group, join_side_group, rank_device
 from actors.trainer.publish import pack_weights
+from actors.trainer.scoring import Reference, score_minibatches, score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import agree_on
 from actors.trainer.sharded_model import (
@@ -54,6 +52,7 @@ from actors.trainer.sharded_model import (
     write_checkpoint,
 )
 from actors.trainer.statistics import StepStats, UpdateTotals, summarize_step
+from actors.trainer.utilization import device_peak, mfu, num_multiplied
 from actors.weights.board import WeightGroup, check_tokens
 
 _LOG = logging.getLogger(__name__)
@@ -493,154 +492,3 @@ def save_inputs(scored: ScoredMinibatch, path: Path) -> str:
     except OSError as error:
         return f"its inputs could not be saved: {error}"
     return f"its inputs are in {path}"
-
-
-# Log-probabilities of a step's trained tokens under the old policy or a reference, without
-# gradient.
-#
-# Collective: all ranks score minibatches with the same numbers of rows, in the same order. Called
-# by `TrainerRank` before and at the start of a step, only if the loss or the rewards need them.
-# By minibatch, then by micro-batch: [M] float32, nats, on the device.
-Scores = list[list[Tensor]]
-
-
-@torch.no_grad()
-def score_row(policy: PolicyModel, row: RowTensors) -> Tensor:
-    """Return the log-probabilities of one row's targets, [M] float32, nats, without gradient.
-
-    Recorded experts are replayed.
-    """
-    logprobs: Tensor = policy(row)[0]
-    return logprobs
-
-
-def score_minibatches(
-    policy: ShardedModel[PolicyModel],
-    minibatches: Sequence[Minibatch],
-    *,
-    check: Callable[[], None],
-) -> Scores:
-    """Score every row of a step, then free the gathered weights.
-
-    check: called before each row; an error that it raises ends the scoring.
-    """
-
-    def score(row: MicroBatch) -> Tensor:
-        check()
-        tensors = row_tensors(row, device=policy.device)
-        return score_row(policy.model, tensors)
-
-    try:
-        return [[score(row) for row in minibatch.micro_batches] for minibatch in minibatches]
-    finally:
-        policy.free_weights()
-
-
-class Reference:
-    """The frozen policy of KL terms, used only for scoring.
-
-    Recorded experts are not replayed in the reference, because another policy chose them. A KL term
-    is measured against the reference with its own routing.
-    """
-
-    def __init__(self, policy: ShardedModel[PolicyModel]) -> None:
-        """Create a reference. policy: its adapters, if it has any, are off while it scores."""
-        self._policy = policy
-
-    def score(self, minibatches: Sequence[Minibatch], *, check: Callable[[], None]) -> Scores:
-        """Return log-probabilities of the rows' targets. check: called before each row."""
-        without = [_without_experts(minibatch) for minibatch in minibatches]
-        with adapters_off(self._policy.model):
-            return score_minibatches(self._policy, without, check=check)
-
-
-def _without_experts(minibatch: Minibatch) -> Minibatch:
-    rows = tuple(replace(row, experts=None) for row in minibatch.micro_batches)
-    return replace(minibatch, micro_batches=rows)
-
-
-# Model FLOPs utilisation (MFU): the share of the GPUs' peak arithmetic that a step used.
-#
-# mfu = 6 N T / (seconds · ranks · peak) Source: PaLM (Chowdhery et al. 2022, appendix B), without
-# its term for attention scores, so that the true share is somewhat higher. N: number of parameters
-# by which a token is multiplied; T: tokens of packed rows, counted in each epoch. A computation
-# that gradient checkpointing repeats counts once. Called by `TrainerRank`; there is no MFU if the
-# device's peak is not known.
-# Peak FLOP/s for dense bfloat16 with float32 sums, from NVIDIA's data sheets, by the start of the
-# name that CUDA gives the device; longer names come first.
-_BFLOAT16_PEAKS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GH200": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L40S": 362e12,
-}
-_FLOPS_PER_PARAMETER = 6
-"""FLOPs for one token and parameter: a product and a sum forward, and twice as many backward."""
-_SHARE_OF_FROZEN = 2 / 3
-"""Share of these FLOPs that a frozen parameter needs: it has no gradient of its own."""
-_EXPERT = re.compile(r"\.experts\.")
-
-
-def peak_of(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s of a device by its name in torch.cuda; None if it is not known."""
-    if dtype is not torch.bfloat16:
-        return None
-    found = (peak for name, peak in _BFLOAT16_PEAKS.items() if device_name.startswith(name))
-    return next(found, None)
-
-
-def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    if device.type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name(device), dtype)
-
-
-def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
-    """Return the number of parameters by which a token is multiplied.
-
-    The input embedding is counted only if it is tied to the head, because its rows are only looked
-    up. Only the experts to which a token is routed are counted. A frozen parameter counts as two
-    thirds.
-
-    Returns: the number; None if the model has experts and the shape of its routing is not known.
-    """
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    is_tied = head is not None and head.weight is embedding
-    num_expert, num_other = 0.0, 0.0
-    for name, parameter in model.named_parameters():
-        share = 1.0 if parameter.requires_grad else _SHARE_OF_FROZEN
-        if _EXPERT.search(name):
-            num_expert += share * parameter.numel()
-        elif parameter is not embedding or is_tied:
-            num_other += share * parameter.numel()
-    if not num_expert:
-        return num_other
-    if mixture is None:
-        return None
-    return num_other + num_expert * mixture.num_chosen / mixture.num_experts
-
-
-def mfu(
-    *,
-    num_parameters: float | None,
-    num_tokens: int,
-    seconds: float,
-    num_ranks: int,
-    peak: float | None,
-) -> dict[str, float]:
-    """Return the share of the devices' peak FLOP/s that a step used, as the statistic `mfu`.
-
-    Returns: {} if num_parameters or peak is None, or if nothing was trained.
-
-    Args: num_parameters: from `num_multiplied`. peak: FLOP/s of each rank's device.
-    Example: 1e9 parameters, 1e5 tokens in 2 s on one device of 1e15 FLOP/s -> 0.3
-    """
-    if num_parameters is None or peak is None or not num_tokens:
-        return {}
-    used = _FLOPS_PER_PARAMETER * num_parameters * num_tokens
-    return {"mfu": used / (seconds * num_ranks * peak)}

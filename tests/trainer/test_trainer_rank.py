@@ -23,7 +23,7 @@ from worlds.parts.trainer_world import (
 )
 
 from actors.trainer.model import RowTensors, load_policy, row_tensors
-from actors.trainer.rank import score_row
+from actors.trainer.scoring import score_row
 from actors.trainer.settings import RankSettings
 from actors.trainer.shard_check import PolicyTooOld, ShardRefused
 from actors.trainer.sharded_model import ShardedModel, Sharding

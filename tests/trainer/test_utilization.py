@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from worlds.models.mixture_world import NUM_CHOSEN, NUM_EXPERTS, make_config
 
 from actors.expert_records import MixtureShape
-from actors.trainer.rank import device_peak, mfu, num_multiplied, peak_of
+from actors.trainer.utilization import device_peak, mfu, num_multiplied, peak_of
 
 MIXTURE = MixtureShape(num_layers=1, num_experts=NUM_EXPERTS, num_chosen=NUM_CHOSEN)
 
