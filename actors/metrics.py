@@ -8,16 +8,13 @@ run; `service/run/recorder.py` fills it. docs/metrics.md lists all metrics.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Gauge, Metric
 
+from actors.metric_registry import AtomicRegistry
 from actors.statistics import STATISTICS
 from actors.trajectory_queue.ledger import EvictionReason, LedgerEventKind
 from actors.trajectory_queue.messages import Side
@@ -55,129 +52,6 @@ class PublishPhase(StrEnum):
     """The trainer scores the text of the log-probability check."""
     LOAD = "load"
     """The engines load the version; the phase ends when every engine holds it."""
-
-
-class OptionalGauges(Collector):
-    """A gauge metric whose values are set together: `show` replaces all that were shown before.
-
-    It has one value for each value of its label, or, without a label, one value under the key "".
-    Before the first `show` it has no value; the library's own gauges begin at 0.
-    """
-
-    def __init__(self, name: str, documentation: str, label: str = "") -> None:
-        self._name = name
-        self._documentation = documentation
-        # The library's metrics use this attribute name too.
-        self._labelnames = (label,) if label else ()
-        self._values: Mapping[str, float] = {}
-
-    def show(self, values: Mapping[str, float]) -> None:
-        """Show these values, by the label's value, and remove those that were shown before."""
-        self._values = dict(values)
-
-    def describe(self) -> Iterable[Metric]:
-        return [GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)]
-
-    def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labelnames)
-        for key, value in self._values.items():
-            family.add_metric([key] if self._labelnames else [], value)
-        return [family] if self._values or self._labelnames else []
-
-
-class OptionalGauge(OptionalGauges):
-    """A gauge without a label that is absent while its value is not known."""
-
-    def set(self, value: float | None) -> None:
-        """Set the value; None if it is not known."""
-        self.show({} if value is None else {"": value})
-
-
-class StoredHistograms(Collector):
-    """A histogram metric that shows given counts, such as counts of stored rows.
-
-    The library's own histograms cannot start from counts. The metric has one for each value of
-    its label, or, without a label, one under the key "".
-    """
-
-    def __init__(
-        self, name: str, documentation: str, label: str = "", *, buckets: tuple[float, ...]
-    ) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._labelnames = (label,) if label else ()
-        self._bounds = [str(float(bound)) for bound in buckets] + ["+Inf"]
-        # By the label's value: the count of each bucket, and the sum of all values.
-        self._values: Mapping[str, tuple[Sequence[int], float]] = {}
-        if not label:
-            self._values = {"": ((), 0.0)}
-
-    def show(self, values: Mapping[str, tuple[Sequence[int], float]]) -> None:
-        """Replace the shown values.
-
-        values: by the label's value, the count of each bucket, of which the last is above all
-        bounds, and the sum.
-        """
-        self._values = dict(values)
-
-    def describe(self) -> Iterable[Metric]:
-        return [HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)]
-
-    def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
-        for key, (counts, total) in self._values.items():
-            below = map(float, accumulate(counts or [0] * len(self._bounds)))
-            buckets = list(zip(self._bounds, below, strict=True))
-            family.add_metric([key] if self._labelnames else [], buckets, total)
-        return [family]
-
-
-class AtomicRegistry(CollectorRegistry):
-    """A registry in which metrics are declared, and whose scrapes never show half a change.
-
-    Code that changes several related values holds the lock `change`; a scrape waits for it.
-    The library's `_created` samples are left out: they are the time at which this process began,
-    which is not that of a resumed run.
-    """
-
-    def __init__(self, change: threading.RLock | None = None) -> None:  # type: ignore[valid-type]
-        """Create a registry. change: the lock of another registry, if both change together."""
-        super().__init__()
-        self.change = change or threading.RLock()
-
-    def collect(self) -> Iterable[Metric]:
-        with self.change:
-            families = list(super().collect())
-        for family in families:
-            family.samples = [
-                sample for sample in family.samples if not sample.name.endswith("_created")
-            ]
-        return families
-
-    def counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        return Counter(name, documentation, labels, registry=self)
-
-    def histogram(
-        self, name: str, documentation: str, *labels: str, buckets: tuple[float, ...]
-    ) -> Histogram:
-        return Histogram(name, documentation, labels, buckets=buckets, registry=self)
-
-    def stored_histograms(
-        self, name: str, documentation: str, label: str = "", *, buckets: tuple[float, ...]
-    ) -> StoredHistograms:
-        histograms = StoredHistograms(name, documentation, label, buckets=buckets)
-        self.register(histograms)
-        return histograms
-
-    def gauge(self, name: str, documentation: str) -> OptionalGauge:
-        gauge = OptionalGauge(name, documentation)
-        self.register(gauge)
-        return gauge
-
-    def gauges(self, name: str, documentation: str, *, label: str) -> OptionalGauges:
-        gauges = OptionalGauges(name, documentation, label)
-        self.register(gauges)
-        return gauges
 
 
 class SecretUse(StrEnum):

@@ -17,7 +17,8 @@ from prometheus_client import Metric
 
 from actors.deadline import poll
 from actors.environment.tokenizer import stop_token_ids
-from actors.metrics import AtomicRegistry, RunMetrics
+from actors.metric_registry import AtomicRegistry
+from actors.metrics import RunMetrics
 from service.config.tree import Config
 from service.inference.settings import EngineSettings
 from service.launch.cluster import alive_nodes, on_this_node
