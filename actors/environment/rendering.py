@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -23,16 +22,17 @@ from typing import Any
 import numpy as np
 
 from actors.environment.chat_template import ChatTemplate, RenderError
-from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
+from actors.environment.dummy_chats import DUMMIES, EXTRA_CALL, Ending, ending_of
+from actors.environment.protocol import Message, Role, ToolSchema
 from actors.environment.settings import History
 from actors.environment.shown_text import (
     Said,
-    holds,
     marked,
     marked_tools,
     marks_in,
     said,
     tool_mark,
+    unshown,
     with_mark,
 )
 from actors.environment.tokenizer import (
@@ -118,85 +118,6 @@ class _Delta:
     token_ids: TokenIds
     num_closing: int
     """Number of tokens at the start of `token_ids` that close the reply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    """The parts of the reply before a delta that can change how a template renders the delta."""
-
-    has_content: bool = True
-    has_reasoning: bool = False
-    calls: tuple[tuple[str, str], ...] = ()
-    """Id and name of each call."""
-
-    def without_ids(self) -> _Ending:
-        if not self.calls:
-            return self
-        return replace(self, calls=tuple(("", name) for _, name in self.calls))
-
-
-_PLAIN_TEXT = _Ending()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dummy:
-    """An invented chat, after which new messages are rendered to find the text that they add.
-
-    None of its texts is contained in another, so each can be found in the rendering.
-    """
-
-    before: _Messages
-    content: str
-    reasoning: str
-    argument: str
-
-    def chat(self, ending: _Ending, *, called_before: Iterable[str]) -> _Messages:
-        """Return the chat up to a reply with this ending.
-
-        Args: called_before: ids of calls that the chat makes and answers first.
-        """
-        values = [f"{self.content} {index}" for index in range(len(ending.calls) - 1)]
-        calls = zip(ending.calls, [*values, self.argument], strict=False)
-        reply = Message(
-            role=Role.ASSISTANT,
-            content=self.content if ending.has_content else "",
-            reasoning=self.reasoning if ending.has_reasoning else None,
-            tool_calls=tuple(
-                ToolCall(id=call_id, name=name, arguments={"argument": value})
-                for (call_id, name), value in calls
-            ),
-        )
-        return (*_answered_calls(called_before), *self.before, reply)
-
-    def mark(self, ending: _Ending) -> str:
-        """Return the last text of a reply with this ending; it occurs once in the chat."""
-        return self.argument if ending.calls else self.content
-
-
-# They differ in length, in number of turns and in their last letters, so that their deltas differ
-# if a template or a tokenizer looks back.
-_DUMMIES = (
-    _Dummy(
-        before=(Message(role=Role.USER, content="first dummy question"),),
-        content="first dummy reply",
-        reasoning="first dummy thought",
-        argument="first dummy value",
-    ),
-    _Dummy(
-        before=(
-            Message(role=Role.USER, content="7"),
-            Message(role=Role.ASSISTANT, content="a b c"),
-            Message(role=Role.USER, content="second dummy question."),
-        ),
-        content="second dummy answer 42",
-        reasoning="second dummy thought, longer.",
-        argument="second dummy argument 21",
-    ),
-)
-
-
-# Mistral's templates require ids of nine letters.
-_EXTRA_CALL = "dummy0000"
 
 
 class ChatRenderer:
@@ -313,7 +234,7 @@ class ChatRenderer:
             new_ids = self._raw.appended(self.template.text(new_messages)) if new_messages else []
             whole = np.concatenate((previous, sampled, _frozen(new_ids)))
             return Extension(prompt_token_ids=whole)
-        ending, new = _ending(history), tuple(new_messages)
+        ending, new = ending_of(history), tuple(new_messages)
         if not self._knows_ids:
             # Ids differ in every chat, so that no cached delta would ever be found.
             ending, new = ending.without_ids(), tuple(_without_id(each) for each in new)
@@ -352,8 +273,8 @@ class ChatRenderer:
             found = self._render_marks(with_mark(messages, each), tools)
             return found is None or each.mark in found
 
-        for each in _unshown(said(messages), text=text, marks=marks, in_place=in_place):
-            raise RenderError(f"chat template: it does not show {each}; {_remedy(each)}")
+        for each in unshown(said(messages), text=text, marks=marks, in_place=in_place):
+            raise RenderError(f"chat template: it does not show {each}; {each.remedy}")
 
     def _marks(
         self, messages: _Messages, tools: _Tools, *, after: str = ""
@@ -376,7 +297,7 @@ class ChatRenderer:
         return marks_in(text.rpartition(after)[2] if after else text)
 
     def _render_delta(
-        self, new_messages: _Messages, tools: _Tools, ending: _Ending
+        self, new_messages: _Messages, tools: _Tools, ending: Ending
     ) -> _Delta | BreakReason:
         in_reply = {call_id for call_id, _ in ending.calls}
         answered = {message.tool_call_id for message in new_messages if message.tool_call_id}
@@ -384,9 +305,9 @@ class ChatRenderer:
         called_before = sorted(answered - in_reply)
         if ending.calls or any(message.role is Role.TOOL for message in new_messages):
             # Add one more call with its result, for a template that numbers calls.
-            called_before.append(_EXTRA_CALL)
+            called_before.append(EXTRA_CALL)
         deltas = []
-        for dummy, called in zip(_DUMMIES, ((), called_before), strict=True):
+        for dummy, called in zip(DUMMIES, ((), called_before), strict=True):
             chat = dummy.chat(ending, called_before=called)
             mark = dummy.mark(ending)
             try:
@@ -426,7 +347,7 @@ class ChatRenderer:
             return found is None or each.mark in found
 
         marks = self._marks((*chat, *marked(new_messages)), tools, after=mark)
-        return not any(_unshown(said(new_messages), text=tail, marks=marks, in_place=in_place))
+        return not any(unshown(said(new_messages), text=tail, marks=marks, in_place=in_place))
 
     def _delta_behind(
         self, mark: str, *, whole: str, closed: str, is_call: bool
@@ -495,41 +416,6 @@ class ChatRenderer:
         return self._tokenizer.decode(list(token_ids[:end]), skip_special_tokens=False)
 
 
-def _unshown(
-    said: Iterable[Said],
-    *,
-    text: str,
-    marks: frozenset[str] | None,
-    in_place: Callable[[Said], bool],
-) -> Iterator[Said]:
-    """Yield the texts that a rendering does not show.
-
-    marks: those marks that the template shows instead of the texts; None if not known. in_place:
-    whether a mark appended to the text is shown, for templates that read the text.
-    """
-    times: Counter[tuple[str, ...]] = Counter()
-    for each in said:
-        # A template may leave out a text that an earlier message has too.
-        times[each.texts] += not each.is_call
-        # Templates may remove the thought from a reply, whatever its form.
-        is_reply = each.message.role is Role.ASSISTANT and not each.is_call
-        is_shown = is_reply or all(
-            holds(text, part, times=times[each.texts] or 1) for part in each.texts
-        )
-        if is_shown and marks is not None and each.mark not in marks:
-            is_shown = not each.is_call and in_place(each)
-        if not is_shown:
-            yield each
-
-
-def _remedy(said: Said) -> str:
-    if said.message.role is Role.SYSTEM:
-        return "send system texts as the first message, or as a user message"
-    if said.message.role is Role.TOOL or said.is_call:
-        return "train a model whose template shows calls and their results"
-    return "send it in another form, or train a model whose template shows it"
-
-
 def _head(text: str, question: str, mark: str) -> str:
     """Return the text before a dummy's reply, up to the question.
 
@@ -554,28 +440,6 @@ def _may_know_ids(template: object) -> bool:
 
 def _without_id(message: Message) -> Message:
     return message if message.tool_call_id is None else replace(message, tool_call_id=None)
-
-
-def _ending(history: Sequence[Message]) -> _Ending:
-    reply = history[-1] if history else None
-    if reply is None or not (reply.call_texts or reply.reasoning):
-        return _PLAIN_TEXT
-    return _Ending(
-        # Without a call the delta begins after the content, even if the content is empty.
-        has_content=bool(reply.content) or not reply.call_texts,
-        has_reasoning=bool(reply.reasoning),
-        calls=tuple((call_id, name) for call_id, name, _ in reply.call_texts),
-    )
-
-
-def _answered_calls(call_ids: Iterable[str]) -> Iterator[Message]:
-    """Yield the beginning of a chat in which these calls are made and answered."""
-    for call_id in call_ids:
-        call = ToolCall(id=call_id, name="dummy", arguments={})
-        yield Message(role=Role.USER, content="call")
-        yield Message(role=Role.ASSISTANT, content="", tool_calls=(call,))
-        yield Message(role=Role.TOOL, content="0", name="dummy", tool_call_id=call_id)
-        yield Message(role=Role.ASSISTANT, content="called")
 
 
 def _may_repeat(messages: _Messages) -> bool:

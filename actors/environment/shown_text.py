@@ -10,7 +10,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,15 @@ class Said:
             shown = f"{shown[:_SHOWN_CHARS]}…"
         what = "a call" if self.is_call else "the content"
         return f"{what} of message {self.number} ({self.message.role.value}): {shown!r}"
+
+    @property
+    def remedy(self) -> str:
+        """Return what to do if a template does not show the text."""
+        if self.message.role is Role.SYSTEM:
+            return "send system texts as the first message, or as a user message"
+        if self.message.role is Role.TOOL or self.is_call:
+            return "train a model whose template shows calls and their results"
+        return "send it in another form, or train a model whose template shows it"
 
 
 def said(messages: Sequence[Message]) -> Iterator[Said]:
@@ -113,6 +123,33 @@ def holds(rendering: str, text: str, *, times: int = 1) -> bool:
         return found >= times
     plain = _unescaped(rendering)
     return _in_order(plain, _units(text)) or _in_order(plain, _units(_unescaped(text)))
+
+
+def unshown(
+    texts: Iterable[Said],
+    *,
+    text: str,
+    marks: frozenset[str] | None,
+    in_place: Callable[[Said], bool],
+) -> Iterator[Said]:
+    """Yield the texts that a rendering does not show.
+
+    marks: those marks that the template shows instead of the texts; None if not known. in_place:
+    whether a mark appended to the text is shown, for templates that read the text.
+    """
+    times: Counter[tuple[str, ...]] = Counter()
+    for each in texts:
+        # A template may leave out a text that an earlier message has too.
+        times[each.texts] += not each.is_call
+        # Templates may remove the thought from a reply, whatever its form.
+        is_reply = each.message.role is Role.ASSISTANT and not each.is_call
+        is_shown = is_reply or all(
+            holds(text, part, times=times[each.texts] or 1) for part in each.texts
+        )
+        if is_shown and marks is not None and each.mark not in marks:
+            is_shown = not each.is_call and in_place(each)
+        if not is_shown:
+            yield each
 
 
 def _visible(message: Message) -> str:
